@@ -70,8 +70,8 @@ class HFDir:
     def fingerprint(self) -> str:
         """A digest of the weights: of all names, dtypes and shapes, and of 4 KiB from the middle of 64 tensors.
 
-        A training step changes nearly every weight, so it changes the digest. Copies of a model have the same digest,
-        even if their files are split differently.
+        Copies of a model have the same digest, even if their files are split differently. A training step changes the
+        digest if it changes any of these bytes; a step in bf16 with a small rate may change none.
         """
         places = {
             name: (file, start, entry)
@@ -109,11 +109,13 @@ def check_hf_dir(path: str | Path, *, quantized: bool = False) -> HFDir:
         raise UserError(what, where=str(path), fix=f"give the directory of a checkpoint{searched_from(path)}")
     config = check_hf_files(path)
     listed = listed_tensors(path)
-    shapes, num_bytes = _check_weights(path, listed, DTYPE_BYTES | (FP8_BYTES if QUANTIZATION in config else {}))
-    if QUANTIZATION in config:
+    is_quantized = config.get(QUANTIZATION) is not None  # transformers refuses an empty table
+    shapes, num_bytes = _check_weights(path, listed, DTYPE_BYTES | (FP8_BYTES if is_quantized else {}))
+    if is_quantized:
         shapes = _without_scales(config, shapes, path, quantized)
     check_tensors(config, shapes, path)
     files = tuple(sorted(listed)) if listed else (SINGLE,)
+    _check_alone(path, indexed=bool(listed))
     tied = bool(config.get("tie_word_embeddings", False))
     return HFDir(path=path, config=config, weight_files=files, shapes=shapes, tied=tied, num_bytes=num_bytes)
 
@@ -251,6 +253,20 @@ def listed_tensors(path: Path) -> dict[str, set[str]]:
             fix="download the missing files",
         )
     return listed
+
+
+def _check_alone(path: Path, *, indexed: bool) -> None:
+    """Refuse files that vLLM loads in addition: all *.safetensors without an index, and consolidated ones of Mistral.
+
+    For the latter it searches subdirectories, too, and takes the directory for Mistral's own format.
+    """
+    others = [] if indexed else [file for file in path.glob("*.safetensors") if file.name != SINGLE]
+    for file in sorted([*path.rglob("consolidated*.safetensors"), *others]):
+        raise UserError(
+            f"vLLM would load this file, too, or instead of {INDEX if indexed else SINGLE}",
+            where=str(file),
+            fix="move it to another directory",
+        )
 
 
 def _check_weights(

@@ -40,7 +40,7 @@ def config_of(options: argparse.Namespace, model: HFDir, given: Mapping[str, Any
     from oblr_megatron.config import ParallelConfig, load_config, parse_config
 
     given = {"model.path": model.path, **given}
-    if "quantization_config" in model.config:
+    if model.config.get("quantization_config") is not None:
         given |= {"rollout.dtype": "bfloat16"}  # of the unquantized weights: vLLM has no FP8 matmul in fp32
     if options.config is not None:
         config = load_config(options.config, [*_pairs(given), *options.overrides])

@@ -98,6 +98,34 @@ def test_a_tokenizer_in_two_files_is_accepted(single: Path, tmp_path: Path) -> N
     check_hf_dir(path)
 
 
+def test_null_is_no_quantization(single: Path, tmp_path: Path) -> None:
+    path = copy(single, tmp_path)
+    edit_json(path / "config.json", lambda config: config.update(quantization_config=None))
+    assert check_hf_dir(path).shapes == check_hf_dir(single).shapes
+
+
+@pytest.mark.parametrize(
+    ("indexed", "name"),
+    [
+        (False, "model-00001-of-00002.safetensors"),
+        (False, "consolidated.safetensors"),
+        (True, "consolidated.00.safetensors"),
+        (True, "original/consolidated.safetensors"),
+    ],
+)
+def test_other_weights_that_vllm_would_load_are_refused(
+    indexed: bool, name: str, single: Path, sharded: Path, tmp_path: Path
+) -> None:
+    path = copy(sharded if indexed else single, tmp_path)
+    (path / "original").mkdir()
+    shutil.copy(single / SINGLE, path / ("adapter.safetensors" if indexed else "original/model.safetensors"))
+    check_hf_dir(path)  # these are not read
+    shutil.copy(single / SINGLE, path / name)
+    with pytest.raises(UserError, match="vLLM would load this file, too") as caught:
+        check_hf_dir(path)
+    assert caught.value.where == str(path / name)
+
+
 def copy(source: Path, tmp_path: Path) -> Path:
     return Path(shutil.copytree(source, tmp_path / "copy"))
 

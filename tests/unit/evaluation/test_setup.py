@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from oblr_megatron.checkpoint.hf_dir import check_hf_dir
+from oblr_megatron.checkpoint.hf_dir import HFDir, check_hf_dir
 from oblr_megatron.config import Config
 from oblr_megatron.evaluation.setup import config_of
 from oblr_megatron.quantize import accuracy
@@ -34,6 +34,13 @@ def config(tmp_path_factory: pytest.TempPathFactory) -> Config:
 def test_nothing_is_trained_meanwhile(config: Config) -> None:
     """On GPUs engine and trainer would take turns without servers, which overlap "stream" refuses."""
     assert config.rollout.servers == () and config.rollout.overlap == "none"
+
+
+@pytest.mark.parametrize(("value", "dtype"), [(None, "auto"), ({"quant_method": "modelopt"}, "bfloat16")])
+def test_only_quantized_weights_decide_the_engines_dtype(tmp_path: Path, value: Any, dtype: str) -> None:
+    model = HFDir(tmp_path, {"quantization_config": value}, (), {}, tied=False, num_bytes=0)
+    options: Any = SimpleNamespace(config=None, overrides=[])
+    assert config_of(options, model, {}).rollout.dtype == dtype
 
 
 def test_accuracies_before_and_after_quantization_are_of_the_directories(
