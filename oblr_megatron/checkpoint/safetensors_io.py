@@ -21,6 +21,7 @@ from torch import Tensor
 
 from oblr_megatron.checkpoint.hf_dir import HFDir
 from oblr_megatron.checkpoint.safetensors_header import LENGTH_BYTES, read_header
+from oblr_megatron.errors import RunError
 from oblr_megatron.weights.export import TensorMeta
 
 DTYPES = {"F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
@@ -33,6 +34,7 @@ class TensorReader:
 
     Raises:
         UserError: a file is cut off, or is not a safetensors file.
+        RunError: a file cannot be read any more.
     """
 
     def __init__(self, directory: HFDir, stack: ExitStack) -> None:
@@ -50,8 +52,11 @@ class TensorReader:
         stream, offset = self._places[name]
         _, dtype, shape = self.metas[name]
         tensor = torch.empty(shape, dtype=dtype)
-        stream.seek(offset)
-        count = stream.readinto(_bytes_of(tensor))
+        try:
+            stream.seek(offset)
+            count = stream.readinto(_bytes_of(tensor))
+        except OSError as error:  # of a disk or a network; it names no file
+            raise RunError(f"cannot read {stream.name}: {error.strerror or error}") from error
         assert count == tensor.nbytes, f"{name}: {count} bytes read of {tensor.nbytes}"
         return tensor
 

@@ -96,7 +96,7 @@ def tapped(model: nn.Module | Sequence[nn.Module]) -> Iterator[TappedModel]:
             install_te(chunk, tap, config, moe.grouped_splits_of(chunk, parallel, tap))
         handle = TappedModel(chunks, config, parallel, tap, padding)
         classify(handle)  # refuses what no rule covers
-        with _scheduled([chunk.config for chunk in (*given, *handle.modules)], tap):
+        with _scheduled([chunk.config for chunk in (*given, *handle.modules)]):
             yield handle
     finally:
         tap.remove()
@@ -152,7 +152,7 @@ def _check_config(config: TransformerConfig, *, training: bool) -> None:
 
 
 @contextmanager
-def _scheduled(configs: Sequence[TransformerConfig], tap: Tap) -> Iterator[None]:
+def _scheduled(configs: Sequence[TransformerConfig]) -> Iterator[None]:
     """Set `SCHEDULE` in every configuration that megatron-core's schedule may read."""
     unique = {id(config): config for config in configs}.values()
     before = [(config, {name: getattr(config, name) for name in SCHEDULE}) for config in unique]

@@ -6,6 +6,7 @@ Not covered: --check (test_convert_check.py), checkpoints of other layouts (test
 
 from __future__ import annotations
 
+import errno
 import json
 import resource
 import runpy
@@ -327,9 +328,9 @@ def test_an_existing_target_is_left_alone(root: Path, tmp_path: Path, capsys: py
     (tmp_path / "target").write_text("mine")
     for direction, source in (("to-hf", "checkpoint"), ("to-megatron", "hf")):
         line = ends_in_one_line([direction, str(root / source), str(tmp_path / "target")], capsys)
+        assert f"the target exists [{tmp_path / 'target'}]" in line
         line = ends_in_one_line([direction, str(root / source), str(tmp_path / "target" / "below" / "it")], capsys)
         assert f"cannot be created: {tmp_path / 'target'} is not a writable directory" in line
-        assert f"the target exists [{tmp_path / 'target'}]" in line
     assert (tmp_path / "target").read_text() == "mine"
 
 
@@ -341,6 +342,20 @@ def test_a_target_that_cannot_be_written_leaves_nothing(
     done = call_forked(convert_with_small_files, 1, [direction, str(root / source), str(tmp_path / "target")], {})
     assert done.returncode == 1
     assert "cannot write" in done.stderr and "File too large" in done.stderr and len(done.stderr.splitlines()) == 1
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_a_source_that_cannot_be_read_any_more_is_named(
+    root: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Its disk fails under an open file: such an error names no file."""
+
+    def fail(_: object) -> int:
+        raise OSError(errno.EIO, "Input/output error")
+
+    monkeypatch.setattr(safetensors_io, "_bytes_of", fail)
+    line = ends_in_one_line(["to-megatron", str(root / "hf"), str(tmp_path / "target")], capsys, status=1)
+    assert f"cannot read {root / 'hf' / 'model.safetensors'}: Input/output error" in line
     assert list(tmp_path.iterdir()) == []
 
 
