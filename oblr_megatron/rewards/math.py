@@ -6,6 +6,7 @@ processes under a deadline.
 
 from __future__ import annotations
 
+import traceback
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import cache
@@ -48,13 +49,13 @@ def grade(prediction: str, gold: str, tolerance: str = "") -> bool:
 
 def settle(answer: str, gold: str, tolerance: str = "") -> bool | None:
     """Whether an extracted answer is right; None if only computer algebra can tell. For `tolerance` see `within`."""
-    near = within(answer, gold, tolerance) if tolerance else None
-    if near is not None:
-        return near
     try:
-        return equal_answers(answer, gold, unsettled)
+        near = within(answer, gold, tolerance) if tolerance else None
+        return equal_answers(answer, gold, unsettled) if near is None else near
     except Unsettled:
         return None
+    except (RecursionError, ArithmeticError, ValueError):  # a text too deep, or with numbers too large, to be read
+        return False
 
 
 def make_pool(num_workers: int, deadline_s: float) -> Pool:
@@ -93,7 +94,11 @@ class MathReward(PooledReward):
         scores: dict[tuple[str | None, str, str], Score] = {}
         undecided: list[tuple[str, str, str]] = []
         for question in questions:
-            settled = settle(*question)
+            try:
+                settled = settle(*question)
+            except Exception:  # noqa: BLE001 - a fault of the verifier costs the reward of one response, not the run
+                scores[question] = Score(error=traceback.format_exc())
+                continue
             if settled is None:
                 undecided.append(question)
             else:

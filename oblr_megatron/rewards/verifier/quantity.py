@@ -2,6 +2,7 @@ r"""Read numbers exactly, as `Fraction`, and the marks around them: currency, pe
 
 from __future__ import annotations
 
+import math
 import re
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -9,6 +10,7 @@ from fractions import Fraction
 from functools import lru_cache
 
 MAX_DIGITS = 1000  # longer numbers are left to computer algebra and its deadline
+MAX_SCALE = 10**100  # "trillion" 430 times in a row is no number
 
 _DECIMAL = r"(?:[0-9]+(?:\.[0-9]*)?|\.[0-9]+)"
 _PLAIN = re.compile(_DECIMAL)
@@ -81,9 +83,10 @@ def read_marks(text: str) -> Quantity:
         elif text.endswith("°") and not _TRIGONOMETRIC.search(text):
             text, degree = text[:-1].rstrip(), True
         elif (words := _unit_words(text)) is not None:
-            text = text[: words[1]].rstrip()
-            for word in words[0]:
-                scale *= _SCALES.get(word.lower(), 1)
+            factor = math.prod(_SCALES.get(word.lower(), 1) for word in words[0])
+            if scale * factor > MAX_SCALE:
+                return Quantity(text, scale, percent, degree)
+            text, scale = text[: words[1]].rstrip(), scale * factor
         else:
             return Quantity(text, scale, percent, degree)
 

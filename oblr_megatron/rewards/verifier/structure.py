@@ -58,6 +58,7 @@ _TOKEN = re.compile(
 )
 _OPEN = {"(", "[", "{", "\\{", "\\langle"}
 _CLOSE = {")": "(", "]": "[", "}": "{", "\\}": "\\{", "\\rangle": "\\langle"}
+MAX_PARTS = 16  # of a relation that is parsed further; every name before "=" is one more level of recursion
 _RELATIONS = {"=", "<", ">", "\\le", "\\ge", "\\ne", "\\in", "\\approx", "\\equiv"}
 _FLIPPED = {"<": ">", ">": "<", "\\le": "\\ge", "\\ge": "\\le"}
 _NAME = re.compile(
@@ -96,6 +97,8 @@ def parse(text: str, *, grouped: bool = False) -> Node:
 def _parse_one(text: str) -> Node:
     text = text.strip()
     parts, signs = _relation(text)
+    if len(parts) > MAX_PARTS:
+        return Relation(text, tuple(signs), tuple(parts))
     if signs:
         return _parse_relation(text, parts, signs)
     if len(members := _split(text, {"\\cup"})) > 1:
@@ -144,7 +147,7 @@ def _parse_relation(text: str, parts: list[str], signs: list[str]) -> Node:
         if len(parts) == 2:
             return Named(text, compact(parts[0]), _parse_one(parts[1]))
         rest = text[text.index(signs[0]) + len(signs[0]) :].strip()
-        return Named(text, compact(parts[0]), _parse_one(rest))
+        return Named(text, compact(parts[0]), _parse_relation(rest, parts[1:], signs[1:]))
     return _interval(text, parts, signs) or Relation(text, tuple(signs), tuple(parts))
 
 

@@ -44,9 +44,14 @@ def answer_classes(answers: Sequence[str | None], right: Sequence[bool]) -> list
 
 
 def _key(answer: str) -> Fraction | str:
-    """The value of a plain number, else the canonical text."""
+    """The value of a plain number, else the canonical text; the text as it is if it cannot be read."""
     number = plain_number(answer)
-    return canonical(answer) if number is None else number
+    if number is not None:
+        return number
+    try:
+        return canonical(answer)
+    except Exception:  # noqa: BLE001 - whatever a policy writes, a vote must not end the run
+        return answer
 
 
 def _class_of(answer: str, first: Sequence[str | None]) -> int:

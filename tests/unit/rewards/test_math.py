@@ -17,6 +17,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from oblr_megatron.rewards import math
 from oblr_megatron.rewards.math import DEADLINE_S, MathReward, grade, settle
 from oblr_megatron.rewards.verifier.compare import equal_answers
 from oblr_megatron.rewards.verifier.extract import EXTRACTIONS
@@ -111,6 +112,18 @@ def test_score_returns_the_extracted_answers(reward: MathReward) -> None:
     result = reward.score(*batch([("4", [r"\boxed{4} or \boxed{x+3}", "4", r"\boxed{4.0}"]), ("x", ["", "a", "b"])]))
     assert result.answers == ["x+3", None, "4.0", None, None, None]
     assert result.main_rewards == result.rewards == [0, 0, 1, 0, 0, 0]
+
+
+def test_an_answer_on_which_the_verifier_raises_fails_alone(reward: MathReward, monkeypatch) -> None:
+    def settle_or_raise(answer: str, gold: str, tolerance: str) -> bool | None:
+        if answer == "3":
+            raise LookupError("a fault of the verifier")
+        return settle(answer, gold, tolerance)
+
+    monkeypatch.setattr(math, "settle", settle_or_raise)
+    result = reward.score(*batch([("4", [r"\boxed{4}", r"\boxed{3}"])]))
+    assert (result.rewards, result.faults) == ([1, 0], {1: "failed"})
+    assert "LookupError: a fault of the verifier" in result.cause
 
 
 @settings(max_examples=300, deadline=None)

@@ -7,6 +7,7 @@ from fractions import Fraction
 
 import pytest
 
+from oblr_megatron.rewards.verifier.compare import canonical
 from oblr_megatron.rewards.verifier.votes import answer_classes
 
 
@@ -39,5 +40,8 @@ def test_numbers_with_equal_values_are_in_one_class() -> None:
 
 
 def test_unreadable_texts_are_compared_as_text() -> None:
-    answers: list[str | None] = ["\\", "{", "?!", "9" * 3000, "(" * 60, "\\"]
-    assert answer_classes(answers, [False] * 6) == [0, 1, 2, 3, 4, 0]
+    too_deep = ("x=" * 15 + "(") * 60 + "1" + ")" * 60
+    with pytest.raises(RecursionError):
+        canonical(too_deep)
+    answers: list[str | None] = ["\\", "{", "?!", "9" * 3000, "(" * 60, "\\", too_deep, too_deep]
+    assert answer_classes(answers, [False] * 8) == [0, 1, 2, 3, 4, 0, 5, 5]
