@@ -14,7 +14,9 @@ MAX_DEPTH = 64
 
 _TOKEN = re.compile(r"\\boxed(?![A-Za-z])\s*\{|\\.|[{}]", re.DOTALL)
 _PLAIN_BRACE = -1
-_ANNOUNCEMENT = re.compile(r"(?i:answer)(?:\*\*)?\s*(?:is\s*:?|:|=)(?:\*\*)?|答案(?:是|为)?\s*[:\uff1a]?")
+_EMPHASIS = ("**", "__", "*", "_")
+_MARK = r"(?:\*\*|__|[*_])?"
+_ANNOUNCEMENT = re.compile(rf"(?i:answer){_MARK}\s*(?:is\s*:?|:|=){_MARK}|答案(?:是|为)?\s*[:\uff1a]?")
 
 
 def boxed(text: str) -> str | None:
@@ -43,8 +45,8 @@ def complete_boxes(text: str) -> Iterator[tuple[int, int]]:
 
 def after_hashes(text: str) -> str | None:
     r"""GSM8K's format: the rest of the line after the last ####; without ####, the last \boxed{...}."""
-    _, mark, rest = text.rpartition("####")
-    line = rest.split("\n", 1)[0].strip()
+    before, mark, rest = text.rpartition("####")
+    line = _closed(rest.split("\n", 1)[0].strip(), before.rpartition("\n")[2])
     return _bounded(line) if mark and line else boxed(text)
 
 
@@ -57,7 +59,17 @@ def last_line(text: str) -> str | None:
     line = lines[-1].strip()
     if (box := boxed(line)) is not None:
         return box
-    return _bounded(_ANNOUNCEMENT.split(line)[-1].strip() or line)
+    answer = _ANNOUNCEMENT.split(line)[-1].strip()
+    return _bounded(_closed(answer, line[: len(line) - len(answer)]) or line)
+
+
+def _closed(answer: str, before: str) -> str:
+    """The answer without emphasis that ends there and was opened before it: "**Answer: 5**" has the answer "5"."""
+    for mark in _EMPHASIS:
+        bare = answer.rstrip(". ").removesuffix(mark).rstrip()
+        if answer.rstrip(". ").endswith(mark) and mark not in bare and before.count(mark) % 2:
+            answer = bare
+    return answer
 
 
 def _bounded(answer: str) -> str | None:

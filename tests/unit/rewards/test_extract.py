@@ -46,6 +46,9 @@ def test_boxed(text: str, answer: str | None) -> None:
         ("#### 3\nwait\n#### 4 apples \nbye", "4 apples"),
         ("#### \n", None),
         (r"no marks, \boxed{5}", "5"),
+        ("**Text**\n**#### 5**", "5"),
+        ("#### **5**", "**5**"),
+        ("** \n#### 5**", "5**"),
         ("nothing", None),
     ],
 )
@@ -54,7 +57,28 @@ def test_after_hashes(text: str, answer: str | None) -> None:
 
 
 @pytest.mark.parametrize(
-    ("text", "answer"), [("a\nb\n 42 \n\n", "42"), (r"a\nso \boxed{6}", "6"), ("7", "7"), (" \n", None), ("", None)]
+    ("text", "answer"),
+    [
+        ("a\nb\n 42 \n\n", "42"),
+        (r"a\nso \boxed{6}", "6"),
+        ("7", "7"),
+        (" \n", None),
+        ("", None),
+        ("The answer is **5**.", "5"),
+        ("The final answer is **5**", "5"),
+        ("**Answer: 5**", "5"),
+        ("**The answer is 5.**", "5."),
+        ("*Answer: 5*", "5"),
+        ("***Answer: 5***", "5"),
+        ("__Answer: 5__", "5"),
+        ("**Answer:** 5", "5"),
+        ("*Answer:* 5", "5"),
+        ("Answer: x*", "x*"),
+        ("**Answer:** x*", "x*"),
+        ("*Answer: 2*3*", "2*3*"),
+        ("The answer is **5** or **6**", "5** or **6**"),
+        ("**Answer:**", "**Answer:**"),
+    ],
 )
 def test_last_line(text: str, answer: str | None) -> None:
     assert last_line(text) == answer
