@@ -21,9 +21,10 @@ MAX_INLINE_ITEMS = 32  # longer lists are compared in a worker, under its deadli
 _NUMBER = re.compile(r"\s*(-?[0-9]{1,18}(?:\.[0-9]{1,18})?)\s*")
 _CHOICE = re.compile(r"(?:\\text\{\s*)?\(?([A-J])\)?\s*\}?")
 _LABEL = re.compile(
-    r"(?:\\text\{\s*)?(?:(?i:option|choice)\s*)?\(?([A-J])[.)]\s*(?:\}\s*)?((?![\s},;]).*)"
+    r"(?:\\text\{\s*)?(?:(?i:option|choice)\s*)?\(?([A-J])(?:[.)]|:(?= ))\s*(?:\}\s*)?((?![\s},;]).*)"
     r"|(?:\\text\{\s*)?(?i:option|choice) ([A-J])\}?"
 )
+_STATED = re.compile(r"([A-J])\.(?!.*(?<![A-Za-z])[A-J](?![A-Za-z])).+")  # a gold choice with its text
 _HEDGED = re.compile(r"(?:^(?:and\b)?|[;.]|\bor\b)\s*\(?([A-H])\)?\s*(?:$|[,;/&.]|(?:or|and|is|are)\b)")
 _LETTER = re.compile(r"\\[A-Za-z]+|([A-Za-z])")
 
@@ -49,6 +50,8 @@ def equal_answers(prediction: str, gold: str, symbolic: Symbolic) -> bool:
     expected, given = canonical(gold), canonical(prediction)
     if not given or expected == given:
         return bool(given)
+    if (stated := _STATED.fullmatch(expected)) and (choice := _CHOICE.fullmatch(given)):
+        return choice.group(1) == stated.group(1)
     if label := _LABEL.fullmatch(normalize(prediction)):
         letter, rest = label.group(1) or label.group(3), label.group(2) or ""
         if not (_LABEL.search(rest) or _CHOICE.fullmatch(rest)):

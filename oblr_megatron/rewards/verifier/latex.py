@@ -29,6 +29,8 @@ _FACTORIAL_POWER = re.compile(r"([0-9A-Za-z])!\s*\^")
 _ROOT = re.compile(r"\\sqrt\s*\[([^\[\]]*)\]\s*([0-9A-Za-z])")
 _TRIGONOMETRIC = re.compile(r"\\(?:sin|cos|tan|cot|sec|csc)")
 _TIMES_BRACKET = re.compile(r"(?<![_0-9.])([0-9.]+)\s*\(")  # the grammar reads 2(\frac12) as a mixed number
+_ARGUMENT = r"\s*(?:\{\s*([0-9]+)\s*\}|([0-9]))"
+_WHOLE_AND_FRACTION = re.compile(rf"(?<![_^0-9.])([0-9]+)\s*(\\frac{_ARGUMENT}{_ARGUMENT})")
 _SYMBOL = r"\\(?:pi|alpha|beta|gamma|delta|theta|lambda|mu|omega|phi|varphi)(?![A-Za-z])"
 _BARE_ARGUMENT = re.compile(rf"\\(frac|sqrt)\s*({_SYMBOL}|(?<=frac)[0-9](?=\s*{_SYMBOL}))\s*")
 _BARE_DENOMINATOR = re.compile(rf"(\\frac\{{[^{{}}]*\}})\s*({_SYMBOL})")
@@ -51,6 +53,7 @@ def read(text: str) -> Any:
     text = _BARE_DENOMINATOR.sub(r"\1{\2}", _BARE_ARGUMENT.sub(r"\\\1{\2}", text))
     text = _BARE_DIGIT.sub(r"\1{\2}", text)
     text = _TIMES_BRACKET.sub(r"\1 \\cdot (", text)
+    text = _WHOLE_AND_FRACTION.sub(_mixed_or_product, text)
     text = normalize_latex(text, _NORMALIZATION)
     try:
         return _Fast(None, True, False, _CONVERSION).parse(text)
@@ -72,6 +75,13 @@ class _Fast(_Latex2Sympy):
 def _as_fraction(match: re.Match[str]) -> str:
     whole, decimals = match.groups()
     return f"(\\frac{{{whole}{decimals}}}{{{10 ** len(decimals)}}})"
+
+
+def _mixed_or_product(match: re.Match[str]) -> str:
+    """The grammar reads every fraction after a whole number as a mixed number; an improper one makes a product."""
+    whole, fraction, *digits = match.groups(default="")
+    proper = int(digits[0] + digits[1]) < int(digits[2] + digits[3])
+    return match.group() if proper else f"{whole} \\cdot {fraction}"
 
 
 def warm_up() -> None:

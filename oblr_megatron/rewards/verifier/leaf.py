@@ -7,7 +7,7 @@ from collections.abc import Callable
 from fractions import Fraction
 
 from oblr_megatron.rewards.verifier.normalize import compact
-from oblr_megatron.rewards.verifier.quantity import E_NOTATION, Quantity, read_base, read_marks, read_number
+from oblr_megatron.rewards.verifier.quantity import E_NOTATION, POWER, Quantity, read_base, read_marks, read_number
 
 Symbolic = Callable[[str, str], bool]  # (gold, prediction) -> equal, by computer algebra
 
@@ -24,7 +24,7 @@ _LETTER = re.compile(r"\\[A-Za-z]+|([A-Za-z])")
 _CONSTANTS = {"e", "i"}
 _PLAIN_WORDS = {"yes", "no", "odd", "even", "true", "false", "none", "all"}
 _TIME = re.compile(r"([0-9]{1,2}:[0-9]{2})\s*([ap])\.?\s*m")
-_LETTER_UNIT = re.compile(r"(?<=[0-9}]) [msghNCJWVKLTA]$")  # only after a space: "5 N" is 5, "5N" may be a product
+_LETTER_UNIT = re.compile(rf"(?<=[0-9}}]) [msghNCJWVKLTA]{POWER}$")  # after a space alone: "5N" may be a product
 _APART = re.compile(r"(?<![_^0-9.])(?<!frac )[0-9.]+ [0-9.]")  # two numbers with nothing between them
 
 

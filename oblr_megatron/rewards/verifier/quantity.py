@@ -34,13 +34,14 @@ _SHORT_UNITS = {
     "cm", "mm", "km", "dm", "nm", "in", "ft", "yd", "mi", "kg", "mg", "lb", "lbs", "oz", "sec", "min", "hr", "hrs",
     "ms", "ml", "mL", "cl", "mph", "kmh", "kph", "Hz", "kJ", "kW", "Pa", "mol", "cents", "cent", "rad", "radians",
     "sq", "cu", "usd", "USD", "eur", "EUR", "inches", "inch", "feet", "foot", "miles", "mile", "meters", "metres",
-    "hours",    "minutes", "seconds", "days", "weeks", "months", "years", "dollars", "euros", "pounds", "units",
+    "hours", "minutes", "seconds", "days", "weeks", "months", "years", "dollars", "euros", "pounds", "unit", "units",
+    "square", "cubic", "cup", "cups", "liter", "liters", "litre", "litres", "gallon", "gallons", "gram", "grams",
 }  # fmt: skip
-_POWER = r"(?:\s*\^\s*\{?\s*-?\s*[1-9]\s*\}?)?"
-_TEXT_UNIT = rf"\s*\\text\{{((?:[^{{}}\\0-9;:=<>|&+*?!]|\\cdot|\\\s|\^\s*-?[1-9]|\^\s*\{{-?[1-9]\}})*)\}}{_POWER}"
+POWER = r"(?:\s*\^\s*\{?\s*-?\s*[1-9]\s*\}?)?"
+_TEXT_UNIT = rf"\s*\\text\{{((?:[^{{}}\\0-9;:=<>|&+*?!]|\\cdot|\\\s|\^\s*-?[1-9]|\^\s*\{{-?[1-9]\}})*)\}}{POWER}"
 _UNIT_END = re.compile(
     rf"(?:\s*(?:/|\\cdot(?![A-Za-z]))\s*)?(?:{_TEXT_UNIT}|\s*\\frac\s*\{{\s*{_TEXT_UNIT}\s*\}}\s*\{{\s*{_TEXT_UNIT}\s*\}}"
-    rf"|\s*(?<![A-Za-z\\{{])(?<=[0-9}}\s])([A-Za-z]{{2,}}(?:[ /][A-Za-z]+)*|m/s|[\u4e00-\u9fff]+){_POWER})$"
+    rf"|\s*(?<![A-Za-z\\{{])(?<=[0-9}}\s])([A-Za-z]{{2,}}(?:[ /][A-Za-z]+)*|m/s|[\u4e00-\u9fff]+){POWER})$"
 )
 _CELSIUS = re.compile(r"°\s*(?:[CF]|\\text\{\s*[CF]\s*\})$")
 _NOT_UNITS = {"sin", "cos", "tan", "cot", "sec", "csc", "log", "exp", "sqrt", "arcsin", "arccos", "arctan", "mod"}

@@ -71,7 +71,7 @@ _MATRIX = re.compile(
 )
 _DOMAIN = re.compile(r"[A-Za-z]\s*\\in\s*\\mathbb\s*(?:\{[A-Z]\}|[A-Z])")
 _SUCH_THAT = re.compile(r"[A-Za-z]\s*(?:\\in\s*\\mathbb\{R\}\s*)?(?:\\mid(?![A-Za-z])|\||:)")
-_GROUPED = re.compile(r"(?<![0-9.,])[0-9]{1,3}(?:,[0-9]{3})+(?![0-9]|,)")
+_GROUPED = re.compile(r"(?<![0-9.,])[0-9]{1,3}(?:,[0-9]{3})+(?![0-9]|,[0-9])")
 
 
 def has_grouping(text: str) -> bool:
@@ -116,11 +116,7 @@ def _parse_bracket(text: str) -> Node:
     if first == "{":
         return _parse_one(inner) if inner else Leaf(text)
     if first == "\\{":
-        if match := _SUCH_THAT.match(inner):
-            return _parse_one(inner[match.end() :])
-        items = parse(inner)
-        members = items.items if isinstance(items, Group) and items.kind == "list" else (items,)
-        return members[0] if len(members) == 1 else Group(text, "list", members)
+        return _parse_set(text, inner)
     entries = [_parse_one(entry) for entry in _split(inner, {",", ";"}) if entry.strip()]
     if len(entries) == 1:
         matrix = isinstance(entries[0], Group) and entries[0].kind == "matrix"
@@ -128,6 +124,17 @@ def _parse_bracket(text: str) -> Node:
     square = first == "[" and last == "]"
     kind = "()" if first == "\\langle" or (square and len(entries) != 2) else first + last
     return Group(text, kind, tuple(entries))
+
+
+def _parse_set(text: str, inner: str) -> Node:
+    """A set of one number is that number, but a set of one set is not that set."""
+    if match := _SUCH_THAT.match(inner):
+        return _parse_one(inner[match.end() :])
+    items = parse(inner)
+    if _enclosing(inner) == "\\}" or (isinstance(items, Leaf) and items.text == "\\emptyset"):
+        return Group(text, "list", (items,))
+    members = items.items if isinstance(items, Group) and items.kind == "list" else (items,)
+    return members[0] if len(members) == 1 else Group(text, "list", members)
 
 
 def _parse_matrix(text: str, body: str) -> Node:

@@ -32,6 +32,9 @@ CASES: dict[str, list[tuple[str, str, bool]]] = {
         ("18 points", "18", True), ("5万", "50000", True), ("5元", "5", True), (r"12\text{ 平方厘米}", "12", True),
         (r"5 \text{ maybe 6}", "5", False), (r"5\text{ m}/\text{s}", "5", True), ("5 cm", "6", False),
         ("25℃", "25", True), ("0.5", "50", False), ("5 x", "5", False),
+        ("25 m^2", "25", True), ("25 m²", "25", True), (r"25\ m^2", "25", True), ("25 s^{-1}", "25", True),
+        ("10,000 m^2", "10000", True), ("25 m^2", "625", False), ("25m^2", "25", False), ("25 x^2", "25", False),
+        (r"\frac{1}{2} cups", "1/2", True), (r"4\pi square units", r"4\pi", True), (r"4\pi xyz", r"4\pi", False),
     ],
     "ratios, times": [
         ("3:2", "3:2", True), ("3:2", r"\frac32", True), ("3:2", "1.5", True), ("2:3", "3:2", False),
@@ -50,6 +53,9 @@ CASES: dict[str, list[tuple[str, str, bool]]] = {
         ("A,B", "B,A", True), (r"\textbf{(A) }5", "(A)", True), ("(A), (B)", "A", False), ("A or B", "A", False),
         ("(A) or (B)", "A", False), ("(A) B", "A", False), ("(A), 5", "A", False), (r"\textbf{(B)}\ 5", "A", False),
         (r"\textbf{(B)}\ 5", "5", True), ("(A) 5, 7", "A", True), ("C. 12", "C", True), ("(E)", "E", True),
+        ("C: 12", "C", True), ("C: 12", "12", True), ("C: 12, D: 5", "C", False), ("C: 12 or D", "C", False),
+        ("C:D = 2", "C", False), ("A", "A. 5", True), ("(A)", "A. 5", True), ("B", "A. 5", False),
+        ("A", "A. B", False), ("5", "A. 6", False),
     ],
     "words": [
         ("B", r"\text{(B)}", True), (r"\textbf{(B)}", r"\text{(B)}", True), ("C", r"\text{(B)}", False),
