@@ -27,13 +27,19 @@ class ToolCall:
     error: str = ""  # why it cannot be made
 
 
-def observation_text(tokenizer: PreTrainedTokenizerBase, messages: Sequence[Mapping[str, Any]], ended: str) -> str:
+def observation_text(
+    tokenizer: PreTrainedTokenizerBase,
+    messages: Sequence[Mapping[str, Any]],
+    ended: str,
+    options: Mapping[str, Any] | None = None,
+) -> str:
     """The template's text from the end of the policy's turn to the beginning of its next one.
 
     Args:
         tokenizer: with a chat template.
         messages: of the environment.
         ended: text of the token that ended the policy's turn, which the template writes as well; "" for none.
+        options: of the template (data.chat_template_options), as for the prompt.
 
     Raises:
         ValueError: the template leaves out the turn before the messages.
@@ -42,7 +48,8 @@ def observation_text(tokenizer: PreTrainedTokenizerBase, messages: Sequence[Mapp
     "</tool_response><|im_end|>", "<|im_start|>assistant", "".
     """
     turns = [{"role": "user", "content": "?"}, {"role": "assistant", "content": _MARK}, *map(dict, messages)]
-    whole = str(tokenizer.apply_chat_template(turns, tokenize=False, add_generation_prompt=True))
+    asked = {**(options or {}), "tokenize": False, "add_generation_prompt": True}
+    whole = str(tokenizer.apply_chat_template(turns, **asked))
     _before, mark, after = whole.rpartition(_MARK)
     if not mark:
         raise ValueError("the chat template leaves out the assistant's turn before an observation")

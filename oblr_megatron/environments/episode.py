@@ -72,6 +72,7 @@ class EpisodeEngine:
     max_turns: int
     _send: Callable[[Wish], Awaitable[Turn]]
     _call: Callable[[str, Mapping[str, Any]], Awaitable[str]]
+    template_options: Mapping[str, Any] = field(default_factory=dict)  # data.chat_template_options
     turns: list[tuple[tuple[int, ...], Turn]] = field(default_factory=list)  # (prompt of the turn, response)
     _calls: int = 0
 
@@ -119,7 +120,7 @@ class EpisodeEngine:
             after: the policy's turn before them, with ids that stay as they are.
         """
         ended = str(self.tokenizer.decode(list(after.ids[-1:]))) if after.finish_reason == "stop" else ""
-        return self.encode(observation_text(self.tokenizer, messages, ended))
+        return self.encode(observation_text(self.tokenizer, messages, ended, self.template_options))
 
     def written(self, tokens: Sequence[int]) -> dict[int, float]:
         """Places in `tokens` where the engine drew exactly this token after exactly the tokens before: log-probs."""

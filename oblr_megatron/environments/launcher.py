@@ -69,7 +69,8 @@ class Launcher:
         self.watch = Watch()
         self._owner, self._start_s = owner, config.rollout.start_timeout_s
         model = str(config.model.path.absolute())
-        self._setup = Setup(config.rollout.environment, model, vocab_size, tuple(sys.path))
+        options = dict(config.data.chat_template_options)
+        self._setup = Setup(config.rollout.environment, model, vocab_size, tuple(sys.path), options)
         self._log = config.run_dir / LOGS / f"environment-{index}.log"
         # The kernel ends a child with the thread that started it; this thread lives as long as the launcher.
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="environment")

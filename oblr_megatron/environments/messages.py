@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
+from typing import Any
 
 from oblr_megatron.config.rollout import EnvironmentConfig
 from oblr_megatron.engine.turns import Turn
@@ -17,6 +19,7 @@ class Setup:
     model: str  # directory with the tokenizer
     vocab_size: int
     path: tuple[str, ...]  # sys.path, to import the function
+    template_options: Mapping[str, Any]  # data.chat_template_options
 
 
 @dataclass(frozen=True, slots=True)

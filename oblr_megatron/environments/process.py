@@ -112,8 +112,9 @@ class Episodes:
         async def call(tool: str, arguments: Mapping[str, Any]) -> str:
             return await self.toolbox.call(tool, arguments)
 
-        environment = self.setup.config
-        engine = EpisodeEngine(begin, self.tokenizer, self.setup.vocab_size, environment.max_turns, ask, call)
+        environment, options = self.setup.config, self.setup.template_options
+        vocab_size, most = self.setup.vocab_size, environment.max_turns
+        engine = EpisodeEngine(begin, self.tokenizer, vocab_size, most, ask, call, options)
         self._send(await self._outcome(engine, clock))
         for task in self.tasks.pop(begin.number, set()) - {asyncio.current_task()}:
             task.cancel()  # that the function left behind

@@ -77,7 +77,7 @@ def launched(directory: Path, failures: int) -> Iterator[Launcher]:
     table = {
         "run_dir": str(directory / "run"),
         "model": {"path": str(directory / "model")},
-        "data": {"train": "none"},
+        "data": {"train": "none", "chat_template": True, "chat_template_options": {"enable_thinking": False}},
         "rollout": {"environment": f"{directory}/user.py:function", "max_response_tokens": 16},
         "reward": {"name": "environment"},
     }
@@ -94,6 +94,11 @@ def launched(directory: Path, failures: int) -> Iterator[Launcher]:
 def lives(process: Process, launcher: Launcher) -> bool:
     """Whether a process is the child of the one that forks, and runs."""
     return psutil.Process(process.pid).ppid() == launcher._popen.pid
+
+
+def test_the_process_gets_the_options_of_the_chat_template(tmp_path: Path) -> None:
+    with launched(tmp_path, failures=0) as launcher:
+        assert launcher._setup.template_options == {"enable_thinking": False}
 
 
 def test_a_process_that_died_is_started_again(tmp_path: Path) -> None:

@@ -43,7 +43,12 @@ QWEN3 = """\
 {% else %}<|im_start|>{{ message.role }}
 {{ message.content }}<|im_end|>
 {% endif %}{% endfor %}{% if add_generation_prompt %}<|im_start|>assistant
-{% endif %}"""  # Qwen3's treatment of tools and of thinking: a turn is rendered otherwise when it is the last
+{% if enable_thinking is defined and enable_thinking is false %}<think>
+
+</think>
+
+{% endif %}{% endif %}"""
+"""Qwen3's treatment of tools and of thinking: a turn is rendered otherwise when it is the last."""
 
 
 def add(first: int, second: int = 1) -> int:
@@ -143,6 +148,17 @@ def test_an_observation_is_what_the_template_writes(results: list[str]) -> None:
     tokenizer.chat_template = "{% for message in messages %}{{ message.role }}{% endfor %}"
     with pytest.raises(ValueError, match="leaves out"):
         observation_text(tokenizer, messages, EOS)
+
+
+def test_every_turn_begins_with_the_template_options_of_the_prompt() -> None:
+    tokenizer, options = build_tokenizer(), {"enable_thinking": False}
+    tokenizer.chat_template = QWEN3
+    question, results = [{"role": "user", "content": "37*84"}], [{"role": "tool", "content": "42"}]
+    prompt = str(tokenizer.apply_chat_template(question, tokenize=False, add_generation_prompt=True, **options))
+    _, begin, beginning = prompt.rpartition("<|im_start|>")
+    assert "<think>" in beginning
+    assert observation_text(tokenizer, results, EOS, options).endswith(begin + beginning)
+    assert not observation_text(tokenizer, results, EOS).endswith(begin + beginning)
 
 
 def config_of(environment: object, **sections: object) -> Config:
