@@ -1,7 +1,7 @@
 """Tasks of the package reasoning-gym: make one by name, score answers to its items.
 
-The package is imported on first use. This takes two seconds and imports sympy and matplotlib. So the ranks of a run
-leave it to other processes: one that generates rows (data/gym_rows.py), and the workers of the reward.
+The package is imported on first use. This takes two seconds and imports sympy and matplotlib. Ranks import it to check
+a source (data/gym.py). Other processes do the work: one generates rows (data/gym_rows.py), and workers score answers.
 """
 
 from __future__ import annotations
