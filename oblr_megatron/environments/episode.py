@@ -110,7 +110,7 @@ class EpisodeEngine:
 
     def encode(self, text: str) -> list[int]:
         """Token ids of a text of the environment, without special tokens of their own accord."""
-        return list(self.tokenizer.encode(text, add_special_tokens=False))
+        return list(self.tokenizer.encode(_encodable(text), add_special_tokens=False))
 
     def observation(self, messages: Sequence[Mapping[str, Any]], after: Turn) -> list[int]:
         """What the chat template writes between the policy's turn and its next one, encoded once.
@@ -198,7 +198,7 @@ def checked_ids(ids: Sequence[int], vocab_size: int, what: str) -> tuple[int, ..
 
 
 def _encodable(text: str) -> str:
-    r"""A text of the environment that files can hold: half of a surrogate pair becomes an escape such as \ud83d."""
+    r"""A text of the environment that files and tokenizers can take. Half of a surrogate pair becomes e.g. \ud83d."""
     return str(text).encode("utf-8", "backslashreplace").decode()
 
 

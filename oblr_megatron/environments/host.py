@@ -303,7 +303,7 @@ class EpisodeHost:
         batch.losses += 1
         if guilty in batch.running:
             self._end(batch, Ended(guilty, finish_reason=reason, error=what))
-        if batch.losses > MOST_LOSSES:
+        if batch.losses >= MOST_LOSSES:
             why = f"{what}; {batch.losses} environment processes of this batch were lost"
             for other in list(batch.running):
                 self._end(batch, Ended(other, finish_reason=reason, error=why))

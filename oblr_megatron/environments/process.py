@@ -129,6 +129,8 @@ class Episodes:
         except LimitError:
             return cut(engine)
         except BaseException as error:  # noqa: BLE001  a user's function may raise anything, SystemExit included
+            if isinstance(error, BaseExceptionGroup) and error.split(LimitError)[1] is None:
+                return cut(engine)  # several turns at once, in an asyncio.TaskGroup
             if clock.timeout.expired():
                 limit = self.setup.config.deadline_s
                 return Ended(number, finish_reason="late", error=f"the episode took longer than {limit:g} seconds")

@@ -6,9 +6,12 @@ Not covered: the process itself (test_launcher.py), engines (tests/e2e/test_envi
 from __future__ import annotations
 
 import asyncio
+import json
 import socket
 import threading
 from collections.abc import Awaitable, Callable
+
+import pytest
 
 from oblr_megatron.config.rollout import EnvironmentConfig
 from oblr_megatron.engine.channel import Channel
@@ -24,6 +27,7 @@ from tests.tiny import VOCAB, make_tokenizer
 Function = Callable[[EpisodeEngine, Prompt, int], Awaitable[Episode]]
 PROMPT = Prompt(row=0, id="p", text="", token_ids=(5, 9), answer="", source="")
 TEMPLATE = "{% for one in messages %}{{ one.content }} {% endfor %}{% if mood is defined %}{{ mood }}{% endif %}"
+HALF = json.loads(r'"t7 \ud83d"')
 
 
 def outcome(function: Function, *, max_tokens: int = 10) -> Ended:
@@ -58,3 +62,26 @@ async def sees(engine: EpisodeEngine, text: str) -> Episode:
 def test_observations_are_rendered_with_the_options_of_the_prompt() -> None:
     ended = outcome(lambda engine, prompt, seed: sees(engine, "t7"))
     assert (ended.error, ended.ids) == ("", (7, 3))
+
+
+def test_an_observation_may_hold_half_of_a_surrogate_pair() -> None:
+    ended = outcome(lambda engine, prompt, seed: sees(engine, HALF))
+    assert (ended.error, ended.ids[0], ended.ids[-1]) == ("", 7, 3)
+
+
+@pytest.mark.parametrize(("other", "reason"), [(None, "length"), (LookupError("a fault"), "failed")])
+def test_a_group_of_tasks_that_are_all_at_the_limit_is_cut(other: Exception | None, reason: str) -> None:
+    async def asks_twice(engine: EpisodeEngine, prompt: Prompt, seed: int) -> Episode:
+        async def second() -> None:
+            if other is not None:
+                raise other
+            await engine.generate(prompt.token_ids)
+
+        async with asyncio.TaskGroup() as group:
+            group.create_task(engine.generate(prompt.token_ids))
+            group.create_task(second())
+        raise AssertionError("both tasks raise")
+
+    ended = outcome(asks_twice, max_tokens=0)
+    assert ended.finish_reason == reason
+    assert ("LookupError: a fault" in ended.error) is (other is not None)
