@@ -82,7 +82,7 @@ def import_from_here(name: str, what: str, where: str) -> Callable[..., Any]:
         sys.path.append(here)
     try:
         function = resolve(name)
-    except Exception as error:  # importing the user's module may raise anything
+    except (Exception, SystemExit) as error:  # the user's module may raise anything, or be a script that exits
         raise UserError(
             f"{what} cannot be imported: {type(error).__name__}: {error}",
             where=where,

@@ -103,11 +103,20 @@ def test_errors_for_wrong_names(name: str, named: str) -> None:
         assert caught.value.where == "config: reward.name"
 
 
-def test_a_module_that_fails_when_imported(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    (tmp_path / "broken_rewards.py").write_text("1 / 0\n")
+@pytest.mark.parametrize(
+    ("module", "text", "named"),
+    [
+        ("broken_rewards", "1 / 0", "ZeroDivisionError"),
+        ("exiting_rewards", "import sys\nsys.exit(0)", "SystemExit: 0"),
+    ],
+)
+def test_a_module_that_fails_when_imported(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, module: str, text: str, named: str
+) -> None:
+    (tmp_path / f"{module}.py").write_text(text)
     monkeypatch.syspath_prepend(tmp_path)
-    with pytest.raises(UserError, match="ZeroDivisionError"):
-        check("broken_rewards:score")
+    with pytest.raises(UserError, match=named):
+        check(f"{module}:score")
 
 
 def test_a_module_in_the_current_directory_is_found(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
