@@ -162,12 +162,20 @@ def _coefficients(config: Config) -> Iterator[Problem]:
 
 
 def _data(config: Config) -> Iterator[Problem]:
-    """The template contains {question}; all sources have a weight, or none."""
-    if "{question}" not in config.data.template:
-        yield f"data.template {config.data.template!r} has no {{question}}", "put {question} where the question goes"
-    weighted = [source.weight is not None for source in config.data.train]
+    """The template contains {question}; all sources have a weight, or none; and no setting is without effect."""
+    data = config.data
+    if "{question}" not in data.template:
+        yield f"data.template {data.template!r} has no {{question}}", "put {question} where the question goes"
+    for key in ("system_prompt", "chat_template_options"):
+        if getattr(data, key) and not data.chat_template:
+            what = f"data.{key} is for the tokenizer's chat template, but data.chat_template is false"
+            yield what, f"set data.chat_template to true, or leave {key} out"
+    if config.evaluate.every_steps and not config.evaluate.data:
+        what = f"evaluate.every_steps is {config.evaluate.every_steps}, but evaluate.data names no set"
+        yield what, "name a set in evaluate.data, or set every_steps to 0"
+    weighted = [source.weight is not None for source in data.train]
     if any(weighted) and not all(weighted):
-        source = config.data.train[weighted.index(False)]
+        source = data.train[weighted.index(False)]
         what = f"data.train: {source.path!r} has no weight, but other sources have one"
         yield what, "give every source a weight, or none"
 

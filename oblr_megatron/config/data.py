@@ -113,9 +113,9 @@ class DataConfig(Section):
     chat_template: bool = False
     """Write the prompt as one user turn with the tokenizer's chat template."""
     chat_template_options: dict[str, Any] = Field({})
-    """Arguments of the chat template, e.g. {enable_thinking = false} for Qwen3."""
+    """Arguments of the chat template, e.g. {enable_thinking = false} for Qwen3. Needs chat_template."""
     system_prompt: str = ""
-    """Text of a system turn, with chat_template. Empty: no system turn."""
+    """Text of a system turn. Needs chat_template. Empty: no system turn."""
     max_prompt_tokens: int = Field(1024, ge=1)
     """Rows with longer prompts are skipped and counted."""
     shuffle: bool = True
@@ -137,7 +137,7 @@ class EvaluateConfig(Section):
     """Named sets, e.g. {gsm8k = "gsm8k_test.jsonl"}. They use the template and columns of [data] unless a set has its
     own. A set named like a convention follows that convention."""
     every_steps: int = Field(0, ge=0)
-    """Evaluate every this many steps, before the first and after the last. 0: never."""
+    """Evaluate every this many steps, before the first and after the last. Needs data. 0: never."""
     num_prompts: int | None = Field(None, ge=1)
     """Use only the first this many usable rows of each set."""
     samples_per_prompt: int = Field(1, ge=0)
