@@ -13,12 +13,14 @@ import math
 import re
 from collections.abc import Callable
 from dataclasses import dataclass
+from decimal import Decimal
 from typing import Any
 
 from oblr_megatron.rewards.verifier.extract import boxed
 
 Reader = Callable[[Any], Any]
 
+MOST_WHOLE = 2**53  # above it, floats no longer hold every whole number
 _INTEGER = re.compile(r"([+-]?)(\d+)(?:\.0*)?")
 _DOLLAR = re.compile(r"(?<!\\)\$")
 _DAPO_BEFORE = (
@@ -31,12 +33,17 @@ _DAPO_AFTER = 'Remember to put your answer on its own line after "Answer:"'
 def text(value: Any) -> str:
     """A value as text: strings unchanged, finite numbers written out, anything else empty.
 
-    Examples: " 5" -> " 5"; 5 -> "5"; nan -> ""; True -> ""; None -> ""; ["5"] -> "".
+    Whole numbers have no point, because a table writes them as floats if one value is missing.
+
+    Examples: " 5" -> " 5"; 5 -> "5"; 5.0 -> "5"; Decimal("5.50") -> "5.50"; nan -> ""; True -> ""; ["5"] -> "".
     """
     if isinstance(value, str):
         return value
-    whole = isinstance(value, int) and not isinstance(value, bool)
-    return str(value) if whole or (isinstance(value, float) and math.isfinite(value)) else ""
+    if isinstance(value, (float, Decimal)):
+        if not math.isfinite(value):
+            return ""
+        return str(int(value)) if -MOST_WHOLE <= value <= MOST_WHOLE and value == int(value) else str(value)
+    return str(value) if isinstance(value, int) and not isinstance(value, bool) else ""
 
 
 def as_written(value: Any) -> Any:

@@ -6,6 +6,7 @@ Not covered: reading an existing hub data set.
 from __future__ import annotations
 
 import logging
+from decimal import Decimal
 from pathlib import Path
 
 import pyarrow as pa
@@ -55,6 +56,21 @@ def test_parquet(tmp_path: Path, tokenizer) -> None:
         ("sums-1", "2+2=", "4"),
     ]
     assert [skip[1:3] for skip in prompts.skipped] == [(3, "no 'question'")]
+
+
+def test_answers_in_columns_of_numbers(tmp_path: Path, tokenizer) -> None:
+    """A blank makes a table of whole numbers one of floats; float32 has no exact 0.1; decimals keep their digits."""
+    columns = {
+        "float32": (pa.array([0.1, 2.0, None, 1e20], pa.float32()), ["0.1", "2", "1e+20"]),
+        "float64": (pa.array([5.0, 0.1, None, -0.0, 2.0**53 + 2]), ["5", "0.1", "0", "9007199254740994.0"]),
+        "decimal": (pa.array([Decimal("5.00"), Decimal("-0.50"), None], pa.decimal128(10, 2)), ["5", "-0.50"]),
+    }
+    for name, (answers, expected) in columns.items():
+        table = pa.table({"question": [f"{name} {row}?" for row in range(len(answers))], "answer": answers})
+        pq.write_table(table, tmp_path / f"{name}.parquet")
+        prompts = stream(tokenizer, tmp_path / f"{name}.parquet", shuffle=False)
+        assert [prompt.answer for prompt in prompts.take(len(expected))] == expected
+        assert [skip[1:3] for skip in prompts.skipped] == [(3, "no 'answer'")]
 
 
 def test_a_text_of_parquet_that_is_not_utf_8_costs_its_row(tmp_path: Path, tokenizer) -> None:
