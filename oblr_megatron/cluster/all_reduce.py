@@ -3,7 +3,7 @@
     python -m oblr_megatron.cluster.all_reduce --store HOST:PORT --node 1 --nodes 4 --local 3 --per-node 8 --deadline 60
 
 runs one process of the measurement. There is one per GPU; they meet through the preflight's store, and each prints one
-line of JSON. On CPUs the preflight calls `measure` itself, in one process per node.
+line of JSON among the lines of NCCL. On CPUs the preflight calls `measure` itself, in one process per node.
 """
 
 from __future__ import annotations
@@ -13,8 +13,11 @@ import json
 import subprocess
 import sys
 import time
+from contextlib import ExitStack
 from dataclasses import asdict, dataclass
 from datetime import timedelta
+from tempfile import TemporaryFile
+from typing import IO
 
 import torch
 import torch.distributed as dist
@@ -104,30 +107,37 @@ def measure_gpus(address: str, node: int, nodes: int, per_node: int, deadline_s:
     words = {"store": address, "node": node, "nodes": nodes, "per-node": per_node, "deadline": deadline_s}
     options = [word for name, value in words.items() for word in (f"--{name}", str(value))]
     command = [sys.executable, "-m", "oblr_megatron.cluster.all_reduce", *options]
-    pipe = subprocess.PIPE
-    tasks = [
-        subprocess.Popen([*command, "--local", str(local)], stdout=pipe, stderr=pipe, text=True)
-        for local in range(per_node)
-    ]
     speeds, failures = [], []
-    end = time.monotonic() + 2 * deadline_s + GRACE_S
-    for local, task in enumerate(tasks):
-        try:
-            stdout, stderr = task.communicate(timeout=max(0.0, end - time.monotonic()))
-            answer = json.loads(stdout.splitlines()[-1]) if task.returncode == 0 and stdout else None
-        except subprocess.TimeoutExpired:
-            task.kill()
-            stdout, stderr = task.communicate()
-            answer = None
-        if answer is None:
-            last = (stderr.strip().splitlines() or ["no message"])[-1]
-            failures.append(f"GPU {local}: the all-reduce process exited with status {task.returncode}: {last}")
-        elif "error" in answer:
-            failures.append(f"GPU {local}: {answer['error']}")
-        else:
-            speeds.append(Speed(**answer))
+    with ExitStack() as files:  # not pipes: a full one would block its process inside the collective
+        outputs = [[files.enter_context(TemporaryFile()) for _ in range(2)] for _ in range(per_node)]
+        tasks = [
+            subprocess.Popen([*command, "--local", str(local)], stdout=stdout, stderr=stderr)
+            for local, (stdout, stderr) in enumerate(outputs)
+        ]
+        end = time.monotonic() + 2 * deadline_s + GRACE_S
+        for local, (task, written) in enumerate(zip(tasks, outputs, strict=True)):
+            try:
+                task.wait(timeout=max(0.0, end - time.monotonic()))
+            except subprocess.TimeoutExpired:
+                task.kill()
+                task.wait()
+            stdout, stderr = (_lines(file) for file in written)
+            answers = [line for line in stdout if line.startswith("{")]  # NCCL_DEBUG=INFO prints to stdout, too
+            if task.returncode or not answers:
+                last = (stderr or ["no message"])[-1]
+                failures.append(f"GPU {local}: the all-reduce process exited with status {task.returncode}: {last}")
+            elif "error" in (answer := json.loads(answers[-1])):
+                failures.append(f"GPU {local}: {answer['error']}")
+            else:
+                speeds.append(Speed(**answer))
     within, over = (min((getattr(one, name) for one in speeds), default=0.0) for name in ("within_node", "over_nodes"))
     return Speed(within, over), failures
+
+
+def _lines(file: IO[bytes]) -> list[str]:
+    """The lines that a process wrote to a file; the last one is not empty."""
+    file.seek(0)
+    return file.read().decode(errors="replace").rstrip().splitlines()
 
 
 def main() -> int:
@@ -141,10 +151,10 @@ def main() -> int:
     host, _, port = options.store.rpartition(":")
     store = dist.TCPStore(host, int(port), is_master=False, timeout=timedelta(seconds=options.deadline))
     try:
-        speed = measure(store, options.node, options.nodes, options.local, options.per_node, options.deadline)
-        print(json.dumps(asdict(speed)))
+        answer = asdict(measure(store, options.node, options.nodes, options.local, options.per_node, options.deadline))
     except ReduceError as error:
-        print(json.dumps({"error": str(error)}))
+        answer = {"error": str(error)}
+    print(f"\n{json.dumps(answer)}", flush=True)  # on a line of its own, also after half a line of NCCL
     return 0
 
 

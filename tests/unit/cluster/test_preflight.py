@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import os
 import socket
+import sys
 import time
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -180,6 +181,27 @@ def test_sums_are_checked(monkeypatch: pytest.MonkeyPatch) -> None:
     with pytest.raises(ReduceError, match=r"here: 1 of 262144 sums .* cpu"):
         all_reduce._one(dist.HashStore(), 0, 1, "here", 10.0)
     assert not dist.is_initialized()
+
+
+def test_what_nccl_prints_blocks_no_gpu_and_hides_no_answer(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """GPU 0 ends after GPU 1, which prints more than a pipe holds; GPU 2 gives no answer."""
+    fake = tmp_path / "python"
+    fake.write_text(f"""#!/bin/sh
+for local; do :; done
+case $local in
+    0) while [ ! -e {tmp_path}/done ]; do sleep 0.05; done ;;
+    1) head -c 200000 /dev/zero | tr '\\0' x && echo && touch {tmp_path}/done ;;
+    2) echo "node:7:7 [2] NCCL INFO Bootstrap" && echo "no device" >&2 && exit ;;
+esac
+echo '{{"within_node": 30'$local'.5, "over_nodes": 0.0}}'
+echo "node:7:7 [0] NCCL INFO comm - Destroy COMPLETE"
+""")
+    fake.chmod(0o755)
+    monkeypatch.setattr(sys, "executable", str(fake))
+    monkeypatch.setattr(all_reduce, "GRACE_S", 10.0)
+    speed, failures = all_reduce.measure_gpus("127.0.0.1:1", 0, 1, 3, 0.0)
+    assert speed == all_reduce.Speed(300.5, 0.0)
+    assert failures == ["GPU 2: the all-reduce process exited with status 0: no device"]
 
 
 def _measured() -> all_reduce.Speed:
