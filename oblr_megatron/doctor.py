@@ -1,6 +1,7 @@
 """`oblr-megatron doctor [--json] [--lock FILE ...]`: what is installed, and what a run uses because of it.
 
-With a lock it also names each package that differs from it. Imports no torch at load.
+With a lock it also names each package that differs from it. Loads with the standard library alone, and works where
+packages are missing or cannot be imported: it says so. Imports no torch at load.
 """
 
 from __future__ import annotations
@@ -10,12 +11,12 @@ import json
 import os
 import platform
 import re
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, field
+from importlib.util import find_spec
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
-from oblr_megatron.checks.lock import differences, pins
 from oblr_megatron.checks.machine import RECIPES, Machine, compiler_problem, driver_problem
 from oblr_megatron.checks.packages import PACKAGES, TRANSFORMER_ENGINE, installed, problems
 from oblr_megatron.errors import EXIT_OK, EXIT_USER
@@ -75,6 +76,8 @@ def run(options: argparse.Namespace) -> int:
     report = examine(options.lock)
     if options.json:
         print(json.dumps(asdict(report), indent=2))
+    elif find_spec("rich") is None:
+        show_plain(report)
     else:
         from rich.console import Console
 
@@ -93,15 +96,20 @@ def examine(locks: Sequence[Path] = ()) -> Report:
     """
     packages, wrong = installed(), problems()
     compared: dict[str, str] = {}
-    for lock in locks:
-        found = differences(lock)
-        wrong += [f"{line} [{lock}]" for line in found]
+    for lock in locks if find_spec("packaging") else ():  # else a problem says that it is missing
+        from oblr_megatron.checks.lock import differences, pins
+
+        differing = differences(lock)
+        wrong += [f"{line} [{lock}]" for line in differing]
         total = len(pins(lock))
-        compared[str(lock)] = f"{total - len(found)} of {total} packages are installed as locked"
+        compared[str(lock)] = f"{total - len(differing)} of {total} packages are installed as locked"
     if packages["torch"] is None:
         return Report(packages, _platform(), [], [], wrong, compared)
-    from oblr_megatron.model.precision import this_machine
-
+    try:
+        from oblr_megatron.model.precision import this_machine
+    except (ImportError, OSError) as error:  # a package or a shared library that torch needs is missing
+        wrong.append(_fault("torch", error))
+        return Report(packages, _platform(), [], [], wrong, compared)
     machine = this_machine()
     if machine.engine_fault:
         wrong.append(f"Transformer Engine cannot be imported: {machine.engine_fault}. Build it against this torch")
@@ -110,21 +118,31 @@ def examine(locks: Sequence[Path] = ()) -> Report:
     fault = compiler_problem() if on_gpu else driver_problem(around["driver"], around["CUDA of torch"])
     if fault is not None:
         wrong.append(f"{fault[0]}. Fix: {fault[1]}")
-    return Report(packages, around, _gpus(), findings(machine, packages), wrong, compared)
+    found = findings(machine, packages)
+    others: dict[str, Callable[[], Finding]] = {"pydantic": _rewards}
+    if packages["megatron-core"] is not None and not machine.engine_fault:  # which may break megatron-core's import
+        others["megatron-core"] = lambda: _optimizer(machine)
+    for name, part in others.items():
+        try:
+            found.append(part())
+        except (ImportError, OSError) as error:  # e.g. transformers is missing
+            wrong.append(_fault(name, error))
+    return Report(packages, around, _gpus(), found, wrong, compared)
+
+
+def _fault(name: str, error: Exception) -> str:
+    return f"{name} cannot be imported: {type(error).__name__}: {next(iter(str(error).splitlines()), '')}"
 
 
 def findings(machine: Machine, packages: dict[str, str | None]) -> list[Finding]:
-    """What a run with the default configuration uses on a machine.
+    """What a run with the default configuration uses on a machine, as far as it is known without further imports.
 
     Args:
         machine: GPUs and Transformer Engine.
         packages: versions by name, from `packages.installed`.
     """
     found = [_layers(machine), _attention(machine, packages), _norms(machine), _fp8(machine)]
-    if packages["megatron-core"] is not None and not machine.engine_fault:  # which may break megatron-core's import
-        found.append(_optimizer(machine))
-    found += [_collectives(machine), _rollouts(machine, packages), _weights(machine), _rewards()]
-    return [*found, _quantize(packages)]
+    return [*found, _collectives(machine), _rollouts(machine, packages), _weights(machine), _quantize(packages)]
 
 
 def _layers(machine: Machine) -> Finding:
@@ -247,33 +265,53 @@ def _gpus() -> list[Gpu]:
     return [Gpu(one.name, f"{one.major}.{one.minor}", round(one.total_memory / 2**30, 1)) for one in properties]
 
 
-def show(report: Report, console: Console) -> None:
-    """Print three tables and the problems."""
+def tables(report: Report) -> dict[str, list[tuple[str, ...]]]:
+    """Three tables by title; the first row has the names of the columns."""
     accepted = {package.name: package for package in PACKAGES}
-    rows: list[tuple[Any, ...]] = [
+    rows = [
         (name, version or "not installed", accepted[name].accepted or "any", "yes" if accepted[name].needed else "")
         for name, version in report.packages.items()
     ]
-    _table(console, "Installed", ("package", "version", "accepted", "needed"), rows)
     machine = [(name, value or "none") for name, value in report.platform.items()]
     machine += [
         (f"GPU {index}", f"{gpu.name}, {gpu.capability}, {gpu.memory_gib} GiB") for index, gpu in enumerate(report.gpus)
     ]
-    _table(console, "Machine", ("what", "found"), machine)
     parts = [(one.part, one.used, one.means, one.more) for one in report.findings]
-    _table(console, "Used", ("part", "used here", "meaning", "more with"), parts)
+    return {
+        "Installed": [("package", "version", "accepted", "needed"), *rows],
+        "Machine": [("what", "found"), *machine],
+        "Used": [("part", "used here", "meaning", "more with"), *parts],
+    }
+
+
+def show(report: Report, console: Console) -> None:
+    """Print three tables and the problems."""
+    from rich.table import Table
+
+    for title, (columns, *rows) in tables(report).items():
+        table = Table(title=title, title_justify="left")
+        for column in columns:
+            table.add_column(column, overflow="fold")
+        for row in rows:
+            table.add_row(*row)
+        console.print(table, markup=False)
     for lock, compared in report.locks.items():
         console.print(f"{lock}: {compared}", highlight=False, markup=False)
     for problem in report.problems:
         console.print(f"problem: {problem}", style="red", highlight=False, markup=False)
 
 
-def _table(console: Console, title: str, columns: tuple[str, ...], rows: list[Any]) -> None:
-    from rich.table import Table
-
-    table = Table(title=title, title_justify="left")
-    for column in columns:
-        table.add_column(column, overflow="fold")
-    for row in rows:
-        table.add_row(*row)
-    console.print(table, markup=False)
+def show_plain(report: Report) -> None:
+    """Print the same without rich."""
+    for title, rows in tables(report).items():
+        if len(rows) == 1:
+            continue
+        print(title)
+        widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+        for row in rows:
+            print("  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip())
+        print()
+    for lock, compared in report.locks.items():
+        print(f"{lock}: {compared}")
+    for problem in report.problems:
+        print(f"problem: {problem}")

@@ -14,8 +14,6 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from packaging.version import Version
-
 from oblr_megatron.checks.layout import num_experts
 from oblr_megatron.errors import Problem, UserError
 from oblr_megatron.families import head_dim
@@ -59,6 +57,8 @@ class Requirement:
 
     def missing(self, machine: Machine) -> str | None:
         """The first unmet requirement, e.g. "compute capability 10.0 (this GPU has 9.0)"; None if all are met."""
+        from packaging.version import Version  # not at load: `doctor` runs without it
+
         if machine.capability is None:
             return "a GPU"
         if machine.transformer_engine is None:
@@ -222,6 +222,8 @@ def _check_layers(config: Config, hf_config: Mapping[str, Any], machine: Machine
         )
     exchanges = parallel.context_parallel_size > 1 and parallel.cp_comm_type == "a2a"
     if exchanges and parallel.packing == "packed" and transformer_engine_chosen(model, machine):
+        from packaging.version import Version
+
         version = machine.transformer_engine or "0"
         if Version(version) < Version(A2A_PACKED):
             raise UserError(

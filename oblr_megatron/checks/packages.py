@@ -1,12 +1,10 @@
-"""The packages that a run depends on, with their accepted versions. Imports no torch."""
+"""The packages that a run depends on, with their accepted versions. Loads with the standard library alone."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
 from importlib import metadata
 from importlib.util import find_spec
-
-from packaging.specifiers import SpecifierSet
 
 from oblr_megatron.errors import UserError
 
@@ -31,6 +29,8 @@ class Package:
 
     def accepts(self, version: str) -> bool:
         """Whether a version is accepted. Local parts ("2.11.0+cu130") and pre-releases are allowed."""
+        from packaging.specifiers import SpecifierSet
+
         return SpecifierSet(self.accepted).contains(version, prereleases=True)
 
 
@@ -58,6 +58,10 @@ PACKAGES: tuple[Package, ...] = (
 )
 
 
+LIBRARIES = ("packaging", "pydantic", "rich")
+"""Needed, too; their versions are not checked. Without the first no version can be compared."""
+
+
 def installed() -> dict[str, str | None]:
     """Version of each of PACKAGES; None if not installed."""
     return {package.name: found[1] if (found := package.found) else None for package in PACKAGES}
@@ -70,12 +74,14 @@ def package_versions() -> dict[str, str]:
 
 def problems() -> list[str]:
     """One line for each needed package that is missing or has a version that is not accepted."""
-    lines = []
+    absent = [name for name in LIBRARIES if find_spec(name) is None]
+    comparable = "packaging" not in absent
+    lines = [f"{name} is not installed" for name in absent]
     for package in PACKAGES:
         found = package.found
         if found is None and package.needed:
             lines.append(f"{package.name} is not installed ({package.accepted or 'any version'} is needed)")
-        elif found is not None and package.needed and not package.accepts(found[1]):
+        elif found is not None and package.needed and comparable and not package.accepts(found[1]):
             lines.append(f"{found[0]} {found[1]} is installed, {package.accepted} is accepted")
     return lines
 

@@ -4,6 +4,7 @@
 
 After its checks the command replaces itself by the server, so there is one process to signal; the engine's processes
 end with it. Every client can replace the weights. So the server listens on loopback, or on one interface with a key.
+Imports of other packages are inside the functions, because every command loads this module for its options.
 """
 
 from __future__ import annotations
@@ -28,11 +29,8 @@ from oblr_megatron.checks.vllm_options import (
     check_vllm_options,
     command_words,
 )
-from oblr_megatron.config.checks import apply_override
-from oblr_megatron.engine.arguments import vllm_arguments
 from oblr_megatron.engine.plugin import NCCL_BACKEND, SERVER_SHM_BACKEND
 from oblr_megatron.engine.protocol import EngineSpec
-from oblr_megatron.engine.server_guard import KEY_VARIABLE, is_loopback
 from oblr_megatron.engine.speculation import METHODS, check_installed
 from oblr_megatron.errors import UserError
 from oblr_megatron.families import head_dim
@@ -155,6 +153,8 @@ def check_exposure(host: str, key: str, variable: str) -> None:
     Raises:
         UserError: there is no key, the key is weak, or the address is a wildcard.
     """
+    from oblr_megatron.engine.server_guard import is_loopback
+
     where = "--host"
     if _is_wildcard(host):
         raise UserError(
@@ -291,6 +291,8 @@ def spec_of(options: argparse.Namespace, device: Literal["cpu", "cuda"]) -> Engi
 
 def _vllm_options(texts: list[str]) -> dict[str, Any]:
     """Values are TOML or plain text, as in overrides. Example: ["block_size=16"] -> {"block_size": 16}"""
+    from oblr_megatron.config.checks import apply_override
+
     table: dict[str, Any] = {}
     for text in texts:
         apply_override(table, text)
@@ -308,7 +310,8 @@ def server_environment(
         key: the API key; empty for none.
         own_key_variable: the variable that the key came from, to be removed.
     """
-    from oblr_megatron.engine.handle import child_environment  # imports torch, which slows every command down
+    from oblr_megatron.engine.handle import child_environment
+    from oblr_megatron.engine.server_guard import KEY_VARIABLE
 
     kept = child_environment(environment, spec)
     if spec.device == "cuda":  # on a CPU it saves a process between the engine and the model
@@ -320,6 +323,8 @@ def server_environment(
 
 def command(spec: EngineSpec, host: str, port: int) -> list[str]:
     """The server's command line. (`vllm serve` needs a package named vllm; vLLM's CPU build has another name.)"""
+    from oblr_megatron.engine.arguments import vllm_arguments
+
     arguments = vllm_arguments(spec, NCCL_BACKEND if spec.device == "cuda" else SERVER_SHM_BACKEND)
     own = arguments.pop("additional_config", {}) | ({KEY: dict(spec.vllm)} if spec.vllm else {})
     options = {

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import argparse
 import json
+import subprocess
+import sys
 from io import StringIO
 from pathlib import Path
 
@@ -61,6 +63,40 @@ def test_the_report_without_torch(monkeypatch: pytest.MonkeyPatch) -> None:
     report = doctor.examine()
     assert report.packages["vllm"] == "0.32.0" and report.findings == []
     assert any(line.startswith("torch is not installed") for line in report.problems)
+
+
+def bare(*command: str, packages: Path = REPO) -> subprocess.CompletedProcess[str]:
+    """Run a command in an interpreter without site-packages."""
+    words = [sys.executable, "-S", "-m", "oblr_megatron.cli", *command]
+    environment = {"PYTHONPATH": f"{packages}:{REPO}"}
+    return subprocess.run(words, capture_output=True, text=True, env=environment, cwd=packages, check=False)
+
+
+def test_commands_load_with_the_standard_library_alone() -> None:
+    told = bare("doctor", "--lock", "requirements/cpu.txt")
+    lines = told.stdout.splitlines()
+    assert told.returncode == EXIT_USER and not told.stderr
+    for package in ("packaging", "rich", "torch", "vllm"):
+        assert [line for line in lines if line.startswith(f"problem: {package} is not installed")], package
+    assert [line.split() for line in lines if line.startswith("apex")] == [["apex", "not", "installed", "any"]]
+    assert "torch not installed" in bare("--version").stdout
+
+
+def test_a_torch_that_cannot_be_imported_is_a_problem(tmp_path: Path) -> None:
+    (tmp_path / "torch").mkdir()
+    (tmp_path / "torch" / "__init__.py").write_text("raise OSError('libcudart.so.13: cannot open it')\n")
+    (tmp_path / "torch-2.13.0.dist-info").mkdir()
+    (tmp_path / "torch-2.13.0.dist-info" / "METADATA").write_text("Name: torch\nVersion: 2.13.0\n")
+    told = bare("doctor", packages=tmp_path)
+    assert "problem: torch cannot be imported: OSError: libcudart.so.13: cannot open it" in told.stdout.splitlines()
+    assert told.returncode == EXIT_USER and not told.stderr
+
+
+def test_a_package_that_the_optimizer_needs_is_missing(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "oblr_megatron.model.optimizer", None)
+    report = doctor.examine()
+    assert [line for line in report.problems if line.startswith("megatron-core cannot be imported: ModuleNotFoundE")]
+    assert "rewards" in [finding.part for finding in report.findings]
 
 
 def test_an_alternative_distribution_keeps_its_own_name() -> None:
