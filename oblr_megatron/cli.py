@@ -22,7 +22,7 @@ from oblr_megatron.evaluation.eval_command import add_arguments as add_eval_argu
 from oblr_megatron.init_command import add_arguments as add_init_arguments
 from oblr_megatron.planner.plan_command import add_arguments as add_plan_arguments
 from oblr_megatron.quantize.quantize_command import add_arguments as add_quantize_arguments
-from oblr_megatron.runtime.arguments import Parser, count
+from oblr_megatron.runtime.arguments import Parser, count, port_number
 from oblr_megatron.runtime.command_line import add_run_arguments, guarded, parse, run_overrides
 
 if TYPE_CHECKING:
@@ -52,7 +52,7 @@ def make_parser() -> Parser:
     train.add_argument(
         "--nproc-per-node", type=count, default=1, metavar="N", help="ranks on this machine, started by torchrun"
     )
-    train.add_argument("--master-port", type=int, metavar="PORT", help="rendezvous port; a free one by default")
+    train.add_argument("--master-port", type=port_number, metavar="PORT", help="rendezvous port; a free one by default")
     add_dry_run_arguments(train)
     train.set_defaults(function=_train)
 

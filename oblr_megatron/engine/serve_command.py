@@ -34,7 +34,7 @@ from oblr_megatron.engine.protocol import EngineSpec
 from oblr_megatron.engine.speculation import METHODS, check_installed
 from oblr_megatron.errors import UserError
 from oblr_megatron.families import head_dim
-from oblr_megatron.runtime.arguments import LARGEST, amount, count, whole
+from oblr_megatron.runtime.arguments import LARGEST, amount, count, port_number, whole
 
 MIN_KEY_LENGTH = 16
 PLUGIN = "oblr_megatron"
@@ -50,7 +50,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the command's options."""
     parser.add_argument("--model", type=Path, required=True, help="Hugging Face directory")
     parser.add_argument("--host", default="127.0.0.1", help="address to listen on; any other than loopback needs a key")
-    parser.add_argument("--port", type=_port, default=8000, help="port to listen on (default: %(default)s)")
+    parser.add_argument("--port", type=port_number, default=8000, help="port to listen on (default: %(default)s)")
     parser.add_argument(
         "--api-key-env", default="OBLR_API_KEY", metavar="NAME", help="environment variable that holds the API key"
     )
@@ -339,11 +339,6 @@ def command(spec: EngineSpec, host: str, port: int) -> list[str]:
         **arguments,
     }
     return [sys.executable, "-m", "vllm.entrypoints.openai.api_server", *command_words(options)]
-
-
-def _port(text: str) -> int:
-    """An option's type: a port."""
-    return whole(text, 1, 2**16 - 1)
 
 
 def _seed(text: str) -> int:

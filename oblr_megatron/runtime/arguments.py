@@ -40,6 +40,11 @@ def whole(text: str, least: int, most: int) -> int:
     return int(text)
 
 
+def port_number(text: str) -> int:
+    """An option's type: a port."""
+    return whole(text, 1, 2**16 - 1)
+
+
 def amount(text: str) -> float:
     """An option's type: a number above 0.
 

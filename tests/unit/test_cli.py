@@ -61,6 +61,7 @@ MISTAKES: dict[str, tuple[list[str], str]] = {
     "memory that is none": (["train", "c.toml", "--dry-run", "--gpu-memory-gb", "nan"], "nan"),
     "ranks that do not divide": (["train", "c.toml", "parallel.tensor_model_parallel_size=3"], "3"),
     "no port": (["train", "c.toml", "--nproc-per-node", "2", "--master-port", "99999"], "99999"),
+    "port 0": (["train", "c.toml", "--nproc-per-node", "2", "--master-port", "0"], "'0' is not a whole number"),
     "no model": (["train", "c.toml", "model.path=none"], "none"),
     "no model, dry": (["train", "c.toml", "model.path=none", "--dry-run"], "none"),
     "no reward": (["train", "c.toml", "reward.name=none"], "'none'"),
