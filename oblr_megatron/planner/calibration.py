@@ -163,14 +163,16 @@ def observation_of(run_dir: Path, gpu: str) -> Observation:
         mean_response_tokens=round(median(steps, "response_length/mean")),
         transformer_engine=not on_cpu and environment["versions"].get("transformer-engine") is not None,
     )
-    return Observation(run_dir.name, setting, measured_phases(steps, replayed=config.rollout.replay is not None))
+    rollout = config.rollout  # overlapped, its time is a wait; servers are of an unknown number
+    sampled = rollout.replay is None and rollout.overlap == "none" and not rollout.servers
+    return Observation(run_dir.name, setting, measured_phases(steps, sampled=sampled))
 
 
-def measured_phases(steps: Sequence[Mapping[str, Any]], *, replayed: bool) -> dict[str, float]:
-    """Median seconds of each phase, norms and gradient together; a replay has no sampling phases."""
+def measured_phases(steps: Sequence[Mapping[str, Any]], *, sampled: bool) -> dict[str, float]:
+    """Median seconds of each phase, norms and gradient together; rollout and push only if engines `sampled` alone."""
     gradient = [(step.get("timing_s/gradnorm") or 0.0) + (step.get("timing_s/gradient") or 0.0) for step in steps]
     found = {"gradient": statistics.median(gradient), "optimizer": median(steps, "timing_s/optimizer")}
-    if not replayed:
+    if sampled:
         found |= {phase: median(steps, f"timing_s/{phase}") for phase in ("rollout", "push")}
     return {phase: seconds for phase, seconds in found.items() if seconds > 0}
 
@@ -190,6 +192,8 @@ def cores_named(device: str) -> int | None:
 def calibrate(runs: Sequence[Path], gpu: str, out: Path) -> str:
     """`plan --calibrate`: fit, write the file for `--calibration`, and return the report.
 
+    Sampling is fitted to runs with engines of their own that sample while the trainer waits.
+
     Raises:
         UserError: a directory holds no run, or CPU and GPU runs are mixed.
     """
@@ -198,11 +202,13 @@ def calibrate(runs: Sequence[Path], gpu: str, out: Path) -> str:
     if len(machines) > 1:
         raise UserError("runs on CPUs and on GPUs", where="plan --calibrate", fix="calibrate them separately")
     names = (TRAINING if machines.pop() else CPU_TRAINING) + SAMPLING
-    if all("rollout" not in observation.seconds for observation in observations):
+    unsampled = [observation.name for observation in observations if "rollout" not in observation.seconds]
+    if len(unsampled) == len(observations):
         names = names[: -len(SAMPLING)]
     found = fit(observations, observations[0].setting.machine.constants, names)
     write_constants(found, out, [str(run) for run in runs])
-    return f"{found.table()}\nwrote {out}"
+    why = "without rollout and push, because of rollout.replay, rollout.overlap or rollout.servers"
+    return "\n".join([*(f"{name}: {why}" for name in unsampled), found.table(), f"wrote {out}"])
 
 
 def write_constants(found: Fitted, out: Path, runs: Sequence[str]) -> None:

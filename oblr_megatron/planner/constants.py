@@ -13,7 +13,9 @@ from __future__ import annotations
 import json
 import os
 from dataclasses import asdict, dataclass, fields, replace
+from math import inf
 from pathlib import Path
+from typing import Any
 
 from oblr_megatron.errors import UserError
 from oblr_megatron.observe.performance.hardware import Device
@@ -134,18 +136,24 @@ def read_constants(path: Path) -> Constants:
     """Read constants from a JSON file of `plan --calibrate`; absent ones keep their defaults.
 
     Raises:
-        UserError: the file cannot be read, or holds something else.
+        UserError: the file cannot be read, or holds something other than numbers above 0.
     """
     fix = "write one with `oblr-megatron plan --calibrate RUN_DIR --out FILE`"
     try:
         found = json.loads(path.read_text(encoding="utf-8"))["constants"]
     except (OSError, ValueError, KeyError, TypeError) as error:
         raise UserError("not a file of constants", where=str(path), fix=fix) from error
+    if not isinstance(found, dict):
+        raise UserError("not a file of constants", where=str(path), fix=fix)
     known = {field.name for field in fields(Constants)}
-    wrong = [name for name, value in found.items() if name not in known or not isinstance(value, int | float)]
+    wrong = [name for name, value in found.items() if name not in known or not _above_0(value)]
     if wrong:
-        raise UserError(f"{wrong[0]!r} is not a constant with a number", where=str(path), fix=fix)
+        raise UserError(f"{wrong[0]!r} is not a constant with a number above 0", where=str(path), fix=fix)
     return Constants(**found)
+
+
+def _above_0(value: Any) -> bool:
+    return isinstance(value, int | float) and not isinstance(value, bool) and 0 < value < inf
 
 
 def as_table(constants: Constants) -> dict[str, float]:

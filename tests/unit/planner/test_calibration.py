@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import math
+from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -60,8 +62,11 @@ def test_nothing_to_fit_to() -> None:
         fit([], CPU, NAMES)
 
 
-def make_run(directory: Path, gradient: float) -> Path:
-    """The files of a replayed run of three steps."""
+REPLAYED = {"replay": "saved"}
+
+
+def make_run(directory: Path, gradient: float, rollout: Mapping[str, Any] = REPLAYED) -> Path:
+    """The files of a run of three steps."""
     directory.mkdir()
     make_hf_dir(directory / "model")
     config = {
@@ -70,7 +75,7 @@ def make_run(directory: Path, gradient: float) -> Path:
         "group_size": 4,
         "model": {"path": str(directory / "model")},
         "data": {"train": "none", "max_prompt_tokens": 16},
-        "rollout": {"replay": "saved", "max_response_tokens": 64},
+        "rollout": {**rollout, "max_response_tokens": 64},
         "gradnorm": {"mode": "two_pass"},
     }
     (directory / "config.json").write_text(json.dumps(config))
@@ -94,8 +99,26 @@ def test_a_run_is_read_without_its_first_step(tmp_path: Path) -> None:
 
 def test_sampling_phases_count_unless_replayed() -> None:
     steps = [{"timing_s/gradient": 1.0, "timing_s/optimizer": 0.1, "timing_s/rollout": 3.0, "timing_s/push": 0.2}]
-    assert measured_phases(steps, replayed=False) == {"gradient": 1.0, "optimizer": 0.1, "rollout": 3.0, "push": 0.2}
-    assert "rollout" not in measured_phases(steps, replayed=True)
+    assert measured_phases(steps, sampled=True) == {"gradient": 1.0, "optimizer": 0.1, "rollout": 3.0, "push": 0.2}
+    assert "rollout" not in measured_phases(steps, sampled=False)
+
+
+@pytest.mark.parametrize(
+    "rollout",
+    [
+        {"overlap": "stream", "sleep_level": 0},
+        {"overlap": "one_step", "max_staleness": 1, "sleep_level": 0},
+        {"servers": ["http://127.0.0.1:8000"]},
+        REPLAYED,
+        {},
+    ],
+    ids=["stream", "one_step", "servers", "replay", "engines"],
+)
+def test_sampling_is_fitted_to_engines_that_the_trainer_waits_for(tmp_path: Path, rollout: dict[str, Any]) -> None:
+    said = calibrate([make_run(tmp_path / "run", 0.4, rollout)], "h100", tmp_path / "out.json")
+    rows = json.loads((tmp_path / "out.json").read_text())["rows"]
+    assert ("rollout" in [row["phase"] for row in rows]) == (not rollout)
+    assert said.startswith("run: without rollout and push") == bool(rollout)
 
 
 def test_calibrate_writes_what_plan_reads(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -118,6 +141,20 @@ def test_mistakes(tmp_path: Path) -> None:
     with pytest.raises(UserError, match="'speed'"):
         read_constants(tmp_path / "wrong.json")
     assert main(["plan", "--calibrate", str(tmp_path)]) == 2  # no --out
+
+
+@pytest.mark.parametrize("value", [0, -0.5, math.nan, math.inf, True, "0.5", None, [0.5]])
+def test_constants_are_numbers_above_0(tmp_path: Path, value: object) -> None:
+    (tmp_path / "wrong.json").write_text(json.dumps({"constants": {"product": value}}))
+    with pytest.raises(UserError, match=r"'product' is not a constant with a number above 0 \[.*wrong\.json"):
+        read_constants(tmp_path / "wrong.json")
+
+
+@pytest.mark.parametrize("content", [[1], {"constants": [1]}, {"constants": None}, {}])
+def test_a_file_without_constants(tmp_path: Path, content: object) -> None:
+    (tmp_path / "wrong.json").write_text(json.dumps(content))
+    with pytest.raises(UserError, match="not a file of constants"):
+        read_constants(tmp_path / "wrong.json")
 
 
 def test_files_may_leave_constants_out(tmp_path: Path) -> None:
