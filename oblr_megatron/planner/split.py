@@ -42,9 +42,9 @@ def best_split(request: Request, overlap: str) -> tuple[Found, Request]:
 
 
 def _splits(request: Request, overlap: str) -> Iterator[Request]:
-    """Up to MOST_SPLITS - 1 divisions, in whole nodes where there are several."""
+    """Up to MOST_SPLITS - 1 divisions, in whole nodes where there are two or more."""
     node = request.machine.device.gpus_per_node
-    unit = node if request.gpus > node else 1
+    unit = node if request.gpus >= 2 * node else 1
     rollout = {"overlap": overlap, "max_staleness": int(overlap == "one_step"), "sleep_level": 0}
     table = {**request.table, "rollout": {**request.table.get("rollout", {}), **rollout}}
     units = request.gpus // unit

@@ -16,7 +16,7 @@ from oblr_megatron.errors import UserError
 from oblr_megatron.planner.overlap import hidden_seconds
 from oblr_megatron.planner.sampling_cost import push_phase, rollout_phase
 from oblr_megatron.planner.setting import Phase, Setting
-from oblr_megatron.planner.split import best_split
+from oblr_megatron.planner.split import _splits, best_split
 from tests.unit.planner.settings import setting
 from tests.unit.planner.test_search import request
 
@@ -79,6 +79,15 @@ def test_the_best_division_uses_all_gpus_and_every_plan_fits() -> None:
         parts = sum(phase.seconds for phase in plans[mode].phases.values())
         assert plans[mode].seconds == pytest.approx(parts - plans[mode].hidden)
     assert plans["one_step"].seconds <= plans["stream"].seconds * 1.001, "the longer half is a lower bound"
+
+
+@pytest.mark.parametrize(
+    ("gpus", "engines"),
+    [(2, [1]), (8, [1, 2, 3, 4, 5, 6, 7]), (9, [1, 2, 3, 4, 5, 6, 7]), (12, [1, 3, 4, 6, 7, 9, 10]), (16, [8])],
+)
+def test_whole_nodes_are_divided_where_there_are_two(gpus: int, engines: list[int]) -> None:
+    splits = list(_splits(request("Qwen3-0.6B", gpus=gpus), "stream"))
+    assert [(split.gpus, split.engine_gpus) for split in splits] == [(gpus - some, some) for some in engines]
 
 
 def test_a_single_gpu_cannot_be_divided() -> None:
