@@ -13,7 +13,8 @@ from oblr_megatron.runtime.arguments import amount, count
 
 TABLE_WIDTH = 150
 OVERLAPS = ("stream", "one_step")
-DTYPES = ("bfloat16", "float32")
+DTYPES = ("bfloat16", "float32")  # the first is the default
+PROMPTS, GROUP_SIZE = 128, 8  # defaults
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -25,8 +26,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--gpu-memory-gb", type=amount, metavar="X", help="memory of a GPU (default: that of --gpu)")
     parser.add_argument("--sequence-length", type=count, metavar="L", help="longest prompt and response together")
     parser.add_argument("--gpu", default="h100", help="h100, h200, a100, b200, ... (default: %(default)s)")
-    parser.add_argument("--prompts", type=count, default=128, help="prompts per step, Q (default: %(default)s)")
-    parser.add_argument("--group-size", type=count, default=8, help="responses per prompt, G (default: %(default)s)")
+    parser.add_argument("--prompts", type=count, help=f"prompts per step, Q (default: {PROMPTS})")
+    parser.add_argument("--group-size", type=count, help=f"responses per prompt, G (default: {GROUP_SIZE})")
     parser.add_argument("--prompt-tokens", type=count, metavar="N", help="longest prompt (default: an eighth of L)")
     parser.add_argument("--mean-response-tokens", type=count, metavar="N", help="mean (default: half the longest)")
     parser.add_argument(
@@ -36,13 +37,16 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         metavar="P",
         help="chance that a draft token is right while the longest response is sampled (default: no speculation)",
     )
-    parser.add_argument("--dtype", default="bfloat16", choices=DTYPES, help="weights (default: %(default)s)")
+    parser.add_argument("--dtype", choices=DTYPES, help=f"weights (default: {DTYPES[0]})")
     parser.add_argument(
         "--overlap", choices=OVERLAPS, help="engines on GPUs of their own, with this rollout.overlap (docs/overlap.md)"
     )
     parser.add_argument("--calibration", type=Path, metavar="FILE", help="read constants from a file of --calibrate")
     parser.add_argument(
-        "--config", type=Path, metavar="CONFIG", help="take all other settings from this config.toml or config.json"
+        "--config",
+        type=Path,
+        metavar="CONFIG",
+        help="take all settings but the given ones from this config.toml or config.json",
     )
     parser.add_argument("--top", type=count, default=10, metavar="K", help="layouts to show (default: %(default)s)")
     parser.add_argument("--json", action="store_true", help="print one line of JSON instead of the table")
@@ -163,28 +167,31 @@ def _check(options: argparse.Namespace) -> None:
 
 
 def _table(options: argparse.Namespace) -> dict[str, Any]:
-    """The run to lay out, as a table: from --config, or of the given sizes."""
+    """The run to lay out, as a table: from --config with the given sizes, or of the given sizes."""
     from oblr_megatron.planner.request import base_table
 
     if options.config is None:
         return base_table(
             model=options.model,
-            prompts=options.prompts,
-            group_size=options.group_size,
+            prompts=options.prompts or PROMPTS,
+            group_size=options.group_size or GROUP_SIZE,
             prompt_tokens=options.prompt_tokens or max(1, options.sequence_length // 8),
             sequence_length=options.sequence_length,
-            dtype=options.dtype,
+            dtype=options.dtype or DTYPES[0],
         )
     from oblr_megatron.config.run import parse_config, read_table
 
     found = read_table(options.config)
-    config = parse_config(found, str(options.config)).model_dump(mode="json")
-    sizes = {"num_prompts": config["num_prompts"], "group_size": config["group_size"]}
-    data = found["data"] | {"max_prompt_tokens": config["data"]["max_prompt_tokens"]}
-    longest = options.sequence_length
-    response = longest - data["max_prompt_tokens"] if longest else config["rollout"]["max_response_tokens"]
-    rollout = found.get("rollout", {}) | {"max_response_tokens": response}
-    return found | sizes | {"data": data, "rollout": rollout, "model": found["model"] | {"path": options.model}}
+    config = parse_config(found, str(options.config))
+    prompt, longest = options.prompt_tokens or config.data.max_prompt_tokens, options.sequence_length
+    response = longest - prompt if longest else config.rollout.max_response_tokens
+    return found | {
+        "num_prompts": options.prompts or config.num_prompts,
+        "group_size": options.group_size or config.group_size,
+        "data": found["data"] | {"max_prompt_tokens": prompt},
+        "rollout": found.get("rollout", {}) | {"max_response_tokens": response},
+        "model": found["model"] | {"path": options.model, "dtype": options.dtype or config.model.dtype},
+    }
 
 
 def _calibrate(options: argparse.Namespace) -> int:

@@ -20,7 +20,7 @@ class Request:
     gpus: int  # of the trainer
     memory_bytes: int  # of a GPU
     machine: Machine
-    prompt_tokens: int  # mean of a prompt
+    prompt_tokens: int  # mean of a prompt; the command takes the longest
     mean_response_tokens: int
     table: Mapping[str, Any]  # the rest of the run, as in a config file
     modes: tuple[str, ...] = MODES[::-1]

@@ -25,8 +25,8 @@ def table(plans: Sequence[Plan], request: Request) -> Table:
     """One row per plan."""
     sequence = request.config({})
     title = (
-        f"{request.model} on {_machines(request)}, {sequence.num_prompts} x "
-        f"{sequence.group_size} samples of {request.prompt_tokens} + {request.mean_response_tokens} tokens (mean)"
+        f"{request.model} on {_machines(request)}, {sequence.num_prompts} x {sequence.group_size} samples: prompts of "
+        f"{request.prompt_tokens} tokens, responses of {request.mean_response_tokens} (mean)"
     )
     found = Table("#", "layout", title=title)
     for name in ("step s", *PHASES, "GB", "tokens/s/GPU", "MFU"):

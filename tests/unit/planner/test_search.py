@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from oblr_megatron.checks.layout import check_layout
-from oblr_megatron.cli import main
+from oblr_megatron.cli import main, make_parser
 from oblr_megatron.config import load_config, parse_config
 from oblr_megatron.dryrun.device_memory import Device, rank_memory
 from oblr_megatron.errors import EXIT_USER, UserError
@@ -20,6 +20,7 @@ from oblr_megatron.memory.pass_plan import longest_sample
 from oblr_megatron.model.published import published
 from oblr_megatron.observe.performance.hardware import device_named
 from oblr_megatron.planner.constants import Machine
+from oblr_megatron.planner.plan_command import request_of
 from oblr_megatron.planner.request import Request, base_table
 from oblr_megatron.planner.search import Found, powers, search
 
@@ -150,10 +151,37 @@ max_response_tokens = 400
     assert tomllib.loads(best.read_text())["algo"]["snr"]["num_folds"] == 8
 
 
+def test_given_options_override_the_config(tmp_path: Path) -> None:
+    text = """
+run_dir = "runs/x"
+num_prompts = 8
+group_size = 4
+model = { path = "somewhere", dtype = "float32" }
+data = { train = "train.jsonl", max_prompt_tokens = 100 }
+rollout = { max_response_tokens = 400 }
+"""
+    (tmp_path / "run.toml").write_text(text)
+    command = [*ASK[:5], "--config", str(tmp_path / "run.toml")]
+
+    def asked(*more: str) -> tuple[int, int, str, int, int]:
+        found = request_of(make_parser().parse_args([*command, *more])).config({})
+        sizes = found.data.max_prompt_tokens, found.rollout.max_response_tokens
+        return found.num_prompts, found.group_size, found.model.dtype, *sizes
+
+    assert asked() == (8, 4, "float32", 100, 400)
+    assert asked("--prompts", "16", "--group-size", "2", "--dtype", "bfloat16") == (16, 2, "bfloat16", 100, 400)
+    assert asked("--prompt-tokens", "200") == (8, 4, "float32", 200, 400)
+    assert asked("--prompt-tokens", "200", "--sequence-length", "2048") == (8, 4, "float32", 200, 1848)
+
+
 def test_table_names_phases_and_what_bounds_them(capsys: pytest.CaptureFixture[str]) -> None:
     assert main([*ASK, "--top", "1"]) == 0
     said = " ".join(capsys.readouterr().out.split())
-    assert "layouts fit" in said and "rollout" in said and "Qwen3-0.6B on 2 x h100, 16 x 8 samples" in said
+    assert (
+        "layouts fit" in said
+        and "rollout" in said
+        and "Qwen3-0.6B on 2 x h100, 16 x 8 samples: prompts of 256 tokens, responses of 896 (mean)" in said
+    )
 
 
 @pytest.mark.parametrize(
