@@ -155,7 +155,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--lr", type=float, default=5e-4, help="Adam's learning rate of the run")
     parser.add_argument("--prompts", type=int, default=48, help="held-out prompts to measure on")
     parser.add_argument("--pool", type=int, default=64, help="responses per prompt")
-    parser.add_argument("--seed", type=int, default=0, help="of starts, prompts and samples (default: 0)")
+    parser.add_argument("--seed", type=int, default=0, help="of the run's prompts and samples (default: 0)")
     parser.set_defaults(function=run)
 
 

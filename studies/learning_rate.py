@@ -220,7 +220,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--prompts", type=int, default=1024, help="prompts for the gradients")
     parser.add_argument("--objective", type=int, default=1024, help="prompts that J is measured on")
     parser.add_argument("--repeats", type=int, default=4, help="responses per such prompt")
-    parser.add_argument("--seed", type=int, default=0, help="of starts, prompts and samples (default: 0)")
+    parser.add_argument("--seed", type=int, default=0, help="of the run's prompts and samples (default: 0)")
     parser.set_defaults(function=run)
 
 

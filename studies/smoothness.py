@@ -148,7 +148,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
     parser.add_argument("--lr", type=float, default=5e-4, help="Adam's learning rate of the run")
     parser.add_argument("--responses", type=int, default=256, help="responses to measure on (default: 256)")
-    parser.add_argument("--seed", type=int, default=0, help="of starts, prompts and samples (default: 0)")
+    parser.add_argument("--seed", type=int, default=0, help="of the run's prompts and samples (default: 0)")
     parser.set_defaults(function=run)
 
 

@@ -25,7 +25,7 @@ import json
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import cast, get_args
+from typing import Any, cast, get_args
 
 import numpy as np
 import torch
@@ -38,8 +38,9 @@ from oblr_megatron.algo.token_baseline import otb
 from oblr_megatron.algo.weighting import sum_of_others
 from oblr_megatron.config.algo import AlgoConfig
 from oblr_megatron.config.baselines import BASELINES, Baseline, BaselineName
-from oblr_megatron.errors import EXIT_OK
+from oblr_megatron.errors import EXIT_OK, UserError
 from oblr_megatron.metrics import write_whole
+from oblr_megatron.runtime.arguments import count
 from studies.estimator import energies
 from studies.policy import Drawn, ToyPolicy
 from studies.start import load, prepare, task_named
@@ -294,38 +295,63 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--skills", nargs="+", default=list(get_args(Skill)), choices=get_args(Skill), help="skills of the starts"
     )
     parser.add_argument(
-        "--group-sizes", nargs="+", type=int, default=[1, 2, 4, 8, 16], metavar="G", help="responses per prompt"
+        "--group-sizes", nargs="+", type=count, default=[1, 2, 4, 8, 16], metavar="G", help="responses per prompt"
     )
-    parser.add_argument("--prompts", type=int, default=64, help="Q, prompts per batch")
-    parser.add_argument("--pool", type=int, default=64, help="responses per prompt")
-    parser.add_argument("--deals", type=int, default=8, help="number of times a pool is dealt into groups")
-    parser.add_argument("--seed", type=int, default=0, help="of starts, prompts and samples (default: 0)")
+    parser.add_argument("--prompts", type=count, default=64, help="Q, prompts per batch")
+    parser.add_argument("--pool", type=count, default=64, help="responses per prompt")
+    parser.add_argument("--deals", type=count, default=8, help="number of times a pool is dealt into groups")
+    parser.add_argument("--seed", type=int, default=0, help="of samples, deals and resamples (default: 0)")
     parser.set_defaults(function=run)
 
 
 def run(options: argparse.Namespace) -> int:
-    """Measure the missing cells; write variance.{json,md,svg,png}."""
+    """Measure the missing cells; write variance.{json,md,svg,png}.
+
+    Raises:
+        UserError: a pool makes no two groups, or the directory has cells of other settings.
+    """
     from oblr_megatron.observe.console import progress
     from studies.variance_report import write
 
     tasks = [task_named(name) for name in options.tasks]
+    largest = max(options.group_sizes)
+    if options.pool < 2 * largest:  # signal comes from pairs of groups
+        what = f"--pool {options.pool} has fewer than two groups of {largest}"
+        raise UserError(what, where="--group-sizes", fix="lower it, or give a pool of twice its size or more")
     torch.set_num_threads(1)
     file = options.out / "variance.json"
-    lines = read_cells(file)
+    settings = {name: getattr(options, name) for name in ("group_sizes", "prompts", "pool", "deals", "seed")}
+    lines = read_cells(file, settings)
     wanted = [(task, skill) for task in tasks for skill in options.skills]
     with progress("variance", len(wanted)) as advance:
         for task, skill in wanted:
             if (task.name, skill) not in {(line.task, line.skill) for line in lines}:
                 lines += cells_of(task, skill, options)
-                write_whole(file, json.dumps([asdict(line) for line in lines], indent=1) + "\n")
+                record = {"settings": settings, "cells": [asdict(line) for line in lines]}
+                write_whole(file, json.dumps(record, indent=1) + "\n")
             advance(1)
     print(write(lines, options.out))
     return EXIT_OK
 
 
-def read_cells(file: Path) -> list[Cell]:
-    """Cells of earlier calls. A task at a skill is complete or absent."""
-    return [Cell(**line) for line in json.loads(file.read_text(encoding="utf-8"))] if file.exists() else []
+def read_cells(file: Path, settings: dict[str, Any]) -> list[Cell]:
+    """Cells of earlier calls with the same settings. A task at a skill is complete or absent.
+
+    Raises:
+        UserError: they were measured with other settings, or the file is damaged.
+    """
+    if not file.exists():
+        return []
+    try:
+        found = json.loads(file.read_text(encoding="utf-8"))
+        before, lines = dict(found["settings"]), [Cell(**line) for line in found["cells"]]
+    except (ValueError, KeyError, TypeError) as error:
+        raise UserError("not a file of this study", where=str(file), fix="remove it, or give another --out") from error
+    for name, value in settings.items():
+        if before.get(name) != value:
+            what = f"its cells were measured with {name} {before.get(name)}, not {value}"
+            raise UserError(what, where=str(file), fix="give the same options, or another --out")
+    return lines
 
 
 def cells_of(task: Task, skill: Skill, options: argparse.Namespace) -> list[Cell]:

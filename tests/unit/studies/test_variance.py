@@ -9,6 +9,7 @@ import pytest
 import torch
 
 from oblr_megatron.cli import main
+from oblr_megatron.errors import EXIT_USER
 from studies.kl import Drawn, shift_per_beta
 from studies.variance import ORACLE, Pool, cells, deals, measure, moments, names_for, pooled_values
 from studies.variance_report import document
@@ -168,7 +169,40 @@ def test_a_finished_study_only_rewrites_its_table_and_chart(tmp_path: Path, caps
         for size in (1, 2, 4)
         for line in cells("sums", "low", size, measure(pool, size, num_deals=1, seed=0), pool.mean_sq, 0)
     ]
-    (tmp_path / "variance.json").write_text(json.dumps([asdict(line) for line in lines]))
-    assert main(["study", "variance", "--out", str(tmp_path), "--tasks", "sums", "--skills", "low"]) == 0
+    settings = {"group_sizes": [1, 2, 4], "prompts": 64, "pool": 64, "deals": 8, "seed": 0}
+    file, command = tmp_path / "variance.json", ["study", "variance", "--out", str(tmp_path), "--tasks", "sums"]
+    command += ["--skills", "low", "--group-sizes", "1", "2", "4"]
+    file.write_text(json.dumps({"settings": settings, "cells": [asdict(line) for line in lines]}))
+    assert main(command) == 0
     assert "| optimal_prior |" in capsys.readouterr().out and "G = 4" in (tmp_path / "variance.md").read_text()
     assert {path.suffix for path in tmp_path.iterdir()} == {".json", ".md", ".svg", ".png"}
+
+    assert main([*command, "--pool", "32"]) == EXIT_USER
+    error = capsys.readouterr().err
+    assert "its cells were measured with pool 64, not 32" in error and str(file) in error and error.count("\n") == 1
+    file.write_text(file.read_text()[:-9])
+    assert main(command) == EXIT_USER
+    assert "not a file of this study" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("options", "said"),
+    [
+        (["--group-sizes", "2", "64"], "--pool 64 has fewer than two groups of 64"),
+        (["--group-sizes", "33"], "fewer than two groups of 33"),
+        (["--group-sizes", "0"], "'0' is not a whole number"),
+        (["--deals", "0"], "'0' is not a whole number"),
+    ],
+)
+def test_sizes_that_measure_nothing_are_refused(
+    options: list[str], said: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["study", "variance", "--out", str(tmp_path / "out"), *options]) == EXIT_USER
+    error = capsys.readouterr().err
+    assert said in error and error.count("\n") == 1 and not (tmp_path / "out").exists()
+
+
+def test_a_pool_of_two_groups_measures_the_signal() -> None:
+    """The smallest pool that is not refused."""
+    pool, _, _ = bandit_pool(20, 16, seed=3)
+    assert all(found.isfinite().all() for found in measure(pool, 8, num_deals=1, seed=0).values())
