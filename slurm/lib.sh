@@ -34,6 +34,13 @@ die() { # STATUS MESSAGE
     exit "$1"
 }
 
+# Refuse a setting that is not a whole number within bounds; bash would read other texts as 0, a name or octal.
+oblr_number() { # NAME VALUE LEAST MOST
+    if [[ ! $2 =~ ^(0|[1-9][0-9]{0,3})$ ]] || (($2 < $3 || $2 > $4)); then
+        die "$EXIT_USER" "$1 is '$2'. Fix: set it to a whole number from $3 to $4"
+    fi
+}
+
 # Ask SLURM's controller for something; a busy one does not always answer at once.
 oblr_ask() { # COMMAND...
     for _ in 1 2 3 4 5; do
@@ -66,14 +73,18 @@ oblr_run_with_servers() {
 
 oblr_begin() {
     [[ -n ${SLURM_JOB_ID:-} ]] || die "$EXIT_USER" "SLURM_JOB_ID is not set; start this script with sbatch"
+    script="$0"
+    [[ $0 == /* ]] || script="$PWD/$0" # before cd
     cd "$OBLR_HOME"
     [[ -r $OBLR_CONFIG ]] || die "$EXIT_USER" "cannot read the config $OBLR_CONFIG in $OBLR_HOME; set OBLR_CONFIG"
     mapfile -t nodes < <(scontrol show hostnames "${SLURM_JOB_NODELIST_HET_GROUP_0:-$SLURM_JOB_NODELIST}")
     ((${#nodes[@]})) || die "$EXIT_RUN" "scontrol lists no node of job $SLURM_JOB_ID"
     job_name="${SLURM_JOB_NAME:-oblr}" attempt="${SLURM_RESTART_COUNT:-0}"
     gpus="${OBLR_GPUS_PER_NODE:-8}"
+    oblr_number OBLR_GPUS_PER_NODE "$gpus" 0 64
     ranks="$gpus"
     ((gpus > 0)) || ranks="${OBLR_RANKS_PER_NODE:-1}"
+    oblr_number OBLR_RANKS_PER_NODE "$ranks" 1 1024
     log_root="${OBLR_LOGS:+$OBLR_LOGS/}$job_name-$SLURM_JOB_ID.logs" logs="" het=()
     mkdir -p "$log_root/attempt_$attempt"
     logs="$(cd "$log_root/attempt_$attempt" && pwd)"
@@ -115,7 +126,7 @@ oblr_time() {
 # Warn where SLURM would send the signal of --signal at once. sbatch's own --signal cannot be seen from here.
 oblr_margin() {
     local seconds left
-    seconds="$(sed -n 's/^#SBATCH --signal=B:USR1@//p' "$0" 2>/dev/null | head -n 1)"
+    seconds="$(sed -n 's/^#SBATCH --signal=B:USR1@//p' "$script" 2>/dev/null | head -n 1)" || seconds="" # an unreadable script
     [[ ! ${SBATCH_SIGNAL:-} =~ @([0-9]+) ]] || seconds="${BASH_REMATCH[1]}"
     [[ $seconds =~ ^[0-9]+$ && -n ${SLURM_JOB_END_TIME:-} ]] || return 0
     left=$((SLURM_JOB_END_TIME - $(date +%s)))
@@ -263,6 +274,7 @@ oblr_servers() {
     [[ -n $list ]] || die "$EXIT_USER" "the job has no second component; submit this script with its #SBATCH hetjob line"
     mapfile -t server_nodes < <(scontrol show hostnames "$list")
     server_tp="${OBLR_SERVER_TP:-1}" servers_each=1 urls=()
+    oblr_number OBLR_SERVER_TP "$server_tp" 1 $((gpus > 0 ? gpus : 1))
     ((gpus == 0)) || servers_each=$((gpus / server_tp))
     for host in "${server_nodes[@]}"; do
         for ((k = 0; k < servers_each; k++)); do urls+=("http://$host:$((port + 2 + k))"); done

@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
-from pydantic import BeforeValidator, Field
+from pydantic import AfterValidator, BeforeValidator, Field
 
 from oblr_megatron.config.section import LONGEST_WAIT_S, Section
 
@@ -39,6 +39,12 @@ def _as_environment(value: Any) -> Any:
     return {"function": value} if isinstance(value, str) else value
 
 
+def _urls(servers: tuple[str, ...]) -> tuple[str, ...]:
+    if "" in servers:
+        raise ValueError("a URL is empty")
+    return servers
+
+
 class RolloutConfig(Section):
     """How responses are sampled by vLLM."""
 
@@ -52,7 +58,7 @@ class RolloutConfig(Section):
     """Longest response; longer ones are cut (finish_reason "length"). With an environment, all tokens after the
     prompt."""
     environment: Annotated[EnvironmentConfig, BeforeValidator(_as_environment)] = EnvironmentConfig()
-    servers: tuple[str, ...] = ()
+    servers: Annotated[tuple[str, ...], AfterValidator(_urls)] = ()
     """URLs of vLLM API servers to sample from instead of own engines, e.g. ["http://10.0.0.5:8000"]. One URL may stand
     without brackets. Start them with `oblr-megatron serve`."""
     api_key_env: str = "OBLR_API_KEY"

@@ -8,6 +8,7 @@ from __future__ import annotations
 import os
 import re
 import subprocess
+import time
 from pathlib import Path
 
 import pytest
@@ -19,6 +20,10 @@ ROOT = Path(__file__).resolve().parents[3]
 SIZES = ("0.6b", "1.7b", "4b", "8b", "14b", "32b", "30b_a3b", "235b_a22b")
 NAMES = (*(f"qwen3_{size}" for size in SIZES), "qwen2.5_7b", "qwen2.5_32b", "llama3.1_8b")
 BASH = [*sorted((ROOT / "slurm").glob("*.sh")), *sorted((ROOT / "tests/slurm").glob("*.sh"))]
+SCONTROL = """#!/bin/sh
+[ "$2" = hostnames ] && echo node
+exit 0
+"""
 OWN = re.compile(r"#SBATCH --(job-name|nodes|time|signal)=|# (?:Qwen|Llama)|OBLR_CONFIG=")  # lines that differ by size
 
 
@@ -108,4 +113,44 @@ def test_a_wrong_start_is_refused_in_one_line(variables: dict[str, str], message
         ["bash", str(script("qwen3_8b"))], cwd=ROOT, env=kept | variables, capture_output=True, text=True, check=False
     )
     assert done.returncode == 2 and done.stderr.startswith("error: ") and message in done.stderr, done.stderr
+    assert done.stderr.count("\n") == 1
+
+
+def started(directory: Path, name: str, *words: str, **settings: str) -> subprocess.CompletedProcess[str]:
+    """Start a script by a relative path in a job of two components, where every srun fails."""
+    for command, text in (("scontrol", SCONTROL), ("srun", "#!/bin/sh\nexit 3\n")):
+        (directory / command).write_text(text)
+        (directory / command).chmod(0o755)
+    own = {"SLURM_JOB_ID": "5", "SLURM_JOB_NODELIST": "node", "SLURM_JOB_NODELIST_HET_GROUP_1": "node"}
+    own |= {"SLURM_JOB_END_TIME": f"{time.time() + 300:.0f}", "PATH": f"{directory}:{os.environ['PATH']}"}
+    own |= {"OBLR_HOME": str(ROOT), "OBLR_LOGS": str(directory), "OBLR_DRY_RUN": "0", "OBLR_PREFLIGHT": "0"}
+    kept = {name: value for name, value in os.environ.items() if not name.startswith(("SLURM_", "SBATCH_", "OBLR_"))}
+    command = ["bash", f"./{script(name).name}", *words]
+    return subprocess.run(
+        command, cwd=ROOT / "slurm", env=kept | own | settings, capture_output=True, text=True, check=False
+    )
+
+
+def test_a_script_with_a_relative_path_finds_its_own_signal(tmp_path: Path) -> None:
+    """As under salloc: oblr_run changes to OBLR_HOME before it reads the script's header."""
+    said = started(tmp_path, "qwen3_8b").stdout
+    assert "asks for a signal 600 s before the end" in said and "oblr: job 5, attempt 0" in said
+
+
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [
+        ({"OBLR_GPUS_PER_NODE": "abc"}, "OBLR_GPUS_PER_NODE is 'abc'. Fix: set it to a whole number from 0 to 64"),
+        ({"OBLR_GPUS_PER_NODE": "h100:8"}, "OBLR_GPUS_PER_NODE is 'h100:8'"),
+        ({"OBLR_GPUS_PER_NODE": "08"}, "OBLR_GPUS_PER_NODE is '08'"),
+        ({"OBLR_GPUS_PER_NODE": "-1"}, "OBLR_GPUS_PER_NODE is '-1'"),
+        ({"OBLR_GPUS_PER_NODE": "0", "OBLR_RANKS_PER_NODE": "0"}, "OBLR_RANKS_PER_NODE is '0'"),
+        ({"OBLR_SERVER_TP": "0"}, "OBLR_SERVER_TP is '0'. Fix: set it to a whole number from 1 to 8"),
+        ({"OBLR_SERVER_TP": "16"}, "OBLR_SERVER_TP is '16'"),
+        ({"OBLR_SERVER_TP": "2", "OBLR_GPUS_PER_NODE": "0"}, "OBLR_SERVER_TP is '2'"),
+    ],
+)
+def test_numbers_are_checked(tmp_path: Path, settings: dict[str, str], message: str) -> None:
+    done = started(tmp_path, "servers", "qwen3_8b", **settings)
+    assert done.returncode == 2 and done.stderr.startswith(f"error: {message}"), done.stderr
     assert done.stderr.count("\n") == 1

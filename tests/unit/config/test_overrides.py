@@ -64,6 +64,7 @@ def test_where_a_wrong_value_came_from(overrides: list[str], table: dict[str, An
     ("override", "named"),
     [
         ("rollout.servers=[http://a:1]", '["a", "b"]'),
+        ('rollout.servers=["http://a:1", ""]', "a URL is empty"),
         ("data.train=[a.jsonl, b.jsonl]", '["a", "b"]'),
         ("run_dir=20261125", "in quotes"),
         ("run_dir=20261125", 'write run_dir = "20261125" in a file, run_dir=\'"20261125"\' in a shell'),
