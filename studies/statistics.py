@@ -111,14 +111,15 @@ def steps_to(steps: Array, values: Array, target: float) -> float:
 
 
 def holm(values: Sequence[float]) -> list[float]:
-    """p values of a family of tests -> the p values after Holm's correction, in the same order.
+    """p values of a family of tests -> the p values after Holm's correction, in the same order; NaN is no test.
 
     >>> holm([0.01, 0.04, 0.03])
     [0.03, 0.06, 0.06]
     """
-    found, least = [0.0] * len(values), 0.0
-    for rank, place in enumerate(sorted(range(len(values)), key=lambda index: values[index])):
-        least = max(least, min(1.0, (len(values) - rank) * values[place]))
+    found, least = [math.nan] * len(values), 0.0
+    known = sorted((place for place, p in enumerate(values) if not math.isnan(p)), key=lambda place: values[place])
+    for rank, place in enumerate(known):
+        least = max(least, min(1.0, (len(known) - rank) * values[place]))
         found[place] = least
     return found
 

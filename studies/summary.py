@@ -89,12 +89,21 @@ class TaskSummary:
     def saving(self, arm: ArmSummary, other: ArmSummary) -> Difference:
         """How many times fewer samples the arm needs to the target than the other; the interval is of the ratio.
 
-        The test is on logarithms, paired by seed. A run that never reaches the target counts with its budget, so that a
-        ratio to an arm that often misses it is a lower bound.
+        The test is on logarithms, paired by seed. A run that never reaches the target counts with its budget; `bound`
+        says what the ratio is then.
         """
         found = other.against(arm, lambda run: math.log(counted(run, self.target)))
         interval = found.interval
         return replace(found, interval=Interval(*map(math.exp, (interval.mean, interval.low, interval.high))))
+
+    def bound(self, arm: ArmSummary, other: ArmSummary) -> str:
+        """What `saving` is if runs never reach the target.
+
+        ">" (a lower bound) if these are runs of the other arm, "<" (an upper bound) if of this arm, "~" if of both.
+        """
+        if arm is other:
+            return ""
+        return (("", ">"), ("<", "~"))[arm.missed(self.target) > 0][other.missed(self.target) > 0]
 
 
 def counted(run: Result, target: float) -> float:

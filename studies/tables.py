@@ -28,10 +28,11 @@ def document(plan: Plan, tasks: Sequence[TaskSummary]) -> str:
 Accuracy: held-out questions, mean over sampled responses, between 0 and 1. *area*: mean height of the curve.
 *drop*: largest fall below the earlier maximum. *target*: an accuracy, {plan.target_share:.0%} of the way from the
 start to the best final accuracy of an arm. *samples*: training samples until the curve first reaches the target,
-geometric mean over seeds. A run that never reaches it counts with its whole budget (marked >). Brackets: 95%
-intervals over seeds, by Student's t (*boot*: percentile bootstrap). Comparisons are paired by seed; p is two-sided,
-from sign flips ({seeds} pairs: {2 / 2**seeds:.2g} or more). *Holm*: p corrected over the tasks of the first table.
-Other p values are not corrected. A best peer is chosen from the same results, in its favour.
+geometric mean over seeds. A run that never reaches it counts with its whole budget (marked >). Ratios of samples are
+then lower bounds (>), upper bounds if it is a run of the reference (<), or neither if both have such runs (~).
+Brackets: 95% intervals over seeds, by Student's t (*boot*: percentile bootstrap). Comparisons are paired by seed; p is
+two-sided, from sign flips ({seeds} pairs: {2 / 2**seeds:.2g} or more). *Holm*: p corrected over the tasks of the first
+table. Other p values are not corrected. A best peer is chosen from the same results, in its favour.
 """.lstrip()
     parts = [overview(tasks), savings(tasks), *map(section, tasks)]
     return head + "".join(parts)
@@ -45,7 +46,7 @@ def overview(tasks: Sequence[TaskSummary]) -> str:
     rows = [
         [
             *(task.task, number(task.target), *_cost(task, task.reference), *_cost(task, peer)),
-            *(_ratio(test), probability(test.p), probability(corrected)),
+            *(task.bound(task.reference, peer) + _ratio(test), probability(test.p), probability(corrected)),
         ]
         for (task, peer), test, corrected in zip(pairs, tests, holm([test.p for test in tests]), strict=True)
     ]
@@ -94,12 +95,13 @@ def savings(tasks: Sequence[TaskSummary]) -> str:
         ]
         known = [ratio for ratio in ratios if not math.isnan(ratio)]
         middle = math.exp(sum(map(math.log, known)) / len(known)) if known else math.nan
-        more = [">" if arm and arm.missed(task.target) else "" for task, arm in zip(seen, arms, strict=True)]
+        bounds = [task.bound(task.reference, arm) if arm else "" for task, arm in zip(seen, arms, strict=True)]
         cells = [
-            MISSING if math.isnan(ratio) else f"{mark}{ratio:.2f}" for mark, ratio in zip(more, ratios, strict=True)
+            MISSING if math.isnan(ratio) else f"{mark}{ratio:.2f}" for mark, ratio in zip(bounds, ratios, strict=True)
         ]
         rows.append([name, f"{middle:.2f}", *cells])
-    head = "\nSamples to the target relative to the reference's (>: some seeds never reach it); mean: geometric.\n\n"
+    marks = ">: some seeds never reach it, <: some of the reference, ~: some of both"
+    head = f"\nSamples to the target relative to the reference's ({marks}); mean: geometric.\n\n"
     return head + table(["arm", "mean", *(task.task for task in seen)], rows)
 
 

@@ -115,6 +115,7 @@ def test_holm_rejects_what_the_step_down_rule_rejects() -> None:
             rejected.add(index)
         assert {index for index, p in enumerate(holm(values)) if p <= level} == rejected
     assert holm([0.7, 0.9]) == [1.0, 1.0] and holm([]) == []
+    assert holm([0.01, float("nan"), 0.04]) == pytest.approx([0.02, float("nan"), 0.04], nan_ok=True)
 
 
 def test_steps_to_a_target() -> None:

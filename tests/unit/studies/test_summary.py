@@ -151,8 +151,26 @@ def test_samples_to_the_target(tmp_path: Path) -> None:
         (4 * 0.4 / 0.11 * 0.4 / 0.15) ** (1 / 3) / 2
     )  # the first counts its budget
     assert saving.p == 2 / 2**3 and saving.interval.low < saving.interval.mean < saving.interval.high
+    assert (task.bound(ours, good), task.bound(good, ours), task.bound(good, good)) == (">", "<", "")
     text = document(plan, [task])
+    assert f" >{saving.interval.mean:.2f} [" in text
+    assert f"| good | {saving.interval.mean:.2f} | >{saving.interval.mean:.2f} |" in text
     assert "| sums | 0.400 | ours 16x8 | 256 | good 16x8 | >" in text and "(1 of 3 never)" in text
+
+
+@pytest.mark.parametrize(("slope", "bound"), [(0.2, "<"), (0.05, "~")])
+def test_a_reference_that_misses_the_target_bounds_ratios_from_above(tmp_path: Path, slope: float, bound: str) -> None:
+    """One of three seeds of the reference misses it; the peer's all reach it, or none."""
+    plan = plan_of(learning_rates=[1e-2], arms={"ours": {}, "good": {"peer": True}}, target_share=0.9)
+    for seed in range(3):
+        write_run(tmp_path, key_of("sums", "ours", 1e-2, seed), rising((0.05, 0.2, 0.2)[seed]))
+        write_run(tmp_path, key_of("sums", "good", 1e-2, seed), rising(slope))
+    (task,) = summarise(plan, tmp_path)
+    (ours, good) = task.arms
+    assert task.bound(ours, good) == bound
+    ratio = f"{bound}{task.saving(ours, good).interval.mean:.2f}"
+    text = document(plan, [task])
+    assert f"| {ratio} [" in text and f"| {ratio} |" in text
 
 
 def test_the_best_shape_is_chosen_then_its_rates_are_refined(tmp_path: Path) -> None:
