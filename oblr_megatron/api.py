@@ -18,11 +18,14 @@ import os
 import signal
 import subprocess
 import sys
-from collections.abc import Mapping, Sequence
+from codecs import getincrementaldecoder
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from io import IncrementalNewlineDecoder
 from pathlib import Path
+from selectors import EVENT_READ, DefaultSelector
 from tempfile import TemporaryDirectory
-from typing import Any
+from typing import IO, Any
 
 from oblr_megatron.checks.run_dir import CONFIG_FILE
 from oblr_megatron.config import Config, load_config, parse_config
@@ -39,6 +42,7 @@ from oblr_megatron.cli import main
 sys.exit(main())
 """
 ERROR = "error: "  # the start of a command's last line, which becomes the exception
+POLL_S = 0.2  # between looks whether a silent command has ended
 FORCED = ("FORCE_COLOR", "TTY_COMPATIBLE", "TTY_INTERACTIVE")  # rich takes them for a terminal; Jupyter sets one
 
 
@@ -148,14 +152,14 @@ def _run(arguments: Sequence[str]) -> None:
         stdout=None if live else subprocess.PIPE,
         stderr=subprocess.PIPE if live else subprocess.STDOUT,
         env=(dict(os.environ) if live else plain) | {"PYTHONUNBUFFERED": "1"},
-        text=True,
-        errors="replace",
         start_new_session=True,
     )
+    stream = child.stderr or child.stdout
+    assert stream is not None, "one of the two is a pipe"
     interrupted, reason = False, ""
     while True:
         try:
-            for line in child.stderr or child.stdout or ():
+            for line in _lines(child, stream):
                 found = line.startswith(ERROR)
                 print(reason if found else line, end="", flush=True)  # an earlier error is not the last line
                 reason = line.removeprefix(ERROR) if found else reason
@@ -173,3 +177,24 @@ def _run(arguments: Sequence[str]) -> None:
         raise UserError(reason.rstrip() or "the command ended with status 2; its lines above say why")
     if status != EXIT_OK:
         raise RunError(reason.rstrip() or f"the command ended with status {status}; its lines above say why")
+
+
+def _lines(child: subprocess.Popen[bytes], stream: IO[bytes]) -> Iterator[str]:
+    """The lines that a command writes until it ends. A background process of a reward may hold the pipe for longer."""
+    decoder = IncrementalNewlineDecoder(getincrementaldecoder("utf-8")("replace"), translate=True)
+    text = ""
+    with DefaultSelector() as selector:
+        selector.register(stream, EVENT_READ)
+        while True:
+            ended = child.poll() is not None  # before the look, so that nothing is written in between
+            if not selector.select(0 if ended else POLL_S):
+                if ended:
+                    break
+                continue
+            data = os.read(stream.fileno(), 2**16)
+            *lines, text = (text + decoder.decode(data, final=not data)).split("\n")
+            yield from (f"{line}\n" for line in lines)
+            if not data:
+                break
+    if text:
+        yield text

@@ -1,0 +1,46 @@
+"""How the API reads its command's output. tests/e2e/test_python_api.py covers whole runs."""
+
+from __future__ import annotations
+
+import os
+import signal
+from pathlib import Path
+
+import pytest
+
+from oblr_megatron import api
+from oblr_megatron.errors import UserError
+
+HELPER = """
+import subprocess, sys
+task = subprocess.Popen(["sh", "-c", "sleep 20; touch done"], stdin=subprocess.DEVNULL)
+print(task.pid, flush=True)
+sys.stdout.buffer.write(b"half \\xff line\\r\\n")
+sys.stdout.flush()
+print("error: no such file", file=sys.stderr)
+sys.exit(2)
+"""
+
+
+def test_a_background_process_does_not_hold_the_api(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(api, "STARTER", HELPER)
+    with pytest.raises(UserError, match=r"^no such file$"):
+        api._run(["train"])
+    held, half = capsys.readouterr().out.splitlines()
+    try:
+        assert half == "half \N{REPLACEMENT CHARACTER} line"
+        assert not (tmp_path / "done").exists(), "the API waited for the background process"
+    finally:
+        os.kill(int(held), signal.SIGKILL)
+
+
+def test_all_lines_of_a_command_are_printed(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """More than one read, and a last line without an end."""
+    monkeypatch.setattr(api, "STARTER", "for number in range(40_000): print(number)\nprint('end', end='')")
+    api._run([])
+    assert capsys.readouterr().out == "".join(f"{number}\n" for number in range(40_000)) + "end"
