@@ -1,4 +1,4 @@
-"""Measure what `rollout.overlap` is worth: whole runs of real megatron-core and vLLM, each on one core of its own.
+"""Measure what `rollout.overlap` is worth: whole runs of real megatron-core and vLLM, each with one thread.
 
     python tools/bench/overlap.py --rounds 3 --json run/bench/overlap.json      6 minutes
 
@@ -91,7 +91,7 @@ def write_prompts(path: Path, count: int) -> None:
 
 
 def run(directory: Path, model: Path, mode: str, number: int, options: argparse.Namespace) -> list[dict[str, float]]:
-    """The counted steps of a whole run, its trainer on core 0 and its engine on core 1."""
+    """The counted steps of a whole run, with one thread for the trainer and one for the engine."""
     run_dir = directory / f"{mode}-{number}"
     values = {
         "model.path": model,
