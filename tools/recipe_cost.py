@@ -13,7 +13,7 @@ the rates that an H100 is assumed to reach, see the constants below. No GPU has 
 
 from __future__ import annotations
 
-import argparse
+import sys
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -21,7 +21,9 @@ from typing import Any
 from rich.console import Console
 from rich.table import Table
 
+from oblr_megatron.checks.layout import check_layout
 from oblr_megatron.config import Config, load_config
+from oblr_megatron.errors import EXIT_OK
 from oblr_megatron.families import head_dim
 from oblr_megatron.formatting import duration, size
 from oblr_megatron.memory.rank_shapes import ELEMENT_BYTES
@@ -29,6 +31,8 @@ from oblr_megatron.memory.select_mode import ModeChoice, resolve
 from oblr_megatron.model.published import published
 from oblr_megatron.observe.performance.flops import total_parameters, training_flops
 from oblr_megatron.observe.performance.hardware import device_named
+from oblr_megatron.runtime.arguments import Parser, count
+from oblr_megatron.runtime.command_line import guarded
 
 ROOT = Path(__file__).resolve().parent.parent
 GPU_BYTES = 75 * 2**30  # memory available to a rank, of 80 GB
@@ -74,7 +78,7 @@ def cost(
 def _sampling_s(model: dict[str, Any], config: Config, samples: int, gpus: int, prompt: int, tokens: int) -> float:
     width = config.rollout.tensor_parallel_size
     engines = gpus // width
-    together = min(samples // engines, config.rollout.max_num_seqs)
+    together = min(max(1, samples // engines), config.rollout.max_num_seqs)
     element = ELEMENT_BYTES["bfloat16"]
     weights = element * total_parameters(model) / width
     a_token = 2 * element * model["num_hidden_layers"] * model["num_key_value_heads"] * head_dim(model) / width
@@ -98,17 +102,27 @@ def print_table(config: Config, choice: ModeChoice, found: Cost, gpus: int) -> N
     Console(width=100).print(table)
 
 
-def main() -> None:
-    """Estimate a recipe and print the table."""
-    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
+def main() -> int:
+    """Estimate a recipe and print the table; a mistake ends in one line."""
+    return guarded(estimate)
+
+
+def estimate() -> int:
+    """Estimate the recipe that the command line names.
+
+    Raises:
+        UserError: no model has this size, or the recipe does not run on so many GPUs.
+    """
+    parser = Parser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("config", type=Path)
     parser.add_argument("--size", required=True, help="model size: 0.6B, 1.7B, 4B, 8B, 14B, 32B")
-    parser.add_argument("--gpus", type=int, default=8)
-    parser.add_argument("--prompt-tokens", type=int, default=150, help="typical prompt length")
-    parser.add_argument("--response-tokens", type=int, default=1000, help="typical response length (an assumption)")
+    parser.add_argument("--gpus", type=count, default=8)
+    parser.add_argument("--prompt-tokens", type=count, default=150, help="typical prompt length")
+    parser.add_argument("--response-tokens", type=count, default=1000, help="typical response length (an assumption)")
     options = parser.parse_args()
     model = published(options.size)
     config = load_config(options.config)
+    check_layout(model, config, options.gpus)
     choice = resolve(model, config, options.gpus, free_bytes=GPU_BYTES, on_gpu=True, transformer_engine=True)
     found = cost(
         model,
@@ -119,7 +133,8 @@ def main() -> None:
         tokens=options.response_tokens,
     )
     print_table(config, choice, found, options.gpus)
+    return EXIT_OK
 
 
 if __name__ == "__main__":
-    main()
+    sys.exit(main())

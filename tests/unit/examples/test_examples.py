@@ -21,6 +21,7 @@ from oblr_megatron.checks.layout import check_layout
 from oblr_megatron.config import load_config
 from oblr_megatron.dryrun.checking import check_run
 from oblr_megatron.dryrun.device_memory import Device, rank_memory
+from oblr_megatron.errors import EXIT_USER
 from oblr_megatron.model.published import published
 from oblr_megatron.preflight import write_config
 from studies.imitate import IGNORED
@@ -235,6 +236,20 @@ def test_a_recipe_fits_its_model_and_states_its_cost(
     memory, hours = rows["memory of the fullest rank"], float(rows["GPU hours"])
     assert f"{float(memory.split()[0]):.0f} GiB" in readme and f"{rows[f'{config.num_steps} steps']}" in readme
     assert f"{hours:.1f} GPU hours" in readme or f"{hours:.0f} GPU hours" in readme
+
+
+@pytest.mark.parametrize(
+    ("options", "said"),
+    [("--size 8B --gpus 3", "3 ranks cannot be divided"), ("--size 9Z", "'9Z'"), ("--size 8B --gpus 0", "--gpus: '0'")],
+)
+def test_a_cost_that_cannot_be_estimated_is_one_line(
+    options: str, said: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    config = str(ROOT / "examples" / "math_qwen3_8b" / "config.toml")
+    monkeypatch.setattr(sys, "argv", ["recipe_cost.py", config, *options.split()])
+    assert recipe_cost.main() == EXIT_USER
+    error = capsys.readouterr().err
+    assert error.startswith("error: ") and said in error and error.count("\n") == 1
 
 
 def test_recipes_of_the_papers_models_have_its_number_of_responses() -> None:
