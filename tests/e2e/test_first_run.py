@@ -26,7 +26,7 @@ IN_SHORT = {"num_steps=200": "num_steps=3", "step_00000100": "step_00000003"}
 """What is replaced in the config that `init` wrote and in the commands after it, to save time."""
 OURS = re.compile(r"(starting|warning:|WARNING) .*")
 """What a command may say on standard error."""
-COMMANDS = {"init", "train", "report", "eval", "convert", "quantize", "plan"}
+COMMANDS = {"init", "train", "status", "report", "eval", "convert", "quantize", "plan"}
 """The README shows each of them."""
 
 
