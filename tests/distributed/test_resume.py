@@ -385,7 +385,9 @@ def losing(config: Config, lost_in: str) -> tuple[int, str]:
 
     def failing(engine: ReplayEngine, *arguments: Any, **options: Any) -> Any:
         if next(calls) == 6:
-            raise EngineLostError("the engine is gone")
+            error = EngineLostError("the engine is gone")
+            error.agreed = True  # as `collectives.raise_first` raises it on every rank
+            raise error
         return whole(engine, *arguments, **options)
 
     setattr(ReplayEngine, lost_in, failing)
