@@ -9,7 +9,7 @@ from torch import Tensor, nn
 from transformers import Qwen3Config, Qwen3ForCausalLM
 
 from oblr_megatron.norms import TokenBatch
-from oblr_megatron.weights.names import ModelShape, entry, merge
+from oblr_megatron.weights.names import ModelShape, entry, views
 
 HF = Qwen3Config(
     vocab_size=96, hidden_size=64, intermediate_size=80, num_hidden_layers=2, num_attention_heads=4,
@@ -20,10 +20,13 @@ HF = Qwen3Config(
 def whole(model: nn.Module, tensor_of: Callable[[nn.Parameter], Tensor]) -> dict[str, Tensor]:
     """One tensor for each parameter, put together from all ranks, by Hugging Face name."""
     found: dict[str, Tensor] = {}
+    shape = ModelShape.of(HF)
     for name, param in model.named_parameters():
         shards = [torch.empty_like(param) for _ in range(dist.get_world_size())]
         dist.all_gather(shards, tensor_of(param).contiguous())
-        found |= dict(merge(entry(name, ModelShape.of(HF)), shards, ModelShape.of(HF)))
+        item = entry(name, shape)
+        merged = views(item, torch.stack(shards), shape)
+        found |= {own: view.reshape(size) for (own, view), size in zip(merged, item.shapes, strict=True)}
     return found
 
 

@@ -117,6 +117,34 @@ def test_no_modules_import_each_other() -> None:
         pytest.fail(f"import cycle: {' -> '.join(error.args[1])}")
 
 
+def names_in(path: Path) -> set[str]:
+    """The names that a file defines or imports, anywhere in it."""
+    found = set()
+    for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+        if isinstance(node, (ast.FunctionDef, ast.ClassDef, ast.AsyncFunctionDef)):
+            found.add(node.name)
+        elif isinstance(node, ast.Name) and isinstance(node.ctx, ast.Store):
+            found.add(node.id)
+        elif isinstance(node, (ast.Import, ast.ImportFrom)):
+            found |= {alias.asname or alias.name for alias in node.names}
+    return found
+
+
+def test_examples_and_tools_import_names_that_exist() -> None:
+    """Some of them run nightly only, or on GPUs."""
+    missing = []
+    for path in (file for folder in ("examples", "tools", "studies") for file in (ROOT / folder).rglob("*.py")):
+        for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+            if isinstance(node, ast.ImportFrom) and (node.module or "").partition(".")[0] == "oblr_megatron":
+                assert node.module is not None
+                known = names_in(MODULES[node.module]) if node.module in MODULES else set()
+                wanted = {alias.name for alias in node.names} - known
+                missing += [
+                    f"{path}: {node.module}.{name}" for name in wanted if f"{node.module}.{name}" not in MODULES
+                ]
+    assert missing == []
+
+
 def test_the_pure_half_imports_neither_megatron_nor_vllm() -> None:
     names = [name for part in PURE for name in modules(part)]
     assert len(names) > 25
