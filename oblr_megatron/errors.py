@@ -59,9 +59,9 @@ class UnwrittenError(RunError):
 
 
 class BrokenStepError(RunError):
-    """The numbers of a step are useless: not finite, or not those of this step."""
+    """The samples or the gradient of a step cannot be used: they are not finite, or of other weights."""
 
-    agreed = True  # every rank has the same reduced numbers
+    agreed = True  # every rank has the same samples and sums
 
 
 class DeadlineError(RunError):

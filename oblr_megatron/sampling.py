@@ -14,6 +14,7 @@ import torch
 
 from oblr_megatron.algo.baseline import mixed_groups
 from oblr_megatron.checkpoint.resume import Checkpoint
+from oblr_megatron.checks.run_dir import ROLLOUTS
 from oblr_megatron.engine.protocol import RolloutEngine, SamplingRequest, call_seed
 from oblr_megatron.evaluation.accuracy import metrics as accuracies
 from oblr_megatron.evaluation.answers import evaluate
@@ -34,7 +35,7 @@ from oblr_megatron.rollout.dynamic_sampling import Batch, assembled, refill
 from oblr_megatron.rollout.prompt_source import PromptSource
 from oblr_megatron.rollout.routes import with_routes
 from oblr_megatron.rollout.staleness import staleness
-from oblr_megatron.rollout.step_file import SAVED, SavedStep, write_step
+from oblr_megatron.rollout.step_file import SavedStep, write_step
 from oblr_megatron.rollout.waves import Collected, Wave, by_responses, of_prompts, of_responses
 from oblr_megatron.runtime.collectives import Collectives
 from oblr_megatron.runtime.stopping import StopRequest
@@ -266,7 +267,7 @@ class Sampling:
                 model=self.model.fingerprint,
                 position=self.position,
             )
-            write_step(self.config.run_dir / SAVED, saved)
+            write_step(self.config.run_dir / ROLLOUTS, saved)
 
         seconds = self.config.parallel.distributed_timeout_s
         self.collectives.together(write, what="the samples to be written", seconds=seconds)

@@ -12,16 +12,14 @@ import os
 import re
 import shutil
 import socket
-import threading
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager, suppress
+from contextlib import suppress
 from pathlib import Path
 
 from oblr_megatron.runtime.processes import here_in_short
 
 FOREIGN_PARTIAL_S = 3600.0  # a partial directory of elsewhere is kept this long after its last change
-TOUCH_S = 300.0  # between changes that show that the writer lives
 BLOCK = 512  # unit of st_blocks, see stat(2)
 
 _PARTIAL = re.compile(r"\..+\.(?P<place>[^/]+)-(?P<pid>\d+)-\d+\.partial")
@@ -31,25 +29,6 @@ def partial_names(target: Path) -> Iterator[Path]:
     """Names for partial directories of this process next to `target`."""
     owner = f"{_place()}-{os.getpid()}"
     return (target.with_name(f".{target.name}.{owner}-{number}.partial") for number in itertools.count())
-
-
-@contextmanager
-def kept_fresh(partial: Path) -> Iterator[None]:
-    """Touch a partial directory now and then, so that another host keeps it although nothing is written for long."""
-    done = threading.Event()
-
-    def touch() -> None:
-        while not done.wait(TOUCH_S):
-            with suppress(OSError):  # it has its final name already, or the writer will find out
-                os.utime(partial)
-
-    toucher = threading.Thread(target=touch, name="touch", daemon=True)
-    toucher.start()
-    try:
-        yield
-    finally:
-        done.set()
-        toucher.join()
 
 
 def sweep(directory: Path) -> None:

@@ -24,11 +24,12 @@ from typing import TYPE_CHECKING, Any
 
 import xxhash
 
-from oblr_megatron.checkpoint.partials import kept_fresh, partial_names, sweep
+from oblr_megatron.checkpoint.partials import partial_names, sweep
 from oblr_megatron.checks.run_dir import CHECKPOINTS, check_writable
 from oblr_megatron.errors import NO_SPACE, RunError, UserError
 from oblr_megatron.formatting import size
 from oblr_megatron.memory.rank_shapes import ELEMENT_BYTES
+from oblr_megatron.runtime.run_lock import repeated
 
 if TYPE_CHECKING:
     from oblr_megatron.checkpoint.hf_dir import HFDir
@@ -38,6 +39,7 @@ MANIFEST = "checkpoint.json"
 FORMAT, VERSION = "oblr_megatron", 1
 BLOCK_BYTES = 8 * 2**20  # read at a time
 FIXED_BYTES = 16 * 2**20  # of a checkpoint: tokenizer, metadata
+TOUCH_S = 300.0  # between changes of a partial directory, which show another host that its writer lives
 RESERVE_FRACTION, RESERVE_BYTES = 0.02, 64 * 2**20  # free space required beyond a checkpoint's size
 FIX = "resume from another checkpoint, or restore this one from an intact copy"
 
@@ -114,7 +116,7 @@ def partial_directory(target: Path) -> Iterator[Path]:
     sweep(target.parent)
     partial = begin(target)
     try:
-        with kept_fresh(partial), writing(target):
+        with repeated(lambda: os.utime(partial), TOUCH_S), writing(target):
             yield partial
     except BaseException:  # also on an interrupt
         shutil.rmtree(partial, ignore_errors=True)

@@ -94,12 +94,12 @@ def evaluate(
     grades, fault = list(done), ""
     for first, block in unfinished(config, len(prompts), done):
         items, cause = _items(name, block, engines, prompts, reward, config)
-        own = [item.grade for item in items]
+        end = first + block.size
+        grades[first:end] = [item.grade for item in items]
         if strict:
-            _check_scored(name, [*grades[:first], *own], config, cause)
+            _check_scored(name, grades[max(0, end - block_responses(config)) : end], cause)
         if sink is not None:
             sink(first, items)
-        grades[first : first + block.size] = own
         fault = fault or cause
     return Grades.of(grades, len(prompts), config.evaluate.samples_per_prompt, fault)
 
@@ -131,13 +131,12 @@ def greedy_grades(engines: RolloutEngine, prompts: Sequence[Prompt], reward: Rew
     for block in blocks_of(config, len(prompts), ("greedy",)):
         items, cause = _items("", block, engines, prompts, reward, config)
         grades += [item.grade for item in items]
-        _check_scored("", grades, config, cause)
+        _check_scored("", grades[-block_responses(config) :], cause)
     return grades
 
 
-def _check_scored(name: str, grades: Sequence[Grade], config: Config, cause: str) -> None:
-    """Raise if the zeros of the last responses say nothing about the model. A short last block alone proves little."""
-    recent = grades[-block_responses(config) :]
+def _check_scored(name: str, recent: Sequence[Grade], cause: str) -> None:
+    """Raise if none of the last responses was scored: as many as a block has, because a last block may be short."""
     if not any(grade.scored for grade in recent):
         where = f"set {name!r}: " if name else ""
         raise RunError(f"{where}the reward failed for the last {len(recent)} responses: {cause}")

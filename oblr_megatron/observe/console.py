@@ -33,7 +33,7 @@ from rich.table import Table
 from rich.text import Text
 
 from oblr_megatron.checks.lengths import max_model_len
-from oblr_megatron.checks.run_dir import CONFIG_FILE
+from oblr_megatron.checks.run_dir import CONFIG_FILE, ROLLOUTS
 from oblr_megatron.formatting import duration, fixed, number, scientific
 from oblr_megatron.metrics import describe
 
@@ -359,7 +359,7 @@ def waiting(what: str, say: Callable[[str], None]) -> Iterator[None]:
 def closing_lines(config: Config, report: Path | None) -> list[str]:
     """Where the results of a finished run are, and the next commands."""
     run_dir = config.run_dir
-    model, samples = run_dir / "hf", run_dir / "rollouts"
+    model, samples = run_dir / "hf", run_dir / ROLLOUTS
     places = [f"report {report}"] if report else []
     if config.rollout.only:
         return [", ".join([*places, f"samples {samples}"]), f"next: oblr-megatron train CONFIG.toml --replay {samples}"]

@@ -15,10 +15,10 @@ from typing import TYPE_CHECKING, Any
 
 from oblr_megatron.checkpoint.resume import NEWEST, Checkpoint
 from oblr_megatron.checkpoint.store import Manifest
-from oblr_megatron.checks.run_dir import CONFIG_FILE
+from oblr_megatron.checks.run_dir import CONFIG_FILE, ROLLOUTS
 from oblr_megatron.errors import UserError
 from oblr_megatron.metrics import METRICS_FILE, read_metrics
-from oblr_megatron.rollout.step_file import SAVED, SavedStep, read_step, step_path
+from oblr_megatron.rollout.step_file import SavedStep, read_step, step_path
 
 if TYPE_CHECKING:
     from oblr_megatron.checkpoint.hf_dir import HFDir
@@ -51,7 +51,7 @@ def find(config: Config, model: HFDir) -> list[Checkpoint]:
         raise UserError("run_dir holds a run that trains", where=str(run_dir), fix="name a new run_dir")
     done, problem = int(max(steps, default=0)), None
     for step in range(done, 0, -1):
-        path = step_path(run_dir / SAVED, step)
+        path = step_path(run_dir / ROLLOUTS, step)
         try:
             saved = read_step(path)
         except UserError as error:

@@ -1,6 +1,6 @@
 """The samples of one step as a file, RUN_DIR/rollouts/step_000001.parquet: one row per sample, prompt-major.
 
-    path = write_step(run_dir / SAVED, SavedStep(step=1, ...))
+    path = write_step(run_dir / ROLLOUTS, SavedStep(step=1, ...))
     saved = read_step(path)
 
 `SCHEMA` lists the columns. The file's metadata describes the whole step (schema version, step, sizes, temperature, data
@@ -23,8 +23,6 @@ import pyarrow.parquet as pq
 from oblr_megatron.errors import UnwrittenError, UserError
 from oblr_megatron.types import FinishReason, Prompt, Sample
 
-SAVED = "rollouts"
-"""Folder in a run directory with its saved samples."""
 KEY = b"oblr_rollouts"
 PROMPT_COLUMNS = {"prompt_row": "row", "prompt_id": "id", "prompt_text": "text"} | {
     name: name for name in ("answer", "source", "tolerance", "columns")

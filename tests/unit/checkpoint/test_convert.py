@@ -43,15 +43,6 @@ MAKE: dict[str, Callable[..., Path]] = {
 }
 
 
-@pytest.fixture(scope="module")
-def root(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """hf, a directory in fp32, and checkpoint, its conversion."""
-    root = tmp_path_factory.mktemp("convert")
-    make_hf_dir(root / "hf")
-    to_megatron(root / "hf", root / "checkpoint")
-    return root
-
-
 def read(path: Path) -> dict[str, torch.Tensor]:
     return {name: tensor for file in path.glob("*.safetensors") for name, tensor in load_file(file).items()}
 

@@ -12,20 +12,9 @@ import torch
 from safetensors.torch import save_file
 
 from oblr_megatron.checkpoint.compare import agreement_of, check_logits, prompt_ids
-from oblr_megatron.checkpoint.convert import to_megatron
 from oblr_megatron.cli import main
 from oblr_megatron.errors import RunError
-from tests.tiny import make_hf_dir
 from tests.unit.checkpoint.test_convert import MAKE, cut, ends_in_one_line, read
-
-
-@pytest.fixture(scope="module")
-def root(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """hf, a directory in fp32, and checkpoint, its conversion."""
-    root = tmp_path_factory.mktemp("convert")
-    make_hf_dir(root / "hf")
-    to_megatron(root / "hf", root / "checkpoint")
-    return root
 
 
 @pytest.mark.parametrize("kind", MAKE)

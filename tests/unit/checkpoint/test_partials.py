@@ -56,7 +56,7 @@ def test_process_ids_of_another_container_have_no_meaning_here(tmp_path: Path, m
 
 def test_another_host_keeps_a_partial_whose_writer_lives(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Its writer changes nothing for long, for example while vLLM answers."""
-    monkeypatch.setattr(partials, "TOUCH_S", 0.01)
+    monkeypatch.setattr(store, "TOUCH_S", 0.01)
     with store.partial_directory(tmp_path / "fp8") as partial:
         past = time.time() - partials.FOREIGN_PARTIAL_S - 1
         os.utime(partial, (past, past))

@@ -13,10 +13,11 @@ from typing import Any
 
 import pytest
 
+from oblr_megatron.checks.run_dir import ROLLOUTS
 from oblr_megatron.config import Config, parse_config
 from oblr_megatron.errors import UserError
 from oblr_megatron.rollout.resume_sampling import find
-from oblr_megatron.rollout.step_file import SAVED, step_path, write_step
+from oblr_megatron.rollout.step_file import step_path, write_step
 from tests.unit.rollout.test_replay import config_of, saved_step
 
 MODEL: Any = SimpleNamespace(fingerprint="0f3c")
@@ -34,7 +35,7 @@ def run_dir(tmp_path: Path) -> Path:
     """A run that has saved three steps and logged two."""
     run_dir = tmp_path / "run"
     for step in (1, 2, 3):
-        write_step(run_dir / SAVED, saved_step(step, model="0f3c", position={"epoch": 0, "index": 2 * step}))
+        write_step(run_dir / ROLLOUTS, saved_step(step, model="0f3c", position={"epoch": 0, "index": 2 * step}))
     lines = [json.dumps({"step": step, "reward/mean": 0.5}) for step in (1, 2)]
     (run_dir / "metrics.jsonl").write_text("\n".join(lines) + "\n")
     (run_dir / "config.json").write_text(json.dumps(config_in(run_dir).model_dump(mode="json")))
@@ -44,7 +45,7 @@ def run_dir(tmp_path: Path) -> Path:
 def test_it_continues_after_the_last_step_that_is_saved_and_logged(run_dir: Path) -> None:
     found = find(config_in(run_dir), MODEL)
     assert [(one.path, one.step, one.state["data"]) for one in found] == [
-        (step_path(run_dir / SAVED, 2), 2, {"epoch": 0, "index": 4})
+        (step_path(run_dir / ROLLOUTS, 2), 2, {"epoch": 0, "index": 4})
     ]
     assert found[0].state["config"]["group_size"] == 2
     assert find(config_in(run_dir, "checkpoint.resume=none"), MODEL) == []
@@ -57,10 +58,10 @@ def test_a_directory_without_steps_starts_at_the_first(tmp_path: Path, run_dir: 
 
 
 def test_a_damaged_step_is_sampled_again(run_dir: Path, caplog: pytest.LogCaptureFixture) -> None:
-    step_path(run_dir / SAVED, 2).write_bytes(b"PAR1")
+    step_path(run_dir / ROLLOUTS, 2).write_bytes(b"PAR1")
     assert [one.step for one in find(config_in(run_dir), MODEL)] == [1]
     assert "step 2 is sampled again" in caplog.text
-    step_path(run_dir / SAVED, 1).unlink()
+    step_path(run_dir / ROLLOUTS, 1).unlink()
     with pytest.raises(UserError, match="cannot be read"):
         find(config_in(run_dir), MODEL)
 
@@ -82,7 +83,7 @@ def test_other_settings_are_refused(run_dir: Path, overrides: list[str], named: 
 def test_other_models_runs_and_versions_are_refused(run_dir: Path) -> None:
     with pytest.raises(UserError, match="another model"):
         find(config_in(run_dir), SimpleNamespace(fingerprint="77aa"))  # type: ignore[arg-type]
-    write_step(run_dir / SAVED, replace(saved_step(2), model="0f3c"))
+    write_step(run_dir / ROLLOUTS, replace(saved_step(2), model="0f3c"))
     with pytest.raises(UserError, match="earlier version"):
         find(config_in(run_dir), MODEL)
     (run_dir / "config.json").write_text(json.dumps(config_in(run_dir, "rollout.only=false").model_dump(mode="json")))
