@@ -30,11 +30,13 @@ def register() -> None:
     from vllm.platforms import current_platform
 
     from oblr_megatron.engine import exact_sampling, routes
+    from oblr_megatron.runtime.gloo import share_device
 
     die_with_server()
     register_transfer_engines()
     exact_sampling.install()
     if current_platform.is_cpu():
+        share_device()
         disable_weight_packing()
         disable_expert_packing()
         routes.allow_on_cpu()

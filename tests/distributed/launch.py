@@ -145,9 +145,12 @@ def _rank_main(
     import torch
     import torch.distributed as dist
 
+    from oblr_megatron.runtime.gloo import share_device
+
     os.environ["GLOO_SOCKET_IFNAME"] = "lo"
     torch.set_num_threads(1)
     _share_cores(rank, world_size)
+    share_device()
     try:
         dist.init_process_group(
             "gloo",

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import os
 
 import pytest  # noqa: F401  every module of tests imports it
@@ -22,3 +23,5 @@ import vllm.v1.worker.cpu_worker  # noqa: F401
 from oblr_megatron.engine import core, exact_sampling, plugin, transfer, worker  # noqa: F401
 
 del os.environ["TORCHDYNAMO_DISABLE"]
+
+gc.freeze()  # forked processes need not look through the imports, and keep their memory shared
