@@ -15,7 +15,7 @@ export OMP_NUM_THREADS ?= 1
 export HF_HUB_OFFLINE ?= 1
 export TOKENIZERS_PARALLELISM ?= false
 
-.PHONY: env gpu-env gpu-test demo check test test-oldest test-all test-slurm lint format docs smoke bench lock lock-gpu clean
+.PHONY: env gpu-env gpu-test demo check test test-oldest test-all test-slurm lint style format docs smoke bench lock lock-gpu clean
 
 env: $(VENV)/.ready
 
@@ -44,12 +44,12 @@ $(GPU_VENV)/.ready: requirements/gpu.txt requirements/te.txt requirements/build_
 demo: env
 	$(BIN)/python examples/tiny_cpu/demo.py
 
-# Lint, types, fast unit tests.
-check: lint
+# Style, types, fast unit tests. run_tests.py checks the types while the tests run.
+check: style
 	$(BIN)/python tools/run_tests.py check
 
 # And all other unit tests, parallel layouts, whole runs.
-test: lint
+test: style
 	$(BIN)/python tools/run_tests.py test
 
 # The whole suite on the oldest supported set: Python 3.11 and megatron-core 0.16.1. Checkpoints also cross to .venv's set.
@@ -57,17 +57,19 @@ test-oldest: env
 	OBLR_OTHER_PYTHON=$(abspath $(BIN)/python) $(MAKE) test VENV=.venv-oldest PYTHON=python3.11
 
 # And what runs nightly: soaks, kills, SLURM jobs, benchmarks, preset dry runs, big conversions.
-test-all: lint
+test-all: style
 	$(BIN)/python tools/run_tests.py all
 
 # The job scripts under a real SLURM on this machine: needs root; on Debian it is installed if it is missing.
 test-slurm: env
 	tests/slurm/cluster.sh $(BIN)/python -m pytest -v tests/e2e/test_slurm.py
 
-lint: env
+lint: style
+	$(BIN)/mypy
+
+style: env
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
-	$(BIN)/mypy
 	$(BIN)/shellcheck -x .ci/run requirements/*.sh slurm/*.sh tests/slurm/*.sh
 	$(BIN)/hadolint Dockerfile
 

@@ -5,13 +5,15 @@
 Three workers of pytest-xdist share the files: on two cores, because whole runs often wait. Tests marked `alone` follow
 without company: they look at the whole machine (shared memory, living processes) or need an answer within a second. A
 failed test is named at once, and again at the end, because the last lines of a log are often all that is kept. The
-slowest files are named as well: CI has a limit. The exit status is 0 when every test passed.
+slowest files are named as well: CI has a limit. mypy checks the types meanwhile: alone it would use one core only. The
+exit status is 0 when every test passed and the types are right.
 """
 
 from __future__ import annotations
 
 import argparse
 import os
+import subprocess
 import sys
 import time
 from collections import Counter
@@ -109,8 +111,9 @@ def _last_line(report: pytest.TestReport) -> str:
 
 
 def run(tier: Tier, arguments: Sequence[str]) -> int:
-    """1 when a test failed or pytest could not run, else 0."""
+    """1 when a test or the types failed or pytest could not run, else 0."""
     begun, console = time.monotonic(), Console(file=os.fdopen(os.dup(1), "w"))  # pytest captures descriptor 1
+    types = subprocess.Popen([sys.executable, "-m", "mypy"], stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
     columns = TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn()
     statuses = []
     with Progress(*columns, console=console, disable=not console.is_terminal) as progress:
@@ -124,9 +127,11 @@ def run(tier: Tier, arguments: Sequence[str]) -> int:
     print("slowest files:", ", ".join(slowest))
     for line in report.failures:
         print(line)
+    print(types.communicate()[0], end="")
     good = all(status in (pytest.ExitCode.OK, pytest.ExitCode.NO_TESTS_COLLECTED) for status in statuses)
-    print(f"{'all tests passed' if good else 'not all tests passed'}, {(time.monotonic() - begun) / 60:.1f} min")
-    return 0 if good else 1
+    result = "not all tests passed" if not good else "wrong types" if types.returncode else "all tests passed"
+    print(f"{result}, {(time.monotonic() - begun) / 60:.1f} min")
+    return 0 if good and not types.returncode else 1
 
 
 def main(given: Sequence[str]) -> int:
