@@ -19,3 +19,8 @@ def hears_signals() -> None:
 def pytest_collection_finish() -> None:
     """Leave what the imports made out of all further garbage collections."""
     gc.freeze()
+
+
+def pytest_sessionfinish() -> None:
+    """At the end libraries count what is left, and report frozen objects as leaks."""
+    gc.unfreeze()

@@ -13,7 +13,7 @@ import time
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, suppress
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from oblr_megatron.checks.run_dir import LOGS
 from oblr_megatron.engine.channel import Channel, PeerGone
@@ -53,6 +53,13 @@ class Process:
         self.writer.close()
 
 
+def tokenizer_class(model: str) -> type[Any]:
+    """The class of a directory's tokenizer: `AutoTokenizer` finds it, but imports torch, which a rank has already."""
+    from transformers import AutoTokenizer
+
+    return type(AutoTokenizer.from_pretrained(model, trust_remote_code=False))
+
+
 class _ForkError(RunError):
     """No process was forked."""
 
@@ -70,7 +77,8 @@ class Launcher:
         self._owner, self._start_s = owner, config.rollout.start_timeout_s
         model = str(config.model.path.absolute())
         options = dict(config.data.chat_template_options)
-        self._setup = Setup(config.rollout.environment, model, vocab_size, tuple(sys.path), options)
+        tokenizer = tokenizer_class(model)
+        self._setup = Setup(config.rollout.environment, tokenizer, model, vocab_size, tuple(sys.path), options)
         self._log = config.run_dir / LOGS / f"environment-{index}.log"
         # The kernel ends a child with the thread that started it; this thread lives as long as the launcher.
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="environment")

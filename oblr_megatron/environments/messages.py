@@ -16,7 +16,8 @@ class Setup:
     """The first message to the process."""
 
     config: EnvironmentConfig
-    model: str  # directory with the tokenizer
+    tokenizer: type[Any]  # of the tokenizer in `model`
+    model: str  # directory
     vocab_size: int
     path: tuple[str, ...]  # sys.path, to import the function
     template_options: Mapping[str, Any]  # data.chat_template_options

@@ -2,7 +2,7 @@
 
 It imports the user's function once, then forks a process that runs it for many episodes in one event loop. So the
 function can block neither the engine nor the training rank, and a process that was killed is replaced at once. host.py
-starts it and answers its wishes; both processes end with the trainer.
+starts it and answers its wishes; both processes end with the trainer. Imports no torch, unless the function does.
 """
 
 from __future__ import annotations
@@ -154,10 +154,8 @@ def main(arguments: list[str]) -> int:
     try:
         setup: Setup = channel.receive()
         sys.path[:] = setup.path
-        from transformers import AutoTokenizer
-
         function = function_of(setup.config.function)
-        tokenizer = AutoTokenizer.from_pretrained(setup.model, trust_remote_code=False)
+        tokenizer = setup.tokenizer.from_pretrained(setup.model)
         gc.freeze()  # keeps the memory of the imports shared
         channel.send(Ready())
     except PeerGone:

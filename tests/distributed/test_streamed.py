@@ -15,7 +15,7 @@ import torch
 from tests.distributed.replayed import certain, config_of, exported, make_inputs, train
 
 F64 = "model.dtype=float64"
-BY_GROUP = ("reward.name=tests.distributed.test_streamed:greatest",)
+GREATEST = "tests.distributed.rewards:greatest"
 STREAM = ("rollout.overlap=stream", "rollout.wave_tokens=24")
 CASES = {
     "pooled inline": (1, ("algo.baseline=pooled", "gradnorm.mode=inline")),
@@ -36,10 +36,13 @@ CASES = {
         1,
         ("algo.baseline=pooled", "gradnorm.sample_fraction=0.5", "gradnorm.mode=two_pass"),
     ),
-    "pooled, a reward of whole groups": (1, (*BY_GROUP, "algo.baseline=pooled", "gradnorm.mode=inline")),
+    "pooled, a reward of whole groups": (
+        1,
+        (f"reward.name={GREATEST}", "algo.baseline=pooled", "gradnorm.mode=inline"),
+    ),
     "pooled_mean, a sum with a reward of whole groups": (
         2,
-        (f"reward.terms=[{{name = '{BY_GROUP[0].removeprefix('reward.name=')}'}}]", "algo.baseline=pooled_mean"),
+        (f"reward.terms=[{{name = '{GREATEST}'}}]", "algo.baseline=pooled_mean"),
     ),
     "pooled, each prompt a fold": (2, ("algo.baseline=pooled", "gradnorm.mode=inline", "algo.snr.estimator=prompts")),
     "momentum on three replicas": (3, ("algo.baseline=optimal", "algo.snr.estimator=momentum")),
@@ -52,12 +55,6 @@ CASES = {
         ),
     ),
 }
-
-
-def greatest(responses: list[str], answers: list[str], prompts: list[str]) -> list[float]:
-    """1 for the greatest response to each prompt, 0 for the others; each prompt has its own answer."""
-    best = {gold: max(r for r, a in zip(responses, answers, strict=True) if a == gold) for gold in answers}
-    return [float(one == best[gold]) for one, gold in zip(responses, answers, strict=True)]
 
 
 @pytest.fixture(scope="module")

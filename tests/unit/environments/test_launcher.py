@@ -5,8 +5,10 @@ Not covered: episodes (tests/e2e/test_environments.py).
 
 from __future__ import annotations
 
+import importlib
 import os
 import signal
+import sys
 import threading
 import time
 from collections.abc import Iterator
@@ -20,15 +22,16 @@ from oblr_megatron.config import parse_config
 from oblr_megatron.environments import launcher as launching
 from oblr_megatron.environments.launcher import Launcher, Process
 from oblr_megatron.errors import RunError
+from tests.tiny import make_tokenizer
 
-TRANSFORMERS = """
-class AutoTokenizer:
-    def from_pretrained(*args, **options):
+TOKENIZER = """
+class Tokenizer:
+    def from_pretrained(*args):
         return None
-"""  # the real one takes seconds to import, for each process
+"""  # a real one takes seconds to import, for each process
 HANGS = 1000
 FUNCTION = f"""
-import errno, os, time
+import errno, os, sys, time
 from pathlib import Path
 
 HANGS = {HANGS}
@@ -38,6 +41,7 @@ FORK = os.fork
 
 
 def fork():
+    NOTES.with_suffix(".torch").write_text(str("torch" in sys.modules))
     left = int(NOTES.read_text())
     if left == 0:
         return FORK()
@@ -57,11 +61,15 @@ async def function(engine, prompt, seed):
 """
 
 
-@pytest.fixture(autouse=True)
-def quick_imports(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.fixture
+def quick_imports(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     (tmp_path / "stubs").mkdir()
-    (tmp_path / "stubs" / "transformers.py").write_text(TRANSFORMERS)
+    (tmp_path / "stubs" / "quick_tokenizer.py").write_text(TOKENIZER)
     monkeypatch.syspath_prepend(tmp_path / "stubs")
+    found = importlib.import_module("quick_tokenizer").Tokenizer
+    monkeypatch.setattr(launching, "tokenizer_class", lambda model: found)
+    yield
+    del sys.modules["quick_tokenizer"]
 
 
 def children() -> set[int]:
@@ -96,11 +104,21 @@ def lives(process: Process, launcher: Launcher) -> bool:
     return psutil.Process(process.pid).ppid() == launcher._popen.pid
 
 
+def test_the_process_needs_no_torch(tmp_path: Path) -> None:
+    """It has the class of the model's tokenizer from the rank; transformers' search for it would import torch."""
+    make_tokenizer().save_pretrained(tmp_path / "model")
+    with launched(tmp_path, failures=0) as launcher:
+        assert lives(launcher.fork(), launcher)
+    assert (tmp_path / "user.torch").read_text() == "False"
+
+
+@pytest.mark.usefixtures("quick_imports")
 def test_the_process_gets_the_options_of_the_chat_template(tmp_path: Path) -> None:
     with launched(tmp_path, failures=0) as launcher:
         assert launcher._setup.template_options == {"enable_thinking": False}
 
 
+@pytest.mark.usefixtures("quick_imports")
 def test_a_process_that_died_is_started_again(tmp_path: Path) -> None:
     with launched(tmp_path, failures=0) as launcher:
         first = launcher.fork()
@@ -115,6 +133,7 @@ def test_a_process_that_died_is_started_again(tmp_path: Path) -> None:
         assert lives(launcher.fork(), launcher)
 
 
+@pytest.mark.usefixtures("quick_imports")
 def test_a_process_that_dies_twice_ends_the_run(tmp_path: Path) -> None:
     with launched(tmp_path, failures=102) as launcher:
         with pytest.raises(RunError, match=r"the environment process has ended; the end of .*environment-0\.log"):
@@ -123,6 +142,7 @@ def test_a_process_that_dies_twice_ends_the_run(tmp_path: Path) -> None:
         assert lives(launcher.fork(), launcher)
 
 
+@pytest.mark.usefixtures("quick_imports")
 def test_a_fork_that_fails_is_tried_once_more(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(launching, "PAUSE_SECONDS", 0.01)
     with launched(tmp_path, failures=1) as launcher:
@@ -134,6 +154,7 @@ def test_a_fork_that_fails_is_tried_once_more(tmp_path: Path, monkeypatch: pytes
         assert lives(launcher.fork(), launcher) and launcher._popen.pid == pid, "it goes on"
 
 
+@pytest.mark.usefixtures("quick_imports")
 def test_a_launcher_that_is_closed_starts_nothing(tmp_path: Path) -> None:
     """It is closed while another thread waits for a process."""
     with launched(tmp_path, failures=HANGS) as launcher:

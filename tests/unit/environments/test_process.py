@@ -35,7 +35,7 @@ def outcome(function: Function, *, max_tokens: int = 10) -> Ended:
     ours, theirs = socket.socketpair()
     tokenizer, watch = make_tokenizer(), Watch()
     tokenizer.chat_template = TEMPLATE
-    setup = Setup(EnvironmentConfig(function="here:function"), "model", VOCAB, (), {"mood": "t3"})
+    setup = Setup(EnvironmentConfig(function="here:function"), type(tokenizer), "model", VOCAB, (), {"mood": "t3"})
     toolbox = Toolbox([], num_workers=1, deadline_s=1.0)
     episodes = Episodes(Channel(theirs), setup, function, tokenizer, toolbox, watch)
     thread = threading.Thread(target=lambda: asyncio.run(episodes.run()))
