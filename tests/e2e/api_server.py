@@ -1,4 +1,4 @@
-"""Real API servers for tests, started as a user starts them: `oblr-megatron serve`."""
+"""Real API servers for tests: `oblr-megatron serve`, started as a user does, or forked (forked_engines.py)."""
 
 from __future__ import annotations
 
@@ -15,6 +15,8 @@ from pathlib import Path
 
 import psutil
 
+from oblr_megatron.engine import handle
+
 KEY = "a-key-of-the-tests-0123456789"
 START_SECONDS = 500  # for a busy machine; 20 to 60 on a quiet one
 
@@ -23,8 +25,16 @@ class ApiServer:
     """One server process, which can be ended and restarted on its port."""
 
     def __init__(
-        self, model: Path, log: Path, key: str = KEY, max_model_len: int = 64, options: Sequence[str] = ()
+        self,
+        model: Path,
+        log: Path,
+        key: str = KEY,
+        max_model_len: int = 64,
+        options: Sequence[str] = (),
+        *,
+        forked: bool = True,
     ) -> None:
+        self._popen = handle.Popen if forked else subprocess.Popen
         self.model, self.log, self.key, self.max_model_len, self.options = model, log, key, max_model_len, options
         with socket.socket() as probe:
             probe.bind(("127.0.0.1", 0))
@@ -38,8 +48,8 @@ class ApiServer:
         command += ["--kv-cache-gib", "0.1", "--num-threads", "1", *self.options]
         environment = os.environ | {"OBLR_API_KEY": self.key, "OMP_NUM_THREADS": "1"}
         with self.log.open("ab") as output:
-            self.process = subprocess.Popen(
-                [*command, "--die-with-parent"], env=environment, stdout=output, stderr=subprocess.STDOUT
+            self.process = self._popen(
+                [*command, "--die-with-parent"], env=environment, stdout=output, stderr=subprocess.STDOUT, pass_fds=()
             )
 
     def wait_ready(self) -> None:

@@ -1,4 +1,4 @@
-"""Fork engine processes from a process that has imported vLLM, which saves 10 CPU seconds an engine.
+"""Fork engines and servers from a process that has imported vLLM, which saves 10 CPU seconds and more for each.
 
     fork_keeper()           # in a rank before its first thread: from here on `VllmEngine` forks its process
     make_keeper()           # in pytest, which has threads and no vLLM: the fork server forks the keeper
@@ -7,7 +7,8 @@
         the keeper                   has no threads and has imported what an engine imports
             a short-lived process    ends at once, so that the kernel gives its child, the engine, to the caller
 
-The engine has the environment, descriptors, session, processor cores and command line that `Popen` would give it.
+The engine has the environment, descriptors, session, processor cores and command line that `Popen` would give it. A
+server (api_server.py) is started in the same way.
 """
 
 from __future__ import annotations
@@ -18,6 +19,7 @@ import fcntl
 import multiprocessing
 import os
 import pickle
+import runpy
 import signal
 import socket
 import subprocess
@@ -28,7 +30,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from multiprocessing import process as current
 from multiprocessing import resource_tracker
-from typing import Any
+from typing import Any, NoReturn
 
 from setproctitle import setproctitle
 
@@ -152,9 +154,8 @@ def _become(request: Request, received: Sequence[int], requests: socket.socket) 
 
 
 def _run(command: Sequence[str]) -> int:
-    """`python -m oblr_megatron.engine.worker ...` in this process."""
-    import torch._dynamo
-
+    """`python -m oblr_megatron.engine.worker ...`, or of `oblr_megatron.cli`, in this process."""
+    from oblr_megatron import cli
     from oblr_megatron.engine import worker
 
     sys.argv, sys.path[:0] = [*command[2:]], [os.getcwd()]
@@ -162,5 +163,25 @@ def _run(command: Sequence[str]) -> int:
     resource_tracker._resource_tracker.__init__()  # type: ignore[misc]  # its pipe is closed here
     current._parent_process = None  # type: ignore[attr-defined]
     current.current_process()._config.pop("daemon", None)  # type: ignore[attr-defined]
-    torch._dynamo.config.disable = os.environ.get("TORCHDYNAMO_DISABLE") == "1"  # read at its import
-    return worker.main([*command[3:]])
+    _read_variables()
+    if command[2] == worker.__name__:
+        return worker.main([*command[3:]])
+    os.execve = _go_on  # type: ignore[assignment]
+    return cli.main([*command[3:]])
+
+
+def _read_variables() -> None:
+    """Read what torch has read from the environment when it was imported."""
+    import torch._dynamo
+
+    torch._dynamo.config.disable = os.environ.get("TORCHDYNAMO_DISABLE") == "1"
+
+
+def _go_on(_: str, command: Sequence[str], environment: Mapping[str, str]) -> NoReturn:
+    """`serve` replaces its process by `python -m ...`; here that module runs in the same process."""
+    os.environ.clear()
+    os.environ.update(environment)
+    _read_variables()
+    sys.argv = [*command[2:]]
+    runpy.run_module(command[2], run_name="__main__", alter_sys=True)
+    raise SystemExit(0)

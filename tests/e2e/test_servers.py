@@ -38,7 +38,8 @@ def model_dir(tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def two(model_dir):
-    servers = [ApiServer(model_dir, model_dir.parent / f"server-{number}.log") for number in range(2)]
+    logs = [model_dir.parent / f"server-{number}.log" for number in range(2)]
+    servers = [ApiServer(model_dir, log, forked=log is logs[1]) for log in logs]  # the first as a user starts it
     try:
         for server in servers:
             server.wait_ready()
