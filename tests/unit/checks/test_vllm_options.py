@@ -64,6 +64,7 @@ def test_an_unknown_name_is_refused_with_the_nearest_one() -> None:
     assert caught.value.fix == "write enable_prefix_caching"
 
 
+@pytest.mark.slow
 def test_vllms_own_parser_reads_the_servers_command_line() -> None:
     """Names, flags and values arrive as given; names without a flag of the server are the three known ones."""
     parser = argparse.ArgumentParser()

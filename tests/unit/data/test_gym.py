@@ -69,6 +69,7 @@ def test_training_and_evaluation_use_different_items_for_any_seeds() -> None:
     assert not {row["question"] for row in values(source)} & {row["question"] for row in values(source, training=False)}
 
 
+@pytest.mark.slow
 def test_number_of_rows_by_role() -> None:
     assert len(values(gym("coin_flip"))) == 5000
     assert len(values(gym("coin_flip"), training=False)) == 500
@@ -176,6 +177,7 @@ BASES = {"path": "reasoning_gym:base_conversion", "options": {"max_base": 4, "mi
 """240 questions, each with the same 28 words before its numbers."""
 
 
+@pytest.mark.slow
 def test_no_question_of_a_generated_benchmark_stays_in_training(tokenizer: PreTrainedTokenizerFast) -> None:
     """And the others do, though they share most of their shingles."""
     held_out = SourceConfig.model_validate({**BASES, "size": 100})
@@ -194,6 +196,7 @@ def test_other_benchmarks_are_compared_by_their_shingles(tokenizer: PreTrainedTo
         stream(tokenizer, {**BASES, "size": 600}, exclude=[str(tmp_path / "held.jsonl")])
 
 
+@pytest.mark.slow
 def test_a_mixture_resumes_where_it_was(tokenizer: PreTrainedTokenizerFast) -> None:
     sources = [
         {"path": "reasoning_gym:gcd", "size": 30, "weight": 3},

@@ -191,6 +191,7 @@ print(json.dumps(sorted(sys.modules)))
 """
 
 
+@pytest.mark.slow
 def test_its_use_loads_neither_vllm_nor_the_trainer() -> None:
     out = subprocess.run([sys.executable, "-c", USE], cwd=ROOT, capture_output=True, text=True, check=True).stdout
     loaded = set(json.loads(out.splitlines()[-1]))

@@ -107,6 +107,7 @@ def test_answers_are_not_run(name: str, tmp_path: Any) -> None:
     assert list(tmp_path.iterdir()) == [] and score(row["answer"], row) == 1.0
 
 
+@pytest.mark.slow
 def test_right_formulas_keep_their_scores() -> None:
     """The package's own answers, and a form that models may give."""
     for name in EVALUATED:
