@@ -130,6 +130,7 @@ def test_a_report_that_fails_costs_a_line(
     assert len(said) == 2 and all(one.startswith("warning: cannot write the report: ") and line in one for one in said)
 
 
+@pytest.mark.slow
 def test_ranks_that_read_other_rows_end_with_one_line(tmp_path: Path) -> None:
     """Before any engine is started."""
     make_hf_dir(tmp_path / "model", head_dim=32)

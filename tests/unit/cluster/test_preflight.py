@@ -175,6 +175,7 @@ def test_every_wait_has_a_deadline() -> None:
     assert time.monotonic() - begin < 30
 
 
+@pytest.mark.slow
 def test_sums_are_checked(monkeypatch: pytest.MonkeyPatch) -> None:
     assert all(speed.over_nodes > 0 == speed.within_node for speed in run_ranks(_measured, 2))
     monkeypatch.setattr(dist, "all_reduce", lambda tensor: tensor[5:6].add_(1))

@@ -183,6 +183,7 @@ def agree(index: int | None) -> list[str | None]:
     return found
 
 
+@pytest.mark.slow
 def test_all_ranks_stop_for_the_same_reason() -> None:
     """Rank 0 is near the time limit, rank 2 got a signal, rank 1 has no reason."""
     assert run_ranks(agree, 3, None) == [["the time limit"] * 2, [None, "the time limit"], [None, "the time limit"]]
