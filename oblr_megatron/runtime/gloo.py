@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import os
 from datetime import timedelta
-from functools import lru_cache
+from functools import cache
 from typing import Any
 
 import torch.distributed.distributed_c10d as c10d
@@ -37,9 +37,12 @@ class ProcessGroupGloo(metaclass=_SharedDevice):
     """Replaces torch's class of this name."""
 
 
-@lru_cache(maxsize=1)
+@cache
 def _devices(_process: int) -> list[Any]:
-    """The devices that torch would open for each group. A forked process needs its own: threads are not inherited."""
+    """The devices that torch would open for each group. A forked process needs its own: threads are not inherited.
+
+    It keeps its parent's devices: to destroy one means to wait for the thread, which it does not have.
+    """
     interfaces = [name for name in os.environ.get("GLOO_SOCKET_IFNAME", "").split(",") if name]
     if interfaces:
         return [_ORIGINAL.create_device(interface=name) for name in interfaces]
