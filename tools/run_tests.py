@@ -2,11 +2,11 @@
 
     python tools/run_tests.py {check,test,all} [further arguments of pytest, e.g. -k norms]
 
-Workers of pytest-xdist share the files. Tests marked `alone` follow without company: they look at the whole machine
-(shared memory, living processes) or need an answer within a second. A failed test is named at once, and again at the
-end, because the last lines of a log are often all that is kept. The slowest files are named as well: CI has a limit.
-mypy checks the types meanwhile: alone it would use one core only. The exit status is 0 when every test passed and the
-types are right.
+Three workers of pytest-xdist share the files: on two cores, because tests often wait. Tests marked `alone` follow
+without company: they look at the whole machine (shared memory, living processes) or need an answer within a second. A
+failed test is named at once, and again at the end, because the last lines of a log are often all that is kept. The
+slowest files are named as well: CI has a limit. mypy checks the types meanwhile: alone it would use one core only. The
+exit status is 0 when every test passed and the types are right.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TaskID, TextColumn, TimeElapsedColumn
 
 ROOT = Path(__file__).resolve().parent.parent
-WORKERS = ["--dist", "loadfile", "--no-loadscope-reorder"]
+WORKERS = ["-n", "3", "--dist", "loadfile", "--no-loadscope-reorder"]
 QUIET = ["-q", "-o", "console_output_style=classic"]  # this module shows the progress
 LINE_S = 30.0  # between two lines of progress where there is no terminal
 
@@ -39,12 +39,11 @@ class Tier:
     minutes: str
     paths: Sequence[str]
     left_out: str = ""
-    workers: int = 3  # on two cores: whole runs often wait
 
     def parts(self) -> list[list[str]]:
         """The arguments of each call of pytest."""
         others = f" and not ({self.left_out})" if self.left_out else ""
-        together = [*self.paths, "-m", f"not alone{others}", "-n", str(self.workers), *WORKERS]
+        together = [*self.paths, "-m", f"not alone{others}", *WORKERS]
         if "alone" in self.left_out:
             return [together]
         files = (file for path in self.paths for file in sorted((ROOT / path).rglob("test_*.py")))
@@ -54,7 +53,7 @@ class Tier:
 
 ALL = ("tests/e2e", "tests/distributed", "tests/gpu", "tests/unit")
 TIERS = {
-    "check": Tier("fast unit tests", "3 to 6", ["tests/unit"], "slow or nightly or alone", workers=2),
+    "check": Tier("fast unit tests", "3 to 6", ["tests/unit"], "slow or nightly or alone"),
     "test": Tier("unit tests, parallel layouts on 1 to 4 ranks, whole runs with vLLM", "20 to 35", ALL, "nightly"),
     "all": Tier("`make test`, soaks, kills, benchmarks, preset dry runs, big conversions", "90", ALL),
 }
