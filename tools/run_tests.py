@@ -113,8 +113,8 @@ def _last_line(report: pytest.TestReport) -> str:
 def run(tier: Tier, arguments: Sequence[str]) -> int:
     """1 when a test or the types failed or pytest could not run, else 0."""
     begun, console = time.monotonic(), Console(file=os.fdopen(os.dup(1), "w"))  # pytest captures descriptor 1
-    both = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT}
-    types = subprocess.Popen([sys.executable, "-m", "mypy"], **both, text=True)
+    mypy = [sys.executable, "-m", "mypy"]
+    types = subprocess.Popen(mypy, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
     columns = TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn()
     statuses = []
     with Progress(*columns, console=console, disable=not console.is_terminal) as progress:

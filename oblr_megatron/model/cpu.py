@@ -17,8 +17,6 @@ from typing import Any
 
 import torch
 
-from ..runtime.gloo import share_device
-
 _CPU = torch.device("cpu")
 _MISSING = object()
 
@@ -53,7 +51,6 @@ def install() -> bool:
     """Install the shim. Returns False and changes nothing if CUDA is available. Safe to call twice."""
     if torch.cuda.is_available():
         return False
-    share_device()
     if not _SHIM.installed:
         _replace_device()
         _replace_random_state()

@@ -22,6 +22,7 @@ from torch.distributed import ProcessGroup
 from oblr_megatron.checks.layout import check_world_size
 from oblr_megatron.errors import EXIT_RUN, UserError
 from oblr_megatron.model import cpu
+from oblr_megatron.runtime.gloo import share_device
 
 if TYPE_CHECKING:
     from types import TracebackType
@@ -167,7 +168,8 @@ def join(config: ParallelConfig, *, backend: str | None = None) -> None:
         config: its timeout is read.
         backend: as for `initialize`.
     """
-    cpu.install()
+    if cpu.install():
+        share_device()
     if dist.is_initialized():
         return
     backend = backend or ("nccl" if torch.cuda.is_available() else "gloo")

@@ -1,8 +1,8 @@
 """One thread of gloo per process instead of one per process group.
 
-Each process group of torch's gloo backend opens a device of its own. The device's thread wakes 100 times a second, also
-when nothing arrives. megatron-core makes some 25 groups per rank, and vLLM some 10 per engine, so the idle threads cost
-a few percent of a core. Groups that share a device share its thread.
+Each process group of torch's gloo backend opens a device of its own. The device's thread wakes again and again, also
+when nothing arrives. megatron-core and vLLM make a group for each kind of parallelism, so many idle threads take
+processor time. Groups that share a device share its thread.
 
 Only for machines without CUDA: there gloo carries all collectives, and ranks and engines share the cores.
 """

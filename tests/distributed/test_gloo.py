@@ -11,8 +11,9 @@ import torch
 import torch.distributed as dist
 from torch.distributed.distributed_c10d import _get_default_group
 
+from oblr_megatron.runtime import gloo
 from oblr_megatron.runtime.gloo import share_device
-from tests.distributed.launch import run_ranks
+from tests.distributed.launch import layout, run_ranks
 
 GROUPS = 5
 
@@ -47,6 +48,17 @@ def test_all_groups_share_one_thread() -> None:
         assert sums == [3.0] * GROUPS
         assert timeout == timedelta(seconds=32)
         assert recognised
+
+
+def of_a_layout() -> int:
+    """Threads after megatron-core's groups were made, without the test launcher's own call."""
+    dist.distributed_c10d.ProcessGroupGloo = gloo._ORIGINAL  # type: ignore[misc]
+    with layout(tp=2):
+        return loops()
+
+
+def test_a_layout_shares_it() -> None:
+    assert run_ranks(of_a_layout, 2) == [1, 1]
 
 
 def with_a_fork() -> int:

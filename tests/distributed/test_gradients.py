@@ -90,12 +90,8 @@ PLAIN: dict[int, list[dict[str, Any]]] = {
 
 
 def plain(ranks: int, attention: str = "sdpa") -> list[Case]:
-    """Every layout has all models; those of several ranks have rows of 1 and rows of 2 in turn."""
-    cases = []
-    for (place, sizes), (number, model) in product(enumerate(PLAIN[ranks]), enumerate(("untied", "tied", "one_group"))):
-        rows = ["rows of 1", "rows of 2"] if ranks == 1 else [f"rows of {1 + (place + number) % 2}"]
-        cases += [Case(model, name, sizes, attention=attention) for name in rows]
-    return cases
+    models, rows = ("untied", "tied", "one_group"), ("rows of 1", "rows of 2")
+    return [Case(*names, sizes, attention=attention) for sizes in PLAIN[ranks] for names in product(models, rows)]
 
 
 def context(ranks: int) -> list[Case]:
