@@ -49,7 +49,7 @@ class Sample:
 
     `routes` (docs/moe.md, "Routing replay") are the experts that the engine took for every token of prompt and
     response. Row j belongs to input position j. A row of -1 means that the route is not known. The last token of a
-    response is never an input of the engine, so its row is -1. Equality of samples ignores the routes.
+    response is never an input, so its row is -1. Equality of samples ignores the routes.
 
     Example: Sample(group=0, prompt_ids=(5, 9, 2), response_ids=(7, 1), logprobs=(-0.1, -0.02), text="5",
                     finish_reason="stop", version=3)
@@ -70,6 +70,11 @@ class Sample:
     def num_tokens(self) -> int:
         """Tokens of prompt and response."""
         return len(self.prompt_ids) + len(self.response_ids)
+
+    @property
+    def num_inputs(self) -> int:
+        """Tokens that the policy reads in a pass: all but the last one, which predicts nothing; at least 1."""
+        return max(1, self.num_tokens - 1)
 
     @property
     def length(self) -> int:
@@ -153,10 +158,12 @@ class MicroBatch(TokenRows):
     the policy wrote it. "Response tokens" means these alone, in all that follows.
     One sample a row, or packed: all samples in one row, separated at `cu_seqlens`.
 
+    The last token of a sample predicts nothing, so it is a label and no input.
+
     Example for prompt (5, 9), response (7, 1), padded to 4:
-        input_ids [[5, 9, 7, 1]]  labels [[9, 7, 1, 0]]  mask [[F, T, T, F]]  rollout_logprobs [[0, -.1, -.02, 0]]
+        input_ids [[5, 9, 7, 0]]  labels [[9, 7, 1, 0]]  mask [[F, T, T, F]]  rollout_logprobs [[0, -.1, -.02, 0]]
         token_index [[0, 0, 1, 0]]
-    Packed with a second sample of 2 tokens: shapes [1, 6], sample_index [n0, n1], cu_seqlens [0, 4, 6]
+    Packed with a second sample of 3 tokens: shapes [1, 6], sample_index [n0, n1], cu_seqlens [0, 4, 6]
     """
 
     input_ids: Tensor  # [b, t] int64

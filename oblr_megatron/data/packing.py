@@ -45,10 +45,10 @@ def pack(
             to the longest.
         device: of the tensors.
 
-    Example, lengths 9, 4, 4, 3 and max_tokens 12: rows [9], [4, 4, 3]; packed [9, 3], [4, 4].
+    Example, inputs of 9, 4, 4, 3 tokens and max_tokens 12: rows [9], [4, 4, 3]; packed [9, 3], [4, 4].
     """
-    widths = {index: -(-samples[index].num_tokens // pad_multiple) * pad_multiple for index in sample_indices}
-    by_length = sorted(sample_indices, key=lambda index: -samples[index].num_tokens)
+    widths = {index: -(-samples[index].num_inputs // pad_multiple) * pad_multiple for index in sample_indices}
+    by_length = sorted(sample_indices, key=lambda index: -samples[index].num_inputs)
     if packed:
         return [_packed(samples, group, widths, device) for group in _first_fit(by_length, widths, max_tokens)]
     groups = _as_rows(by_length, widths, max_tokens)
@@ -63,7 +63,7 @@ def one_per_microbatch(
     device: torch.device | str = "cpu",
 ) -> list[MicroBatch]:
     """One microbatch for each index, in the given order, padded to `pad_multiple` only."""
-    widths = (-(-samples[index].num_tokens // pad_multiple) * pad_multiple for index in sample_indices)
+    widths = (-(-samples[index].num_inputs // pad_multiple) * pad_multiple for index in sample_indices)
     return [_batch(samples, [index], width, device) for index, width in zip(sample_indices, widths, strict=True)]
 
 
@@ -233,7 +233,8 @@ def _routes(samples: Sequence[Sample], group: Sequence[int], widths: Sequence[in
     for index, routes, width in zip(group, given, widths, strict=True):
         if routes is not None:
             assert len(routes) == samples[index].num_tokens, "routes have one row for each token of prompt and response"
-            laid_out[start : start + len(routes)] = routes
+            read = samples[index].num_inputs
+            laid_out[start : start + read] = routes[:read]
         start += width
     return torch.from_numpy(laid_out)
 
@@ -252,9 +253,12 @@ def _laid_out(samples: Sequence[Sample], group: Sequence[int], widths: Sequence[
         np.array([len(part) for part in parts])
         for parts in ([sample.prompt_ids for sample in chosen], [sample.response_ids for sample in chosen])
     )
+    lengths, inputs = prompts + responses, np.array([sample.num_inputs for sample in chosen])
     starts = np.concatenate(([0], np.cumsum(widths)[:-1]))
     tokens = chain.from_iterable(chain(sample.prompt_ids, sample.response_ids) for sample in chosen)
-    places, _ = _positions(starts, prompts + responses)
+    tokens = np.fromiter(chain(tokens, (0,)), dtype=np.int64, count=lengths.sum() + 1)
+    places, _ = _positions(starts, inputs)
+    read, _ = _positions(np.cumsum(lengths) - lengths, inputs)
     answers, _ = _positions(starts + prompts - 1, responses)  # the positions that predict the response
     written = np.fromiter(
         chain.from_iterable(sample.mask or repeat(True, len(sample.response_ids)) for sample in chosen), dtype=bool
@@ -263,9 +267,7 @@ def _laid_out(samples: Sequence[Sample], group: Sequence[int], widths: Sequence[
     total = int(sum(widths))
     ids, labels, index = (np.zeros(total, dtype=np.int64) for _ in range(3))
     mask, logprobs = np.zeros(total, dtype=bool), np.zeros(total, dtype=np.float32)
-    ids[places] = np.fromiter(tokens, dtype=np.int64, count=len(places))
-    labels[places[:-1]] = ids[places[1:]]
-    labels[starts + prompts + responses - 1] = 0  # a last token predicts nothing
+    ids[places], labels[places] = tokens[read], tokens[read + 1]
     drawn = np.fromiter(chain.from_iterable(sample.logprobs for sample in chosen), dtype=np.float32)
     mask[answers] = written
     logprobs[answers] = np.where(written, drawn, 0)

@@ -60,12 +60,12 @@ class Utilization:
         return found
 
     def _trained(self, samples: Sequence[Sample], scored: Scored) -> list[int]:
-        """Lengths in tokens of the samples that went through a backward pass."""
+        """Input tokens of the samples that went through a backward pass."""
         if self.config.algo.kl_coefficient:  # the penalty has a gradient even where the advantage is 0
-            return [sample.num_tokens for sample in samples]
+            return [sample.num_inputs for sample in samples]
         active = active_groups(self.config.algo.baseline, scored.rewards).tolist()
         group = scored.rewards.shape[1]
-        return [sample.num_tokens for n, sample in enumerate(samples) if active[n // group]]
+        return [sample.num_inputs for n, sample in enumerate(samples) if active[n // group]]
 
     @property
     def _norms_apart(self) -> float:

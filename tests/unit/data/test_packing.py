@@ -33,10 +33,10 @@ def test_only_what_the_policy_wrote_is_trained_on() -> None:
     samples = [sample(2, 5, mask=(True, True, False, False, True)), sample(1, 2, first=20, mask=(False, False))]
     for packed in (False, True):
         [batch] = map(as_rows, pack(samples, [0, 1], max_tokens=100, packed=packed))
-        assert batch.input_ids.tolist() == [[1, 2, 3, 4, 5, 6, 7], [20, 21, 22, 0, 0, 0, 0]]
-        assert batch.mask.tolist() == [[False, True, True, False, False, True, False], [False] * 7]
-        assert batch.rollout_logprobs.tolist() == [[0, -3, -4, 0, 0, -7, 0], [0] * 7]
-        assert batch.token_index.tolist() == [[0, 0, 1, 0, 0, 2, 0], [0] * 7]
+        assert batch.input_ids.tolist() == [[1, 2, 3, 4, 5, 6], [20, 21, 0, 0, 0, 0]]
+        assert batch.mask.tolist() == [[False, True, True, False, False, True], [False] * 6]
+        assert batch.rollout_logprobs.tolist() == [[0, -3, -4, 0, 0, -7], [0] * 6]
+        assert batch.token_index.tolist() == [[0, 0, 1, 0, 0, 2], [0] * 6]
     assert [one.length for one in samples] == [3, 0] and [one.turns for one in samples] == [2, 0]
 
 
@@ -61,17 +61,18 @@ def unpack(batch: MicroBatch) -> dict[int, tuple[tuple[int, ...], tuple[int, ...
         batch.input_ids, batch.labels, batch.mask, batch.rollout_logprobs, batch.sample_index, strict=True
     ):
         assert not logprobs[~mask].any()
-        assert torch.equal(ids[1:][mask[:-1]], labels[:-1][mask[:-1]]), "a label is the next token"
+        follows = mask[:-1] & mask[1:]
+        assert torch.equal(ids[1:][follows], labels[:-1][follows]), "a label is the next token"
         found[int(index)] = (tuple(ids.tolist()), tuple(labels[mask].tolist()), tuple(logprobs[mask].tolist()))
     return found
 
 
 def test_the_docstring_example_of_microbatch() -> None:
     [batch] = pack([Sample(0, (5, 9), (7, 1), (-0.1, -0.02), "", "stop", 0)], [0], max_tokens=100)
-    assert batch.input_ids.tolist() == [[5, 9, 7, 1]]
-    assert batch.labels.tolist() == [[9, 7, 1, 0]]
-    assert batch.mask.tolist() == [[False, True, True, False]]
-    torch.testing.assert_close(batch.rollout_logprobs, torch.tensor([[0, -0.1, -0.02, 0]]))
+    assert batch.input_ids.tolist() == [[5, 9, 7]]
+    assert batch.labels.tolist() == [[9, 7, 1]]
+    assert batch.mask.tolist() == [[False, True, True]]
+    torch.testing.assert_close(batch.rollout_logprobs, torch.tensor([[0, -0.1, -0.02]]))
     assert batch.sample_index.tolist() == [0]
 
 
@@ -90,7 +91,7 @@ def test_all_samples_are_packed_within_the_token_budget(shapes, max_tokens, pad_
     assert sorted(index for batch in batches for index in batch.sample_index.tolist()) == sorted(chosen)
     for index in chosen:
         ids, response, logprobs = found[index]
-        expected = samples[index].prompt_ids + samples[index].response_ids
+        expected = inputs(samples[index])
         assert ids[: len(expected)] == expected and not any(ids[len(expected) :])
         assert response == samples[index].response_ids and logprobs == samples[index].logprobs
     for batch in batches:
@@ -99,17 +100,18 @@ def test_all_samples_are_packed_within_the_token_budget(shapes, max_tokens, pad_
         lengths = torch.tensor([width]) if batch.cu_seqlens is None else batch.cu_seqlens.diff()
         assert int(lengths.sum()) == width
         assert not (lengths % pad_multiple).any()
-    longest = [len(tokens_of_first(samples, batch)) for batch in batches]
+    longest = [len(inputs(samples[int(batch.sample_index[0])])) for batch in batches]
     assert longest == sorted(longest, reverse=True), "the longest come first"
 
 
-def tokens_of_first(samples: list[Sample], batch: MicroBatch) -> tuple[int, ...]:
-    first = samples[int(batch.sample_index[0])]
-    return first.prompt_ids + first.response_ids
+def inputs(one: Sample) -> tuple[int, ...]:
+    """All tokens but the last one, which predicts nothing; a prompt of one token without a response stays."""
+    tokens = one.prompt_ids + one.response_ids
+    return tokens[:-1] or tokens
 
 
 def test_packing_is_first_fit() -> None:
-    samples = [sample(1, length - 1) for length in (3, 9, 4, 4)]
+    samples = [sample(1, inputs) for inputs in (3, 9, 4, 4)]
     batches = pack(samples, [0, 1, 2, 3], max_tokens=12, packed=True)
     assert [batch.sample_index.tolist() for batch in batches] == [[1, 0], [2, 3]]
     assert [batch.cu_seqlens.tolist() for batch in batches] == [[0, 9, 12], [0, 4, 8]]
@@ -118,7 +120,7 @@ def test_packing_is_first_fit() -> None:
 
 
 def test_packing_follows_the_configuration() -> None:
-    samples = [sample(1, length - 1) for length in (3, 9, 4, 4)]
+    samples = [sample(1, inputs) for inputs in (3, 9, 4, 4)]
     options = ParallelConfig(packing="packed", context_parallel_size=2, micro_batch_tokens=16)
     batches = microbatches(samples, [0, 1, 2, 3], options)
     assert [batch.cu_seqlens.tolist() for batch in batches] == [[0, 12, 16], [0, 4, 8]]
@@ -131,11 +133,11 @@ def test_routes_lie_next_to_their_tokens(packed: bool) -> None:
     """-1 for padding and for a sample without routes; nothing at all if no sample of the microbatch has any."""
     routes = np.arange(5 * 3 * 2, dtype=np.int16).reshape(5, 3, 2)
     samples = [replace(sample(2, 3), routes=routes), sample(1, 2, first=20), sample(1, 8, first=40)]
-    alone, both = pack(samples, [0, 1, 2], max_tokens=16, pad_multiple=4, packed=packed)
+    alone, both = pack(samples, [0, 1, 2], max_tokens=8, pad_multiple=4, packed=packed)
     assert alone.routes is None and both.routes is not None
     assert both.routes.dtype == torch.int16 and both.routes.shape == (*both.input_ids.shape, 3, 2)
     found = both.routes.flatten(0, 1)
-    assert torch.equal(found[:5], torch.from_numpy(routes)) and bool((found[5:] == -1).all())
+    assert torch.equal(found[:4], torch.from_numpy(routes[:4])) and bool((found[4:] == -1).all())
 
 
 def test_routes_have_a_row_for_each_token() -> None:
@@ -147,7 +149,7 @@ def test_order_of_equal_lengths_and_a_sample_longer_than_the_budget() -> None:
     samples = [sample(1, length) for length in (3, 8, 3, 2)]
     batches = pack(samples, [0, 1, 2, 3], max_tokens=8)
     assert [batch.sample_index.tolist() for batch in batches] == [[1], [0, 2], [3]]
-    assert [tuple(batch.input_ids.shape) for batch in batches] == [(1, 9), (2, 4), (1, 3)]
+    assert [tuple(batch.input_ids.shape) for batch in batches] == [(1, 8), (2, 3), (1, 2)]
 
 
 def test_one_per_microbatch_keeps_the_order() -> None:
@@ -205,7 +207,7 @@ def test_of_tokens_gathers_the_value_of_each_token(packed: bool, pad_multiple: i
     table = torch.zeros(len(samples), 6, dtype=torch.float64)
     for n, one in enumerate(samples):
         table[n, : len(one.response_ids)] = torch.tensor(one.logprobs)
-    batches = pack(samples, [3, 0, 1, 2], max_tokens=16, pad_multiple=pad_multiple, packed=packed)
+    batches = pack(samples, [3, 0, 1, 2], max_tokens=14, pad_multiple=pad_multiple, packed=packed)
     assert len(batches) > 1
     for batch in [*batches, *one_per_microbatch(samples, [2, 0])]:
         assert torch.equal(batch.of_tokens(table), batch.rollout_logprobs.double())

@@ -24,7 +24,7 @@ from oblr_megatron.model.policy import Policy, build_policy
 from oblr_megatron.types import MicroBatch, Sample
 from tests.tiny import tiny_config
 
-SAMPLES = [Sample(0, ids, (), (), "", "stop", 0) for ids in ((9, 3, 9, 15), (36, 5))]
+SAMPLES = [Sample(0, ids, (1,), (0.0,), "", "stop", 0) for ids in ((9, 3, 9, 15), (36, 5))]  # a pass reads the prompts
 
 
 @pytest.fixture

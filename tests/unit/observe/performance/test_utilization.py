@@ -48,10 +48,10 @@ def test_throughput_is_of_all_tokens_over_the_step_without_evaluation() -> None:
 
 
 def test_mfu_counts_the_samples_that_are_trained_on() -> None:
-    """Groups of equal rewards have no gradient and get no training pass."""
-    expected = training_flops(HF, [6, 9]) / (2.0 * 4 * PEAK)
+    """Groups of equal rewards have no gradient and get no training pass. A last token is no input."""
+    expected = training_flops(HF, [5, 8]) / (2.0 * 4 * PEAK)
     assert metrics()["perf/mfu/actor"] == pytest.approx(expected, rel=1e-12)
-    every = training_flops(HF, LENGTHS) / (2.0 * 4 * PEAK)
+    every = training_flops(HF, [length - 1 for length in LENGTHS]) / (2.0 * 4 * PEAK)
     assert metrics("algo.baseline=none")["perf/mfu/actor"] == pytest.approx(every, rel=1e-12)
     penalised = metrics("algo.kl_coefficient=0.1")
     assert penalised["perf/mfu/actor"] == pytest.approx(every, rel=1e-12), "the penalty has a gradient everywhere"
