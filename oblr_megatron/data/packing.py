@@ -255,8 +255,8 @@ def _laid_out(samples: Sequence[Sample], group: Sequence[int], widths: Sequence[
     )
     lengths, inputs = prompts + responses, np.array([sample.num_inputs for sample in chosen])
     starts = np.concatenate(([0], np.cumsum(widths)[:-1]))
-    tokens = chain.from_iterable(chain(sample.prompt_ids, sample.response_ids) for sample in chosen)
-    tokens = np.fromiter(chain(tokens, (0,)), dtype=np.int64, count=lengths.sum() + 1)
+    sequences = chain.from_iterable((sample.prompt_ids, sample.response_ids) for sample in chosen)
+    tokens = np.fromiter(chain(*sequences, (0,)), dtype=np.int64, count=lengths.sum() + 1)  # 0 follows the last one
     places, _ = _positions(starts, inputs)
     read, _ = _positions(np.cumsum(lengths) - lengths, inputs)
     answers, _ = _positions(starts + prompts - 1, responses)  # the positions that predict the response

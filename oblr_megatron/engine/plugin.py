@@ -31,12 +31,14 @@ def register() -> None:
 
     from oblr_megatron.engine import exact_sampling, routes
     from oblr_megatron.runtime.gloo import share_device
+    from oblr_megatron.runtime.malloc import keep_freed_memory
 
     die_with_server()
     register_transfer_engines()
     exact_sampling.install()
     if current_platform.is_cpu():
         share_device()
+        keep_freed_memory()
         disable_weight_packing()
         disable_expert_packing()
         routes.allow_on_cpu()

@@ -23,6 +23,7 @@ from oblr_megatron.checks.layout import check_world_size
 from oblr_megatron.errors import EXIT_RUN, UserError
 from oblr_megatron.model import cpu
 from oblr_megatron.runtime.gloo import share_device
+from oblr_megatron.runtime.malloc import keep_freed_memory
 
 if TYPE_CHECKING:
     from types import TracebackType
@@ -170,6 +171,7 @@ def join(config: ParallelConfig, *, backend: str | None = None) -> None:
     """
     if cpu.install():
         share_device()
+        keep_freed_memory()
     if dist.is_initialized():
         return
     backend = backend or ("nccl" if torch.cuda.is_available() else "gloo")
