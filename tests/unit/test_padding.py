@@ -105,8 +105,8 @@ def test_a_padded_microbatch_holds_the_tokens_and_zeros() -> None:
     part = local_part(alone, batch, Padding.of(tp_size=1, cp_size=1, sequence_parallel=False, recipe="mxfp8"))
     assert part.input_ids.shape == (1, 32)
     for name in ("input_ids", "labels", "mask", "rollout_logprobs"):
-        assert torch.equal(getattr(part, name)[:, :6], getattr(batch, name)), name
-        assert not getattr(part, name)[:, 6:].any(), name
+        assert torch.equal(getattr(part, name)[:, :5], getattr(batch, name)), name
+        assert not getattr(part, name)[:, 5:].any(), name
 
 
 def test_the_memory_estimate_counts_the_padding() -> None:

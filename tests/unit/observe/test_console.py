@@ -46,7 +46,9 @@ LINE = "step 12/150  reward 0.53  len 6.1  lr 8.1e-4  shrink 0.42  crit 310  gra
 
 
 def terminal(force: bool = True) -> Console:
-    return Console(file=io.StringIO(), force_terminal=force, width=110, record=True)
+    """A terminal that does not depend on this process's environment, such as TERM=dumb."""
+    environment = {"TERM": "xterm"}
+    return Console(file=io.StringIO(), force_terminal=force, width=110, record=True, _environ=environment)
 
 
 def test_plain_line():
