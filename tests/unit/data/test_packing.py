@@ -111,7 +111,7 @@ def inputs(one: Sample) -> tuple[int, ...]:
 
 
 def test_packing_is_first_fit() -> None:
-    samples = [sample(1, inputs) for inputs in (3, 9, 4, 4)]
+    samples = [sample(1, response) for response in (3, 9, 4, 4)]
     batches = pack(samples, [0, 1, 2, 3], max_tokens=12, packed=True)
     assert [batch.sample_index.tolist() for batch in batches] == [[1, 0], [2, 3]]
     assert [batch.cu_seqlens.tolist() for batch in batches] == [[0, 9, 12], [0, 4, 8]]
@@ -120,7 +120,7 @@ def test_packing_is_first_fit() -> None:
 
 
 def test_packing_follows_the_configuration() -> None:
-    samples = [sample(1, inputs) for inputs in (3, 9, 4, 4)]
+    samples = [sample(1, response) for response in (3, 9, 4, 4)]
     options = ParallelConfig(packing="packed", context_parallel_size=2, micro_batch_tokens=16)
     batches = microbatches(samples, [0, 1, 2, 3], options)
     assert [batch.cu_seqlens.tolist() for batch in batches] == [[0, 12, 16], [0, 4, 8]]

@@ -9,7 +9,7 @@ import sys
 import pytest
 
 CHURN = """
-import json, os, resource
+import json, resource
 from oblr_megatron.runtime.malloc import keep_freed_memory
 
 def faults():
