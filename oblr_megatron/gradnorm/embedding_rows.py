@@ -56,11 +56,10 @@ class EmbeddingRows:
         grad, slot = held.grad, 0
         samples, rows = [], []
         for batch in batches:
-            for ids in _ids(batch):
-                local = touched_rows(ids, len(grad), parallel.tp_rank)
-                rows.append(local)
-                samples.append(torch.full_like(local, slot))
-                slot += 1
+            numbers, local = touched_rows(batch, len(grad), parallel.tp_rank)
+            samples.append(numbers + slot)
+            rows.append(local)
+            slot += batch.num_samples
         sample, row = (torch.cat(parts).to(grad.device) for parts in (samples, rows))
         size = (len(row), grad.shape[1])
         return cls(
@@ -79,8 +78,8 @@ class EmbeddingRows:
         uses = [use for use in _uses(rules, parallel) if use is not None]
         if not uses:
             return 0
-        rows = sum(len(touched_rows(ids, len(uses[0].grad), parallel.tp_rank)) for ids in _ids(batch))
-        return rows * uses[0].grad[0].nbytes * len(uses)
+        _, rows = touched_rows(batch, len(uses[0].grad), parallel.tp_rank)
+        return len(rows) * uses[0].grad[0].nbytes * len(uses)
 
     def span(self, first: int, last: int) -> slice:
         """The slice of rows that belong to the slots [first, last)."""
@@ -96,14 +95,21 @@ class EmbeddingRows:
         self.embedding.index_add_(0, found, grads.to(self.embedding.dtype))
 
 
-def touched_rows(ids: Tensor, shard: int, tp_rank: int) -> Tensor:
-    """Rows of rank `tp_rank`'s vocabulary shard (`shard` tokens) that occur in `ids`, plus that of padding (token 0).
+def touched_rows(batch: TokenRows, shard: int, tp_rank: int) -> tuple[Tensor, Tensor]:
+    """Rows of rank `tp_rank`'s vocabulary shard (`shard` tokens) at the tokens of each sample and at padding (token 0).
 
-    Ascending, each once, on the CPU. Example: touched_rows(tensor([9, 3, 9, 15]), shard=8, tp_rank=1) -> [1, 7]
+    Returns:
+        sample [r] int64 in the microbatch, row [r] int64; each pair once, ascending, on the CPU.
+
+    Example, tokens (9, 3, 9, 15) and (8, 8), shard=8, tp_rank=1 -> ([0, 0, 1], [1, 7, 0])
     """
-    ids = ids.cpu().flatten()
-    rows = torch.unique(torch.cat((ids.new_zeros(1), ids))) - tp_rank * shard
-    return rows[(rows >= 0) & (rows < shard)]
+    samples = torch.arange(batch.num_samples, device=batch.input_ids.device)
+    stride = int(batch.input_ids.max()) + 1
+    keys = batch.per_token(samples) * stride + batch.input_ids
+    keys = torch.cat((samples * stride, keys.flatten())).cpu().unique()
+    row = keys % stride - tp_rank * shard
+    held = (row >= 0) & (row < shard)
+    return (keys // stride)[held], row[held]
 
 
 def needs_rows(rule: Rule, parallel: Parallel) -> bool:
@@ -120,10 +126,3 @@ def _uses(rules: Sequence[Rule], parallel: Parallel) -> tuple[Rule | None, Rule 
     if embedding is not None and embedding.tied and parallel.pp_size == 1:
         head = embedding
     return embedding, head
-
-
-def _ids(batch: TokenRows) -> list[Tensor]:
-    """The token ids of each sample, padding included."""
-    if batch.cu_seqlens is None:
-        return list(batch.input_ids)
-    return list(batch.input_ids[0].split(batch.cu_seqlens.diff().tolist()))

@@ -8,21 +8,59 @@ for fp64 factors; squared norms are fp64. A value that is not finite affects onl
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
-from itertools import pairwise
+from functools import cached_property
+from itertools import groupby, pairwise
 from typing import TYPE_CHECKING
 
 import torch
 from torch.nn.utils.rnn import pad_sequence
 
-from oblr_megatron.gradnorm.products import Method, Tiles, batch_sq_norms, product, sum_dtype, tiles_of
+from oblr_megatron.gradnorm.products import (
+    Method,
+    Tiles,
+    batch_sq_norms,
+    multiply,
+    product,
+    sum_dtype,
+    tiles_of,
+    widen,
+)
 
 if TYPE_CHECKING:
     from torch import Tensor
 
 
+VIEWED = 8
+"""Samples of a run from which on a call of its own is cheaper than copies of the samples into a padded call."""
+
+
 @dataclass(frozen=True, slots=True)
+class Run:
+    """Neighbouring packed samples of equal length: one tensor operation treats them all, without a copy.
+
+    Microbatches are packed longest first, so that equal lengths are neighbours.
+    """
+
+    first: int  # sample
+    num_samples: int
+    start: int  # token
+    length: int
+
+    @property
+    def samples(self) -> slice:
+        """The samples, as a slice."""
+        return slice(self.first, self.first + self.num_samples)
+
+    def of(self, tokens: Tensor) -> Tensor:
+        """A view [samples, length, ...] of a tensor [tokens, ...]."""
+        return tokens[self.start : self.start + self.num_samples * self.length].view(
+            self.num_samples, self.length, *tokens.shape[1:]
+        )
+
+
+@dataclass(frozen=True)
 class Segments:
     """Which tokens of a microbatch belong to which sample.
 
@@ -40,15 +78,32 @@ class Segments:
             assert len(offsets) == self.num_samples + 1, f"{len(offsets)} offsets for {self.num_samples} samples"
             assert offsets[0] == 0 and list(offsets) == sorted(offsets), f"offsets {offsets} do not rise from 0"
 
+    @cached_property
+    def runs(self) -> tuple[Run, ...]:
+        """The packed samples in runs of equal length."""
+        assert self.cu_seqlens is not None, "rows are no runs"
+        lengths = [stop - start for start, stop in pairwise(self.cu_seqlens)]
+        runs, first = [], 0
+        for length, run in groupby(lengths):
+            samples = len(list(run))
+            runs.append(Run(first, samples, self.cu_seqlens[first], length))
+            first += samples
+        return tuple(runs)
+
     def split(self, tokens: Tensor) -> Iterator[Tensor]:
         """Views [t_i, ...] of each sample's tokens in a factor [t, b, ...], or [tokens, h] if packed."""
-        self.check(tokens)
         if self.cu_seqlens is None:
+            self.check(tokens)
             yield from tokens.unbind(1)
             return
-        flat = tokens if tokens.dim() == 2 else tokens[:, 0]
+        flat = self.flat(tokens)
         for start, stop in pairwise(self.cu_seqlens):
             yield flat[start:stop]
+
+    def flat(self, tokens: Tensor) -> Tensor:
+        """A packed factor [tokens, 1, h] or [tokens, h] as [tokens, h]."""
+        self.check(tokens)
+        return tokens if tokens.dim() == 2 else tokens[:, 0]
 
     def index(self, tokens: int, device: torch.device) -> Tensor:
         """The sample of each token: [t, b] int64; packed [tokens, 1]."""
@@ -84,35 +139,33 @@ def product_sq_norms(x: Tensor, dy: Tensor, segments: Segments, *, method: Metho
         segments.check(x)
         segments.check(dy)
         return batch_sq_norms(x.transpose(0, 1), dy.transpose(0, 1), method)
-    factors = list(zip(segments.split(x), segments.split(dy), strict=True))
-    norms = torch.zeros(len(factors), dtype=torch.float64, device=x.device)
-    lengths = [len(x_i) for x_i, _ in factors]
-    for together in _batches(lengths, x.shape[-1] + dy.shape[-1], tiles_of(x)):
-        if len(together) == 1:
-            x_i, dy_i = factors[together[0]]
-            norms[together[0]] = batch_sq_norms(x_i[None], dy_i[None], method)[0]
-        else:
-            xs, dys = ([factors[i][k] for i in together] for k in (0, 1))
-            padded_x, padded_dy = pad_sequence(xs, batch_first=True), pad_sequence(dys, batch_first=True)
-            norms[together] = batch_sq_norms(padded_x, padded_dy, method)
+    x, dy = segments.flat(x), segments.flat(dy)
+    norms = torch.zeros(segments.num_samples, dtype=torch.float64, device=x.device)
+    width, tiles = x.shape[-1] + dy.shape[-1], tiles_of(x)
+    few: dict[int, list[Tensor]] = {}  # short samples without many neighbours of their length: [x_i, dy_i]
+    for run in segments.runs:
+        if run.num_samples >= VIEWED or run.length * run.length * width > tiles.call_flops:
+            norms[run.samples] = batch_sq_norms(run.of(x), run.of(dy), method)
+        elif run.length:
+            pairs = zip(run.of(x).unbind(), run.of(dy).unbind(), strict=True)
+            few |= {run.first + number: list(pair) for number, pair in enumerate(pairs)}
+    for together in _padded_calls({sample: len(x_i) for sample, (x_i, _) in few.items()}, width, tiles):
+        xs, dys = (pad_sequence([few[sample][k] for sample in together], batch_first=True) for k in (0, 1))
+        norms[together] = batch_sq_norms(xs, dys, method)
     return norms
 
 
-def _batches(lengths: Sequence[int], width: int, tiles: Tiles) -> Iterator[list[int]]:
-    """Group short packed samples of similar length into one padded call, to save kernel launches.
+def _padded_calls(lengths: Mapping[int, int], width: int, tiles: Tiles) -> Iterator[list[int]]:
+    """Group samples of similar length into one padded call, to save kernel launches.
 
-    Padding less than doubles a length. A group's padded factors fit in the memory of a tile. `width` is d + p. Samples
-    without tokens are in no group.
+    Padding less than doubles a length. A group's padded factors fit in the memory of a tile. `width` is d + p.
     """
     similar: dict[int, list[int]] = {}
-    for index, length in enumerate(lengths):
-        if length * length * width > tiles.call_flops:
-            yield [index]
-        elif length:
-            similar.setdefault(1 << (length - 1).bit_length(), []).append(index)
-    for padded, indices in similar.items():
+    for sample, length in lengths.items():
+        similar.setdefault(1 << (length - 1).bit_length(), []).append(sample)
+    for padded, samples in similar.items():
         most = max(1, tiles.side**2 // (padded * width))
-        yield from (indices[start : start + most] for start in range(0, len(indices), most))
+        yield from (samples[start : start + most] for start in range(0, len(samples), most))
 
 
 def sample_products(x: Tensor, dy: Tensor, segments: Segments) -> Iterator[tuple[int, Tensor]]:
@@ -137,8 +190,8 @@ def scale_grads(terms: Tensor, segments: Segments) -> Tensor:
         return grads.sum(dim=(0, *range(2, grads.dim() - 1)))
     assert len(grads) == segments.cu_seqlens[-1], f"{len(grads)} tokens for {segments}"
     sums = grads.new_empty(segments.num_samples, grads.shape[-1])
-    for total, (start, stop) in zip(sums, pairwise(segments.cu_seqlens), strict=True):
-        torch.sum(grads[start:stop].flatten(0, -2), dim=0, out=total)
+    for run in segments.runs:
+        torch.sum(run.of(grads).flatten(1, -2), dim=1, out=sums[run.samples])
     return sums
 
 
@@ -179,8 +232,29 @@ def product_rows(x: Tensor, dy: Tensor, segments: Segments, sample: Tensor, row:
     """
     out = torch.zeros(len(row), x.shape[-1], dtype=sum_dtype(x), device=x.device)
     assert bool((sample.diff() >= 0).all()), "the rows are not sorted by sample"
-    counts = torch.bincount(sample, minlength=segments.num_samples).tolist()
-    parts = zip(out.split(counts), row.split(counts), segments.split(x), segments.split(dy), strict=True)
-    for out_i, row_i, x_i, dy_i in parts:
-        product(x_i, dy_i[:, row_i], out_i)
+    counts = torch.bincount(sample, minlength=segments.num_samples)
+    place = torch.arange(len(row), device=row.device) - (counts.cumsum(0) - counts)[sample]  # among its sample's rows
+    numbers, end = counts.tolist(), 0
+    for first, xs, dys in _alike(x, dy, segments):
+        most = max(numbers[first : first + len(xs)])
+        step = max(1, tiles_of(x).side ** 2 // (xs.shape[1] * most + 1))  # samples whose columns of dy fit in a tile
+        for start in range(first, first + len(xs), step):
+            some_x, some_dy = (part[start - first : start - first + step] for part in (xs, dys))
+            begin, end = end, end + sum(numbers[start : start + len(some_x)])
+            entry = sample[begin:end] - start, place[begin:end]
+            rows = row.new_zeros(len(some_x), most)
+            rows[entry] = row[begin:end]
+            columns = some_dy.gather(2, rows[:, None].expand(-1, xs.shape[1], -1))  # [samples, t, most]
+            products = out.new_empty(len(some_x), most, x.shape[-1])
+            multiply(widen(columns).transpose(1, 2), widen(some_x), products)
+            out[begin:end] = products[entry]
     return out
+
+
+def _alike(x: Tensor, dy: Tensor, segments: Segments) -> Iterator[tuple[int, Tensor, Tensor]]:
+    """Neighbouring samples of equal length: the first one's number, x [samples, t, d], and dy [samples, t, p]."""
+    if segments.cu_seqlens is not None:
+        x, dy = segments.flat(x), segments.flat(dy)
+        yield from ((run.first, run.of(x), run.of(dy)) for run in segments.runs)
+    elif segments.num_samples:
+        yield 0, x.transpose(0, 1), dy.transpose(0, 1)

@@ -9,7 +9,7 @@ import torch
 from hypothesis import strategies as st
 from torch import Tensor
 
-from oblr_megatron.gradnorm import products
+from oblr_megatron.gradnorm import products, segments
 from oblr_megatron.gradnorm.products import Tiles
 from oblr_megatron.gradnorm.segments import Segments
 
@@ -61,10 +61,11 @@ def cases() -> st.SearchStrategy[Case]:
 
 
 @contextmanager
-def tiles(side: int, strip: int, call_flops: int) -> Iterator[None]:
-    """Tiles so small that a few tokens need several."""
+def tiles(side: int, strip: int, call_flops: int, viewed: int = segments.VIEWED) -> Iterator[None]:
+    """Tiles so small that a few tokens need several; runs of `viewed` samples have a call of their own."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(products, "CPU_TILES", Tiles(side=side, strip=strip, element_flops=4, call_flops=call_flops))
+        patch.setattr(segments, "VIEWED", viewed)
         yield
 
 

@@ -14,7 +14,7 @@ import pytest
 import torch
 
 from oblr_megatron.config import ModelConfig, ParallelConfig
-from oblr_megatron.data.packing import one_per_microbatch
+from oblr_megatron.data.packing import one_per_microbatch, pack
 from oblr_megatron.gradnorm.accumulate import NormAccumulator, buffered_bytes
 from oblr_megatron.gradnorm.embedding_rows import touched_rows
 from oblr_megatron.gradnorm.reduce import Reducer
@@ -92,12 +92,16 @@ def test_rows_are_found_by_sample_and_row(policy: Policy) -> None:
         rows.add_embedding(torch.tensor([1]), torch.tensor([9]), torch.ones(1, 48))
 
 
-def test_touched_rows() -> None:
-    ids = torch.tensor([9, 3, 9, 15])
-    assert touched_rows(ids, 8, 0).tolist() == [0, 3]  # 0 is padding
-    assert touched_rows(ids, 8, 1).tolist() == [1, 7]
-    assert touched_rows(ids, 8, 2).tolist() == []
-    assert touched_rows(ids[:0], 8, 0).tolist() == [0]
+@pytest.mark.parametrize("packed", [False, True])
+@pytest.mark.parametrize(
+    ("tp_rank", "expected"),
+    [(0, [(0, 0), (0, 3), (1, 0)]), (1, [(0, 1), (0, 7), (1, 0)]), (2, [(1, 5)])],  # (sample, row); row 0 is padding
+)
+def test_touched_rows(packed: bool, tp_rank: int, expected: list[tuple[int, int]]) -> None:
+    samples = [Sample(0, ids, (1,), (0.0,), "", "stop", 0) for ids in ((9, 3, 9, 15), (8, 21, 8, 8))]
+    (batch,) = pack(samples, [0, 1], max_tokens=8, packed=packed)
+    sample, row = touched_rows(batch, 8, tp_rank)
+    assert list(zip(sample.tolist(), row.tolist(), strict=True)) == expected
 
 
 @pytest.mark.parametrize("module", ["oracle", "segments", "sketch", "products"])

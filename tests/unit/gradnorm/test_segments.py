@@ -45,10 +45,11 @@ def factors(case: Case, d: int, p: int):
     side=st.integers(1, 12),
     strip=st.integers(1, 6),
     call_flops=st.sampled_from([0, 200, 10**9]),
+    viewed=st.sampled_from([1, 2, 10]),
 )
-def test_product_sq_norms(case, d, p, method, side, strip, call_flops):
+def test_product_sq_norms(case, d, p, method, side, strip, call_flops, viewed):
     x, dy = factors(case, d, p)
-    with tiles(side, strip, call_flops):
+    with tiles(side, strip, call_flops, viewed):
         norms = product_sq_norms(case.laid_out(x), case.laid_out(dy), case.segments, method=method)
     assert norms.dtype == torch.float64
     close(norms, stacked([grad.square().sum() for grad in linear_grads(case, x, dy)]))
@@ -104,14 +105,15 @@ def test_row_grads(case, h, vocab, here):
 
 
 @drawn
-@given(case=cases(), d=widths, p=widths, count=st.integers(0, 8))
-def test_product_rows(case, d, p, count):
+@given(case=cases(), d=widths, p=widths, count=st.integers(0, 8), side=st.integers(1, 12))
+def test_product_rows(case, d, p, count, side):
     x, dy = factors(case, d, p)
     generator = torch.Generator().manual_seed(case.seed)
     count = count if case.lengths else 0
     sample = torch.randint(max(1, len(case.lengths)), (count,), generator=generator).sort().values
     row = torch.randint(p, (count,), generator=generator)
-    made = product_rows(case.laid_out(x), case.laid_out(dy), case.segments, sample, row)
+    with tiles(side, strip=6, call_flops=0):
+        made = product_rows(case.laid_out(x), case.laid_out(dy), case.segments, sample, row)
     close(made, stacked(linear_grads(case, x, dy), p, d)[sample, row])
 
 
@@ -137,14 +139,14 @@ def test_rows_of_a_tied_weight_make_its_cross_term():
 @pytest.mark.parametrize("bad", [float("nan"), float("inf")])
 @pytest.mark.parametrize("spoilt_factor", ["x", "dy"])
 def test_a_non_finite_sample_affects_only_its_own_norm(method, packed, bad, spoilt_factor):
-    """Also if samples share one padded call, in which 0 times infinity would give NaN."""
+    """Also if samples share one call, padded or not, in which 0 times infinity would give NaN."""
     case = Case(lengths=(3, 4, 4, 2), packed=packed, flat=False, seed=1)
     clean = dict(zip(("x", "dy"), factors(case, 6, 5), strict=True))
     spoilt = {name: factor.clone() for name, factor in clean.items()}
     case.sample(spoilt[spoilt_factor], 1)[2, 0] = bad
     others = torch.tensor([0, 2, 3])
-    for call_flops in (0, 10**9):
-        with tiles(side=64, strip=2, call_flops=call_flops):
+    for call_flops, viewed in ((0, 10), (10**9, 10), (10**9, 1)):
+        with tiles(side=64, strip=2, call_flops=call_flops, viewed=viewed):
             before = product_sq_norms(clean["x"], clean["dy"], case.segments, method=method)
             after = product_sq_norms(spoilt["x"], spoilt["dy"], case.segments, method=method)
         assert not after[1].isfinite()
