@@ -68,7 +68,7 @@ class RankSizes:
     only_stage: bool
     element: int  # bytes of a weight and of an activation
     wide: int  # bytes of an element of main_grad and of fp32 computations (8 in float64 runs)
-    fused: bool  # the gated unit is one kernel, as on a GPU
+    fused: bool  # the gated unit keeps only its input and its output
     transformer_engine: bool
     padding: Padding
 
@@ -120,7 +120,7 @@ class RankSizes:
             only_stage=pp == 1,
             element=element,
             wide=max(element, 4),
-            fused=on_gpu,
+            fused=on_gpu or not (experts or config.model.batch_invariant),
             transformer_engine=transformer_engine,
             padding=padding_of(config.model, parallel, transformer_engine=transformer_engine),
         )

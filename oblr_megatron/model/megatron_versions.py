@@ -13,7 +13,6 @@ from typing import Any
 import torch.distributed as dist
 from megatron.core.optimizer.optimizer import param_group_identifier_keys
 from megatron.core.tensor_parallel.layers import LinearWithGradAccumulationAndAsyncCommunication
-from megatron.core.transformer.moe.moe_layer import MoESubmodules
 from megatron.core.transformer.spec_utils import ModuleSpec
 from megatron.core.transformer.transformer_config import TransformerConfig
 from torch import Tensor, nn
@@ -57,8 +56,8 @@ def flash_attention_3() -> dict[str, Any]:
     return {"flash_attention_version": 3} if hasattr(TransformerConfig, "flash_attention_version") else {}
 
 
-def moe_submodules(layer: ModuleSpec) -> MoESubmodules:
-    """The parts of the mixture of experts in the spec of a transformer layer."""
+def mlp_submodules(layer: ModuleSpec) -> Any:
+    """The parts of the MLP (MLPSubmodules) or of the mixture (MoESubmodules) in the spec of a transformer layer."""
     mlp = layer.submodules.mlp
     return mlp.submodules if isinstance(mlp, ModuleSpec) else mlp.keywords["submodules"]  # a partial from 0.18 on
 

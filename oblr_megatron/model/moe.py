@@ -25,7 +25,7 @@ from torch import Tensor, nn
 
 from oblr_megatron.checks.layout import num_experts
 from oblr_megatron.errors import UserError
-from oblr_megatron.model.megatron_versions import moe_submodules
+from oblr_megatron.model.megatron_versions import mlp_submodules
 from oblr_megatron.model.router import Router
 
 if TYPE_CHECKING:
@@ -85,7 +85,7 @@ def moe_fields(
 def set_router(layer: ModuleSpec, hf_config: HFConfig, config: ModelConfig) -> None:
     """Put our router into the spec of a mixture's transformer layer; a dense layer is unchanged."""
     if num_experts(hf_config.to_dict()):
-        moe_submodules(layer).router = partial(
+        mlp_submodules(layer).router = partial(
             Router, renormalise=hf_config.norm_topk_prob, replays=config.moe_routing_replay
         )
 

@@ -31,8 +31,10 @@ from oblr_megatron.config import ModelConfig, ParallelConfig
 from oblr_megatron.model import moe
 from oblr_megatron.model.attention import RMSNorm, SdpaAttention
 from oblr_megatron.model.invariant import InvariantAttention
+from oblr_megatron.model.megatron_versions import mlp_submodules
 from oblr_megatron.model.parallel import Parallel
 from oblr_megatron.model.precision import uses_transformer_engine
+from oblr_megatron.model.swiglu import SwiGLU
 from oblr_megatron.model.tapped import TappedModel
 from oblr_megatron.model.taps import Tap, install
 from oblr_megatron.model.te_taps import install_te
@@ -162,6 +164,8 @@ def _block_spec(
     layer.submodules.input_layernorm = RMSNorm
     layer.submodules.pre_mlp_layernorm = RMSNorm
     attention = layer.submodules.self_attention.submodules
+    if transformer_config.use_te_activation_func:
+        mlp_submodules(layer).activation_func = SwiGLU
     if qk_norms:
         attention.q_layernorm = attention.k_layernorm = RMSNorm
     if config.batch_invariant:

@@ -10,6 +10,7 @@ from megatron.core.transformer.transformer_config import TransformerConfig
 from torch import Tensor, nn
 from transformers import CONFIG_MAPPING, PreTrainedConfig
 
+from oblr_megatron.checks.layout import num_experts
 from oblr_megatron.config import ModelConfig, ParallelConfig
 from oblr_megatron.families import family_of, head_dim
 from oblr_megatron.model import moe
@@ -38,6 +39,7 @@ def transformer_config_of(
     by_transformer_engine = uses_transformer_engine(config, parallel)
     values = hf_config.to_dict()
     family = family_of(values)
+    own_swiglu = parallel.device.type == "cpu" and not (num_experts(values) or config.batch_invariant)
     return TransformerConfig(
         num_layers=hf_config.num_hidden_layers,
         hidden_size=hf_config.hidden_size,
@@ -67,6 +69,7 @@ def transformer_config_of(
         **{"activation_func": nn.functional.silu} | mode_of(config, parallel.device),
         **precision_fields(config, transformer_engine=by_transformer_engine),
         **_kernels(parallel.device, transformer_engine=by_transformer_engine),
+        use_te_activation_func=own_swiglu,  # swiglu.py, not Transformer Engine's
         **moe.moe_fields(hf_config, parallel, DTYPES[config.dtype], transformer_engine=by_transformer_engine),
         # megatron-core must not divide the loss: run_schedule's loss function returns (loss, 1, metrics).
         calculate_per_token_loss=True,

@@ -13,7 +13,7 @@ from megatron.core.optimizer.optimizer import MegatronOptimizer
 from megatron.core.transformer.moe.moe_layer import MoELayer, MoESubmodules
 from megatron.core.transformer.spec_utils import ModuleSpec
 
-from oblr_megatron.model.megatron_versions import linear_forward, moe_submodules, take_rates
+from oblr_megatron.model.megatron_versions import linear_forward, mlp_submodules, take_rates
 
 GPT_MODEL = "megatron.core.models.gpt.gpt_model"
 
@@ -33,7 +33,7 @@ def test_a_mixtures_parts_are_found_in_both_kinds_of_spec(make: Any) -> None:
     parts = MoESubmodules(experts=None)
     mlp = make(module=MoELayer, submodules=parts) if make is ModuleSpec else make(MoELayer, submodules=parts)
     layer: Any = SimpleNamespace(submodules=SimpleNamespace(mlp=mlp))
-    assert moe_submodules(layer) is parts
+    assert mlp_submodules(layer) is parts
 
 
 def test_only_the_notice_of_deprecation_is_kept_off_the_console(caplog: pytest.LogCaptureFixture) -> None:
