@@ -41,7 +41,7 @@ def install(spec: EngineSpec) -> None:
         return turned[0], turned[1]
 
     replaced: dict[Any, dict[str, Any]] = {
-        RMSNorm: {"forward_native": _rms_norm},
+        RMSNorm: {"forward_cpu": _rms_norm},
         SiluAndMul: {"forward_cpu": _silu_and_mul},
         RotaryEmbedding: {"forward_cpu": rotary},
         CPUAttentionBackendImpl: {"do_kv_cache_update": _store, "forward": _attention},

@@ -5,8 +5,8 @@ It registers our weight-transfer engines and makes speculation draw what plain s
 layer's weight to oneDNN (or an sgl kernel) at load time, and then computes with that packed copy. A later weight update
 changes the parameter but not the copy: log-probs are wrong by more than 1, and no error is raised. vLLM packs experts
 in place, so an update would be read as if it were packed. Without packing the layers read their parameters in the
-checkpoint's layout. `engine.transfer` checks this before the first push. And a CPU engine may return routes
-(`engine.routes`).
+checkpoint's layout. `engine.transfer` checks this before the first push. A CPU engine may also return routes
+(`engine.routes`), and has faster norms and draws (`engine.cpu_kernels`).
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ def register() -> None:
     """Register the transfer engines and, on a CPU, turn weight packing off. May be called any number of times."""
     from vllm.platforms import current_platform
 
-    from oblr_megatron.engine import exact_sampling, routes
+    from oblr_megatron.engine import cpu_kernels, exact_sampling, routes
     from oblr_megatron.runtime.gloo import share_device
     from oblr_megatron.runtime.malloc import keep_freed_memory
 
@@ -41,6 +41,7 @@ def register() -> None:
         keep_freed_memory()
         disable_weight_packing()
         disable_expert_packing()
+        cpu_kernels.install()
         routes.allow_on_cpu()
 
 

@@ -1,0 +1,70 @@
+"""Norms and draws of an engine on a CPU against vLLM's own methods. Not covered: whole engines (tests/e2e)."""
+
+from importlib.util import find_spec, module_from_spec
+
+import pytest
+import torch
+
+from oblr_megatron.engine import cpu_kernels
+
+dtypes = pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+
+
+@pytest.fixture
+def norm_of():
+    """Makes a vLLM RMSNorm of a width, with random weights."""
+    from vllm.config import VllmConfig, set_current_vllm_config
+    from vllm.model_executor.layers.layernorm import RMSNorm
+
+    def make(width: int, dtype: torch.dtype) -> RMSNorm:
+        norm = RMSNorm(width, eps=1e-6, dtype=dtype)
+        norm.weight.data = torch.rand(width, generator=torch.Generator().manual_seed(1)).to(dtype) + 0.5
+        return norm
+
+    with set_current_vllm_config(VllmConfig()):
+        yield make
+
+
+@dtypes
+@pytest.mark.parametrize("width", [16, 48, 96, 20])  # 20: the kernel would read past the end
+def test_norms(norm_of, dtype, width):
+    norm, generator = norm_of(width, dtype), torch.Generator().manual_seed(2)
+    joint = torch.randn(7, 4 * width, generator=generator).to(dtype)
+    heads = joint[:, : 3 * width].view(7, 3, width)  # as q in the joint projection: rows are not contiguous
+    for x in (joint[:, :width].clone(), heads):
+        expected = norm.forward_native(x.clone())
+        torch.testing.assert_close(cpu_kernels.rms_norm(norm, x), expected, rtol=1e-5, atol=1e-6)
+
+
+@dtypes
+def test_norms_with_a_residual(norm_of, dtype):
+    norm, generator = norm_of(32, dtype), torch.Generator().manual_seed(3)
+    x, residual = (torch.randn(7, 32, generator=generator).to(dtype) for _ in range(2))
+    expected = norm.forward_native(x.clone(), residual.clone())
+    made = cpu_kernels.rms_norm(norm, x, residual)
+    for part, exact in zip(made, expected, strict=True):
+        torch.testing.assert_close(part, exact, rtol=1e-5, atol=1e-6)
+
+
+@pytest.mark.parametrize(("k", "p"), [(None, None), (3, None), (None, 0.7)])
+def test_draws_are_vllms_own(k, p):
+    """Also where rows share a generator, and where a row has none: that one draws from torch's global generator."""
+    spec = find_spec("vllm.v1.sample.ops.topk_topp_sampler")
+    vllms = module_from_spec(spec)  # another test may have run the plugin, which replaces the method in vLLM's module
+    spec.loader.exec_module(vllms)
+    rows, width = 9, 11
+    top_k = None if k is None else torch.full((rows,), k)
+    top_p = None if p is None else torch.full((rows,), p)
+
+    def draws(forward):
+        shared = torch.Generator().manual_seed(99)
+        generators = {row: torch.Generator().manual_seed(row) for row in range(6)} | {6: shared, 7: shared}
+        torch.manual_seed(5)
+        drawn = []
+        for step in range(20):
+            logits = torch.randn(rows, width, generator=torch.Generator().manual_seed(step))
+            drawn.append(forward(vllms.TopKTopPSampler("processed_logprobs"), logits, generators, top_k, top_p))
+        return [torch.stack(parts) for parts in zip(*drawn, strict=True)]
+
+    for made, expected in zip(draws(cpu_kernels.sample), draws(vllms.TopKTopPSampler.forward_cpu), strict=True):
+        assert torch.equal(made, expected)
