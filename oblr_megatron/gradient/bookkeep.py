@@ -145,17 +145,17 @@ def add_sample_rows(weight: Parameter, rows: Tensor, dy: Tensor, segments: Segme
 
 
 def add_sample_products(weight: Parameter, x: Tensor, dy: Tensor, segments: Segments, own: Tensor) -> None:
-    """main_grad += sum_i c_i dy_i^T x_i: leave out the samples with c = 0, scale dy, and multiply."""
+    """main_grad += sum_i c_i dy_i^T x_i: leave out the samples with c = 0, scale the narrower factor, and multiply."""
     target = main_grad(weight)
     if len(own) == 1:
         if own[0] != 0:
             add_product(target, x, dy, float(own[0]))
         return
-    if segments.cu_seqlens is None:
-        add_product(target, _without(x, own == 0, dim=1), _scaled(dy, own))
+    values = own if segments.cu_seqlens is None else _per_token(segments, own)[0][:, None]  # [b], packed [t, 1]
+    if x.shape[-1] < dy.shape[-1]:
+        add_product(target, _scaled(x, values), _without(dy, values))
     else:
-        tokens = _per_token(segments, own)[0]
-        add_product(target, _without(x, (tokens == 0)[:, None], dim=0), _scaled(dy, tokens[:, None]))
+        add_product(target, _without(x, values), _scaled(dy, values))
 
 
 def _per_token(segments: Segments, own: Tensor) -> Tensor:
@@ -164,17 +164,15 @@ def _per_token(segments: Segments, own: Tensor) -> Tensor:
     return own.repeat_interleave(torch.tensor(segments.cu_seqlens).diff())[None]
 
 
-def _scaled(dy: Tensor, values: Tensor) -> Tensor:
-    """dy [.., .., p] times values [.., ..] of the host; exactly 0 for values of 0, even if dy is not finite."""
-    scaled, left_out = dy * values[..., None].to(dy.device, dy.dtype), values == 0
+def _scaled(factor: Tensor, values: Tensor) -> Tensor:
+    """factor [.., .., h] times values [.., ..] of the host; exactly 0 for values of 0, even if it is not finite."""
+    scaled, left_out = factor * values[..., None].to(factor.device, factor.dtype), values == 0
     if bool(left_out.any()):  # on the host: filling takes several times as long as the product
-        scaled.masked_fill_(left_out[..., None].to(dy.device), 0.0)
+        scaled.masked_fill_(left_out[..., None].to(factor.device), 0.0)
     return scaled
 
 
-def _without(x: Tensor, left_out: Tensor, dim: int) -> Tensor:
-    """x with left-out entries set to 0, because x may not be finite there; x itself if none is left out."""
-    if not bool(left_out.any()):
-        return x
-    shape = left_out.shape if dim == 0 else (1, *left_out.shape)
-    return x.masked_fill(left_out.to(x.device).view(*shape, *[1] * (x.dim() - len(shape))), 0.0)
+def _without(factor: Tensor, values: Tensor) -> Tensor:
+    """The factor with 0 for values of 0, because it may not be finite there; the factor itself if there are none."""
+    left_out = values == 0
+    return factor.masked_fill(left_out[..., None].to(factor.device), 0.0) if bool(left_out.any()) else factor
