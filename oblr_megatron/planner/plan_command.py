@@ -66,8 +66,7 @@ def run(options: argparse.Namespace) -> int:
     if options.write:
         _check_new(options.write, "--write")
     request = request_of(options)  # before torch is imported
-    from oblr_megatron.planner.search import search
-    from oblr_megatron.planner.split import best_split
+    from oblr_megatron.planner.search import best_split, search
     from oblr_megatron.planner.table import as_json, summary, table, write_toml
 
     if options.overlap:
@@ -100,7 +99,7 @@ def request_of(options: argparse.Namespace) -> Any:
     from oblr_megatron.checkpoint.hf_dir import model_config
     from oblr_megatron.observe.performance.hardware import device_named
     from oblr_megatron.planner.constants import Constants, Machine, read_constants
-    from oblr_megatron.planner.request import Request
+    from oblr_megatron.planner.setting import Request
 
     _check(options)
     device = device_named(options.gpu)
@@ -168,7 +167,7 @@ def _check(options: argparse.Namespace) -> None:
 
 def _table(options: argparse.Namespace) -> dict[str, Any]:
     """The run to lay out, as a table: from --config with the given sizes, or of the given sizes."""
-    from oblr_megatron.planner.request import base_table
+    from oblr_megatron.planner.setting import base_table
 
     if options.config is None:
         return base_table(

@@ -12,8 +12,8 @@ from rich.table import Table
 from oblr_megatron.formatting import number
 
 if TYPE_CHECKING:
-    from oblr_megatron.planner.request import Request
     from oblr_megatron.planner.search import Found, Plan
+    from oblr_megatron.planner.setting import Request
 
 PHASES = ("rollout", "norms", "gradient", "optimizer", "push")
 COMMENT = """# Written by `oblr-megatron plan`: {name}

@@ -28,8 +28,7 @@ from scipy.optimize import least_squares
 from oblr_megatron.config import Config, parse_config
 from oblr_megatron.observe.performance.hardware import device_named
 from oblr_megatron.planner.constants import DEFAULT, Constants, Machine
-from oblr_megatron.planner.cost import predict
-from oblr_megatron.planner.overlap import hidden_seconds
+from oblr_megatron.planner.cost import hidden_seconds, predict
 from oblr_megatron.planner.sampling_cost import rollout_phase
 from oblr_megatron.planner.setting import Phase, Setting
 from oblr_megatron.planner.stage import added, scaled

@@ -21,8 +21,8 @@ from oblr_megatron.model.published import published
 from oblr_megatron.observe.performance.hardware import device_named
 from oblr_megatron.planner.constants import Machine
 from oblr_megatron.planner.plan_command import request_of
-from oblr_megatron.planner.request import Request, base_table
-from oblr_megatron.planner.search import Found, powers, search
+from oblr_megatron.planner.search import KEEP_FREE, Found, powers, search
+from oblr_megatron.planner.setting import Request, base_table
 
 GB = 10**9
 
@@ -44,7 +44,7 @@ def test_plans_pass_the_checks_of_a_run_and_fit(found: Found) -> None:
     for plan in found.plans:
         config = asked.config(plan.sections)
         check_layout(asked.hf_config, config, asked.gpus)
-        assert config == plan.config and plan.peak_bytes <= 80 * GB - asked.keep_free
+        assert config == plan.config and plan.peak_bytes <= 80 * GB - KEEP_FREE
         engine = engine_bytes(asked.hf_config, config, device_bytes=asked.memory_bytes)
         assert engine.kv_tokens >= longest_sample(config)
         assert config.parallel.tensor_model_parallel_size <= 8
