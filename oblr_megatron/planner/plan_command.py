@@ -107,15 +107,12 @@ def request_of(options: argparse.Namespace) -> Any:
         device = replace(device, memory_gb=options.gpu_memory_gb)
     constants = read_constants(options.calibration) if options.calibration else Constants()
     run_table = _table(options)
-    prompt = run_table["data"]["max_prompt_tokens"]
     response = run_table["rollout"]["max_response_tokens"]
     return Request(
         model=options.model,
         hf_config=model_config(options.model),
         gpus=options.gpus,
-        memory_bytes=device.memory_bytes,
         machine=Machine(device, constants),
-        prompt_tokens=prompt,
         mean_response_tokens=min(response, options.mean_response_tokens or max(1, response // 2)),
         table=run_table,
         speculation_acceptance=options.speculation_acceptance,
@@ -150,10 +147,8 @@ def _chance(text: str) -> float:
 
 
 def _check(options: argparse.Namespace) -> None:
-    examples = (
-        {"gpus": "--gpus 64"} if options.config else {"gpus": "--gpus 64", "sequence_length": "--sequence-length 8192"}
-    )
-    for name, example in examples.items():
+    lengths = {} if options.config else {"sequence_length": "--sequence-length 8192"}
+    for name, example in {"gpus": "--gpus 64", **lengths}.items():
         if getattr(options, name) is None:
             raise UserError(f"{example.split()[0]} is missing", where="plan", fix=f"add it, e.g. {example}")
     prompt = options.prompt_tokens

@@ -65,7 +65,10 @@ class _Engine:
     def of(cls, setting: Setting) -> _Engine:
         config, device = setting.config, setting.machine.device
         on_gpu = setting.machine.on_gpu
-        engines = config.rollout.engines(setting.engine_gpus or setting.world_size, on_gpu=on_gpu)
+        engines = config.rollout.num_engines
+        if engines is None:
+            gpus = setting.engine_gpus or setting.world_size
+            engines = gpus // config.rollout.tensor_parallel_size if on_gpu else 1
         memory = engine_bytes(setting.hf_config, config, device_bytes=device.memory_bytes if on_gpu else None)
         sizes = engine_sizes(setting.hf_config, config)
         return cls(setting, setting.typical, sizes, memory, setting.samples / engines)

@@ -177,7 +177,8 @@ class _Tally:
 
     def __init__(self, request: Request) -> None:
         self.request, self.run = request, request.config({})
-        self.limit = request.memory_bytes - KEEP_FREE
+        self.memory_bytes = request.machine.device.memory_bytes
+        self.limit = self.memory_bytes - KEEP_FREE
         self.refused = self.too_large = 0
         self.nearest: tuple[int, str] | None = None
         self.reasons: dict[str, str] = {}
@@ -251,7 +252,7 @@ class _Tally:
         for share in UTILIZATIONS:
             rollout = {"tensor_parallel_size": width, "gpu_memory_utilization": share}
             tried = config.model_copy(update={"rollout": config.rollout.model_copy(update=rollout)})
-            engine = engine_bytes(hf, tried, device_bytes=request.memory_bytes)
+            engine = engine_bytes(hf, tried, device_bytes=self.memory_bytes)
             asleep = engine.asleep(config.rollout.sleep_level)
             sampling = held + engine.total + push_bytes(hf, tried)
             if max(sampling, training + asleep) > self.limit:
@@ -269,7 +270,6 @@ class _Tally:
             config,
             request.gpus,
             request.machine,
-            request.prompt_tokens,
             request.mean_response_tokens,
             transformer_engine=True,
             engine_gpus=request.engine_gpus,
@@ -295,7 +295,7 @@ class _Tally:
     def nothing(self) -> UserError:
         """The error that says why there is no plan."""
         request = self.request
-        where = f"{request.model} on {request.gpus} x {size(request.memory_bytes)}"
+        where = f"{request.model} on {request.gpus} x {size(self.memory_bytes)}"
         if self.nearest is None:
             reason = next(iter(self.reasons.values()), "there are no candidates")
             return UserError(f"no layout is allowed; for example: {reason}", where=where, fix="change the sizes")

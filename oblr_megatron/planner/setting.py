@@ -20,10 +20,8 @@ class Request:
     model: str
     hf_config: Mapping[str, Any]
     gpus: int  # of the trainer
-    memory_bytes: int  # of a GPU
     machine: Machine
-    prompt_tokens: int  # mean of a prompt; the command takes the longest
-    mean_response_tokens: int
+    mean_response_tokens: int  # every prompt counts as the longest
     table: Mapping[str, Any]  # the rest of the run, as in a config file
     engine_gpus: int = 0  # that only sample; 0: engines share the trainer's
     speculation_acceptance: float = 0.0  # see `Setting`
@@ -66,7 +64,6 @@ class Setting:
     config: Config  # with gradnorm.mode chosen; "auto" counts as "two_pass"
     world_size: int
     machine: Machine
-    prompt_tokens: int | None = None  # mean; by default data.max_prompt_tokens
     mean_response_tokens: int | None = None  # by default rollout.max_response_tokens
     transformer_engine: bool = False
     engine_gpus: int = 0  # GPUs that only sample; 0: engines share the trainer's
@@ -74,16 +71,11 @@ class Setting:
 
     @property
     def typical(self) -> Config:
-        """The run with its maximum lengths set to the mean lengths."""
+        """The run with its longest response set to the mean response."""
         config = self.config
-        prompt = self.prompt_tokens or config.data.max_prompt_tokens
         response = self.mean_response_tokens or config.rollout.max_response_tokens
-        return config.model_copy(
-            update={
-                "data": config.data.model_copy(update={"max_prompt_tokens": prompt}),
-                "rollout": config.rollout.model_copy(update={"max_response_tokens": response}),
-            }
-        )
+        rollout = config.rollout.model_copy(update={"max_response_tokens": response})
+        return config.model_copy(update={"rollout": rollout})
 
     @property
     def samples(self) -> int:

@@ -26,7 +26,7 @@ def table(plans: Sequence[Plan], request: Request) -> Table:
     sequence = request.config({})
     title = (
         f"{request.model} on {_machines(request)}, {sequence.num_prompts} x {sequence.group_size} samples: prompts of "
-        f"{request.prompt_tokens} tokens, responses of {request.mean_response_tokens} (mean)"
+        f"{sequence.data.max_prompt_tokens} tokens, responses of {request.mean_response_tokens} (mean)"
     )
     found = Table("#", "layout", title=title)
     for name in ("step s", *PHASES, "GB", "tokens/s/GPU", "MFU"):

@@ -116,9 +116,7 @@ def request(size: str, gpus: int) -> Request:
         sequence_length=prompt + response,
         dtype="bfloat16",
     )
-    device = device_named("h100")
-    machine = Machine(device)
-    return Request(name, published(name), gpus, device.memory_bytes, machine, prompt, response // 2, table)
+    return Request(name, published(name), gpus, Machine(device_named("h100")), response // 2, table)
 
 
 def seconds(found: Found) -> float:

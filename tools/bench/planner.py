@@ -113,7 +113,7 @@ def _step(case: Case, machine: Machine) -> float:
         rollout |= {"overlap": "one_step", "max_staleness": 1, "importance_sampling": "token", "sleep_level": 0}
         rollout |= {"gpu_memory_utilization": case.utilization}
     config = run_config(trainers, case.batch, case.group, 128, case.longest, case.sizes, rollout=rollout)
-    setting = Setting(case.hf, config, trainers, machine, 128, case.length - 128, engine_gpus=case.engine_gpus)
+    setting = Setting(case.hf, config, trainers, machine, case.length - 128, engine_gpus=case.engine_gpus)
     phases = predict(setting).phases
     at_once = config.model_copy(update={"num_prompts": case.batch * case.ahead})
     phases["rollout"] = Phase(scaled(rollout_phase(replace(setting, config=at_once)).terms, 1 / case.ahead))

@@ -74,7 +74,7 @@ def test_the_best_division_uses_all_gpus_and_every_plan_fits() -> None:
         assert used.gpus + used.engine_gpus == 4 and used.engine_gpus > 0
         for plan in found.plans:
             assert plan.sections["rollout"]["overlap"] == mode and plan.prediction.hidden > 0
-            assert plan.training_bytes == plan.memory.total <= used.memory_bytes - KEEP_FREE
+            assert plan.training_bytes == plan.memory.total <= used.machine.device.memory_bytes - KEEP_FREE
         plans[mode] = found.plans[0].prediction
         parts = sum(phase.seconds for phase in plans[mode].phases.values())
         assert plans[mode].seconds == pytest.approx(parts - plans[mode].hidden)
