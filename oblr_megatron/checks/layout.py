@@ -89,18 +89,14 @@ def check_world_size(parallel: ParallelConfig, world_size: int) -> None:
         )
 
 
-def check_port(port: int, address: str = "") -> None:
-    """Refuse a rendezvous port that rank 0 cannot listen on.
-
-    Args:
-        port: of the rendezvous (MASTER_PORT).
-        address: to listen on; by default all addresses of this machine.
+def check_port(port: int) -> None:
+    """Refuse a rendezvous port (MASTER_PORT) that rank 0 cannot listen on.
 
     Raises:
         UserError: the port is taken or invalid.
     """
     try:
-        with socket.create_server((address, port)):
+        with socket.create_server(("", port)):
             return
     except (OSError, OverflowError) as error:
         reason = getattr(error, "strerror", None) or str(error)
@@ -147,29 +143,25 @@ def check_attention(attention: str, parallel: ParallelConfig) -> None:
 def _check_stages(layers: int, parallel: ParallelConfig, where: str) -> None:
     """Layers divide into pipeline stages, chunks and recomputed groups."""
     pp, vp = parallel.pipeline_model_parallel_size, parallel.virtual_pipeline_model_parallel_size
-    if vp is not None and pp == 1:
-        raise UserError(
-            f"virtual_pipeline_model_parallel_size {vp} without pipeline parallelism",
-            where="config: parallel",
-            fix="leave it out, or set parallel.pipeline_model_parallel_size to 2 or more",
-        )
     ends = parallel.account_for_embedding_and_loss
-    if ends and pp == 1:
+    if pp == 1 and (vp is not None or ends):
+        option = "account_for_embedding_and_loss" if vp is None else f"virtual_pipeline_model_parallel_size {vp}"
         raise UserError(
-            "account_for_embedding_and_loss without pipeline parallelism",
+            f"{option} without pipeline parallelism",
             where="config: parallel",
             fix="leave it out, or set parallel.pipeline_model_parallel_size to 2 or more",
         )
     name, divided = ("num_hidden_layers + 2 =", layers + 2) if ends else ("num_hidden_layers", layers)
     _check_divides(divided, pp, name, "pipeline_model_parallel_size", where)
-    if divided % (pp * (vp or 1)):
+    chunks = pp * (vp or 1)
+    if divided % chunks:
         raise UserError(
             f"{name} {divided} is not a multiple of pipeline_model_parallel_size {pp} x "
-            f"virtual_pipeline_model_parallel_size {vp} = {pp * (vp or 1)}",
+            f"virtual_pipeline_model_parallel_size {vp} = {chunks}",
             where=where,
             fix=f"choose sizes so that their product divides {divided}",
         )
-    chunk, group = divided // (pp * (vp or 1)), parallel.recompute_num_layers
+    chunk, group = divided // chunks, parallel.recompute_num_layers
     if ends and chunk == 1:
         raise UserError(
             "account_for_embedding_and_loss leaves no layer for the first and last model chunk",
@@ -274,8 +266,9 @@ def _check_features(hf_config: Mapping[str, Any], where: str) -> None:
                 fix="use a model with these values, such as Llama 3.1, 3.2 or 3.3",
             )
     tables = [hf_config, *(hf_config.get(key) or {} for key in ROPES)]
-    partial = [(name, table[name]) for table in tables for name in PARTIAL_ROTATION if table.get(name) not in (None, 1)]
-    for name, value in partial:
+    for name, value in ((name, table.get(name)) for table in tables for name in PARTIAL_ROTATION):
+        if value in (None, 1):
+            continue
         raise UserError(
             f"{name} {value!r} is not supported: vLLM would rotate a part of a head, the trainer rotates all of it",
             where=where,

@@ -26,7 +26,6 @@ CPU_HEAD_SIZES = (32, 64, 80, 96, 112, 128, 160, 192, 224, 256, 512)
 """`CPUAttentionBackend.get_supported_head_sizes` of vLLM 0.32; the engine's first forward pass fails for others."""
 DRIVERS = {"12": 525, "13": 580}
 """First driver branch for each major version of CUDA, without NVIDIA's forward compatibility package."""
-A2A_PACKED = "2.10"  # first Transformer Engine with cp_comm_type "a2a" for packed samples
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,7 +47,7 @@ class Machine:
 
 @dataclass(frozen=True, slots=True)
 class Requirement:
-    """The requirements of an FP8 recipe. Example: Requirement((8, 9), None, "2.2", None)"""
+    """The requirements of an FP8 recipe or an option. Example: Requirement((8, 9), None, "2.2", None)"""
 
     capability: tuple[int, int]  # minimum
     below: tuple[int, int] | None  # upper bound of the capability, exclusive
@@ -79,6 +78,8 @@ class Requirement:
         return next((what for what, lacking in lacks.items() if lacking), None)
 
 
+A2A_PACKED = Requirement((0, 0), None, "2.10", None)
+"""Of cp_comm_type "a2a" for packed samples."""
 RECIPES: dict[str, Requirement] = {
     "delayed": Requirement((8, 9), None, "2.1", None),
     "tensorwise": Requirement((8, 9), None, "2.2", None),
@@ -200,8 +201,9 @@ def _check_engine_fault(config: Config, machine: Machine) -> None:
 def _check_layers(config: Config, hf_config: Mapping[str, Any], machine: Machine) -> None:
     model, parallel = config.model, config.parallel
     if model.transformer_impl == "transformer_engine" and not machine.has_layers:
+        absent = "there is no GPU" if machine.capability is None else "it is not installed"
         raise UserError(
-            f'transformer_impl "transformer_engine", but {_absent(machine)}',
+            f'transformer_impl "transformer_engine", but {absent}',
             where="config: model.transformer_impl",
             fix=INSTALL if machine.capability else 'set it to "auto"',
         )
@@ -222,12 +224,10 @@ def _check_layers(config: Config, hf_config: Mapping[str, Any], machine: Machine
         )
     exchanges = parallel.context_parallel_size > 1 and parallel.cp_comm_type == "a2a"
     if exchanges and parallel.packing == "packed" and transformer_engine_chosen(model, machine):
-        from packaging.version import Version
-
-        version = machine.transformer_engine or "0"
-        if Version(version) < Version(A2A_PACKED):
+        missing = A2A_PACKED.missing(machine)
+        if missing is not None:
             raise UserError(
-                f'cp_comm_type "a2a" with packing "packed" needs Transformer Engine {A2A_PACKED} (here is {version})',
+                f'cp_comm_type "a2a" with packing "packed" needs {missing}',
                 where="config: parallel.cp_comm_type",
                 fix='set it to "p2p"',
             )
@@ -254,10 +254,6 @@ def _check_kernels(config: Config, machine: Machine) -> None:
             where="config: parallel.recompute_modules",
             fix="install transformer-engine, or leave it out",
         )
-
-
-def _absent(machine: Machine) -> str:
-    return "there is no GPU" if machine.capability is None else "it is not installed"
 
 
 def _dotted(capability: tuple[int, int]) -> str:
