@@ -140,11 +140,9 @@ def read_constants(path: Path) -> Constants:
     """
     fix = "write one with `oblr-megatron plan --calibrate RUN_DIR --out FILE`"
     try:
-        found = json.loads(path.read_text(encoding="utf-8"))["constants"]
-    except (OSError, ValueError, KeyError, TypeError) as error:
+        found = dict(json.loads(path.read_text(encoding="utf-8"))["constants"].items())
+    except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
         raise UserError("not a file of constants", where=str(path), fix=fix) from error
-    if not isinstance(found, dict):
-        raise UserError("not a file of constants", where=str(path), fix=fix)
     known = {field.name for field in fields(Constants)}
     wrong = [name for name, value in found.items() if name not in known or not _above_0(value)]
     if wrong:
