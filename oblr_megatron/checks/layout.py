@@ -6,7 +6,7 @@
 from __future__ import annotations
 
 import socket
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from typing import TYPE_CHECKING, Any
 
 from oblr_megatron.errors import Problem, UserError
@@ -109,7 +109,8 @@ def check_port(port: int) -> None:
 
 def check_model(hf_config: Mapping[str, Any], parallel: ParallelConfig, where: str) -> None:
     """Refuse a model that the layout does not divide, or that has an unsupported feature."""
-    _check_features(hf_config, where)
+    for what, fix in _feature_problems(hf_config, where):
+        raise UserError(what, where=where, fix=fix)
     tp = parallel.tensor_model_parallel_size
     heads, groups = _count(hf_config, "num_attention_heads", where), _count(hf_config, "num_key_value_heads", where)
     _check_divides(heads, groups, "num_attention_heads", "num_key_value_heads", where)
@@ -246,48 +247,38 @@ def _check_experts_divide(hf_config: Mapping[str, Any], parallel: ParallelConfig
         )
 
 
-def _check_features(hf_config: Mapping[str, Any], where: str) -> None:
+def _feature_problems(hf_config: Mapping[str, Any], where: str) -> Iterator[Problem]:
+    """Features that the trainer does not have, or that vLLM computes in another way."""
     family = family_of(hf_config, where)
     for key in ROPES:  # transformers reads the second where both are there
         rope = hf_config.get(key) or {}
         rope_type = rope.get("rope_type", rope.get("type", "default"))
         if rope_type not in family.rope_types:
-            raise UserError(
+            yield (
                 f"{key} with rope_type {rope_type!r} is not supported for {family.name}",
-                where=where,
-                fix='set rope_type to "default" in config.json, and stay within the positions the model was trained on',
+                'set rope_type to "default" in config.json, and stay within the positions the model was trained on',
             )
         other = {name: rope.get(name) for name, value in LLAMA3_ROPE.items() if rope.get(name) != value}
         if rope_type == "llama3" and other:
-            raise UserError(
+            yield (
                 f"{key} with {', '.join(f'{name} {value!r}' for name, value in other.items())}: megatron-core computes "
                 f"with {', '.join(f'{name} {value}' for name, value in LLAMA3_ROPE.items())}",
-                where=where,
-                fix="use a model with these values, such as Llama 3.1, 3.2 or 3.3",
+                "use a model with these values, such as Llama 3.1, 3.2 or 3.3",
             )
-    tables = [hf_config, *(hf_config.get(key) or {} for key in ROPES)]
-    for name, value in ((name, table.get(name)) for table in tables for name in PARTIAL_ROTATION):
-        if value in (None, 1):
-            continue
-        raise UserError(
-            f"{name} {value!r} is not supported: vLLM would rotate a part of a head, the trainer rotates all of it",
-            where=where,
-            fix="use a model without it",
-        )
+    for table in (hf_config, *(hf_config.get(key) or {} for key in ROPES)):
+        for name in PARTIAL_ROTATION:
+            if table.get(name) not in (None, 1):
+                reason = "vLLM would rotate a part of a head, the trainer rotates all of it"
+                yield f"{name} {table[name]!r} is not supported: {reason}", "use a model without it"
     stated, heads = hf_config.get("head_dim"), hf_config.get("num_attention_heads")
     if stated and not family.states_head_dim and stated * (heads or 0) != hf_config.get("hidden_size"):
-        raise UserError(
-            f"head_dim {stated} is not hidden_size {hf_config.get('hidden_size')} / num_attention_heads {heads}",
-            where=where,
-            fix=f"leave head_dim out: vLLM computes it for {family.name}",
-        )
+        what = f"head_dim {stated} is not hidden_size {hf_config.get('hidden_size')} / num_attention_heads {heads}"
+        yield what, f"leave head_dim out: vLLM computes it for {family.name}"
     for key in ("attention_bias", "mlp_bias", "use_sliding_window"):
         if hf_config.get(key):
-            raise UserError(f"{key} = true is not supported", where=where, fix="use a model without it")
+            yield f"{key} = true is not supported", "use a model without it"
     if hf_config.get("hidden_act", "silu") != "silu":
-        raise UserError(
-            f"hidden_act {hf_config['hidden_act']!r} is not supported", where=where, fix="use a model with silu"
-        )
+        yield f"hidden_act {hf_config['hidden_act']!r} is not supported", "use a model with silu"
 
 
 def _count(hf_config: Mapping[str, Any], key: str, where: str) -> int:
