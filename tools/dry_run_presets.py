@@ -23,9 +23,8 @@ from rich.console import Console
 from rich.table import Table
 
 from oblr_megatron.config import Config, load_config
-from oblr_megatron.dryrun.checking import check_fits, model_of
 from oblr_megatron.dryrun.device_memory import Device
-from oblr_megatron.dryrun.examine import Found, examine
+from oblr_megatron.dryrun.examine import Found, check_fits, examine, model_of
 from oblr_megatron.memory.pass_plan import Layout
 from oblr_megatron.observe.performance.hardware import device_named
 from oblr_megatron.planner.constants import Machine

@@ -22,8 +22,8 @@ LONGEST = 2**13
 LARGEST_VOCAB = 2**18
 SAME_BITS = ("aggregate_engine_logging", "block_size", "disable_log_stats", "enable_prefix_caching")
 """Options of [rollout.vllm] that change no log-prob."""
-Refusal = tuple[bool, str, str, str]
-"""(whether it applies, what, the key, the fix)."""
+Refusal = tuple[str, str, str]
+"""(what, the key, the fix)."""
 
 
 def check_invariant(hf_config: Mapping[str, Any], config: Config, *, on_gpu: bool) -> None:
@@ -35,92 +35,59 @@ def check_invariant(hf_config: Mapping[str, Any], config: Config, *, on_gpu: boo
     if not config.model.batch_invariant:
         return
     own = _on_gpu(config) if on_gpu else _on_cpu(hf_config, config)
-    for applies, what, key, fix in (*_anywhere(hf_config, config), *own):
-        if applies:
-            raise UserError(f"model.batch_invariant with {what}", where=f"config: {key}", fix=fix)
+    for what, key, fix in (*_anywhere(hf_config, config), *own):
+        raise UserError(f"model.batch_invariant with {what}", where=f"config: {key}", fix=fix)
 
 
 def _anywhere(hf_config: Mapping[str, Any], config: Config) -> Iterator[Refusal]:
     model, rollout, parallel = config.model, config.rollout, config.parallel
-    off = "or set model.batch_invariant to false"
-    yield (
-        model.dtype == "float64",
-        'dtype "float64": vLLM computes in float32 at most',
-        "model.dtype",
-        'set it to "float32" or "bfloat16"',
-    )
-    yield (
-        rollout.dtype not in ("auto", model.dtype),
-        f"{rollout.dtype} in the engine and {model.dtype} in the trainer",
-        "rollout.dtype",
-        'set it to "auto"',
-    )
-    yield model.fp8 != "none", "fp8: its scales depend on the batch", "model.fp8", 'set it to "none"'
-    yield (
-        rollout.quantization != "none",
-        "a quantised engine: its weights are not the trainer's",
-        "rollout.quantization",
-        'set it to "none"',
-    )
-    yield (
-        bool(num_experts(hf_config)),
-        "a mixture of experts: trainer and engine group its products differently",
-        "model.path",
-        f"use a dense model, {off}",
-    )
-    yield (
-        max(parallel.tensor_model_parallel_size, rollout.tensor_parallel_size) > 1,
-        "tensor parallelism: its ranks add up partial sums that are rounded",
-        "parallel.tensor_model_parallel_size",
-        "set it and rollout.tensor_parallel_size to 1; pipeline and data parallelism keep the bits",
-    )
-    yield (
-        rollout.top_p < 1 or rollout.top_k > 0,
-        "a filter of tokens: the engine renormalises its log-probs, the trainer does not",
-        "rollout.top_p",
-        "set rollout.top_p to 1 and rollout.top_k to -1",
-    )
-    yield (
-        rollout.speculation != "none",
-        "speculation: it is not known to keep the bits",
-        "rollout.speculation",
-        'set it to "none"',
-    )
-    yield (
-        bool(rollout.servers),
-        "servers: they are not started in this mode",
-        "rollout.servers",
-        "leave it out, so that the run starts its own engines",
-    )
-    yield (
-        rollout.overlap == "one_step",
-        "samples that are one update old: their policy is another one",
-        "rollout.overlap",
-        'set it to "none" or "stream"',
-    )
-    yield (
-        config.algo.updates_per_batch > 1,
-        "several updates of a batch: after the first the policy is another one",
-        "algo.updates_per_batch",
-        "set it to 1",
-    )
-    others = sorted(set(rollout.vllm) - set(SAME_BITS))
-    yield bool(others), f"{', '.join(others)}: it may choose other kernels", "rollout.vllm", "leave it out"
+    if model.dtype == "float64":
+        yield 'dtype "float64": vLLM computes in float32 at most', "model.dtype", 'set it to "float32" or "bfloat16"'
+    if rollout.dtype not in ("auto", model.dtype):
+        what = f"{rollout.dtype} in the engine and {model.dtype} in the trainer"
+        yield what, "rollout.dtype", 'set it to "auto"'
+    if model.fp8 != "none":
+        yield "fp8: its scales depend on the batch", "model.fp8", 'set it to "none"'
+    if rollout.quantization != "none":
+        what = "a quantised engine: its weights are not the trainer's"
+        yield what, "rollout.quantization", 'set it to "none"'
+    if num_experts(hf_config):
+        what = "a mixture of experts: trainer and engine group its products differently"
+        yield what, "model.path", "use a dense model, or set model.batch_invariant to false"
+    if max(parallel.tensor_model_parallel_size, rollout.tensor_parallel_size) > 1:
+        yield (
+            "tensor parallelism: its ranks add up partial sums that are rounded",
+            "parallel.tensor_model_parallel_size",
+            "set it and rollout.tensor_parallel_size to 1; pipeline and data parallelism keep the bits",
+        )
+    if rollout.top_p < 1 or rollout.top_k > 0:
+        what = "a filter of tokens: the engine renormalises its log-probs, the trainer does not"
+        yield what, "rollout.top_p", "set rollout.top_p to 1 and rollout.top_k to -1"
+    if rollout.speculation != "none":
+        yield "speculation: it is not known to keep the bits", "rollout.speculation", 'set it to "none"'
+    if rollout.servers:
+        what = "servers: they are not started in this mode"
+        yield what, "rollout.servers", "leave it out, so that the run starts its own engines"
+    if rollout.overlap == "one_step":
+        what = "samples that are one update old: their policy is another one"
+        yield what, "rollout.overlap", 'set it to "none" or "stream"'
+    if config.algo.updates_per_batch > 1:
+        what = "several updates of a batch: after the first the policy is another one"
+        yield what, "algo.updates_per_batch", "set it to 1"
+    if others := sorted(set(rollout.vllm) - set(SAME_BITS)):
+        yield f"{', '.join(others)}: it may choose other kernels", "rollout.vllm", "leave it out"
 
 
 def _on_cpu(hf_config: Mapping[str, Any], config: Config) -> Iterator[Refusal]:
-    yield (
-        config.model.attention == "local",
-        "megatron-core's own attention, which sums in the order of its shapes",
-        "model.attention",
-        'set it to "sdpa"',
-    )
-    yield (
-        config.parallel.own_weight_gradients,
-        "weight gradients by megatron-core: on a CPU the mode needs our taps",
-        "parallel.overlap_grad_reduce",
-        "set parallel.overlap_grad_reduce, gradient_accumulation_fusion and defer_embedding_wgrad_compute to false",
-    )
+    if config.model.attention == "local":
+        what = "megatron-core's own attention, which sums in the order of its shapes"
+        yield what, "model.attention", 'set it to "sdpa"'
+    if config.parallel.own_weight_gradients:
+        yield (
+            "weight gradients by megatron-core: on a CPU the mode needs our taps",
+            "parallel.overlap_grad_reduce",
+            "set parallel.overlap_grad_reduce, gradient_accumulation_fusion and defer_embedding_wgrad_compute to false",
+        )
     sizes = {
         "hidden_size": hf_config["hidden_size"],
         "intermediate_size": hf_config["intermediate_size"],
@@ -128,37 +95,25 @@ def _on_cpu(hf_config: Mapping[str, Any], config: Config) -> Iterator[Refusal]:
         "prompt and response tokens": max_model_len(config),
     }
     for name, size in sizes.items():
-        yield (
-            size > LONGEST,
-            f"{name} {size} on a CPU: sums are exact up to {LONGEST}",
-            "model.path",
-            "use a smaller model or shorter samples",
-        )
-    yield (
-        hf_config["vocab_size"] > LARGEST_VOCAB,
-        f"vocab_size {hf_config['vocab_size']} on a CPU: sums are exact up to {LARGEST_VOCAB}",
-        "model.path",
-        "use a model with a smaller vocabulary",
-    )
+        if size > LONGEST:
+            what = f"{name} {size} on a CPU: sums are exact up to {LONGEST}"
+            yield what, "model.path", "use a smaller model or shorter samples"
+    if hf_config["vocab_size"] > LARGEST_VOCAB:
+        what = f"vocab_size {hf_config['vocab_size']} on a CPU: sums are exact up to {LARGEST_VOCAB}"
+        yield what, "model.path", "use a model with a smaller vocabulary"
 
 
 def _on_gpu(config: Config) -> Iterator[Refusal]:
     model = config.model
-    yield (
-        model.dtype != "bfloat16",
-        f'dtype "{model.dtype}" on GPUs: both sides need FlashAttention 3, which has bfloat16',
-        "model.dtype",
-        'set it to "bfloat16"',
-    )
-    yield (
-        model.transformer_impl == "local",
-        "local layers on GPUs: megatron-core replaces Transformer Engine's kernels alone",
-        "model.transformer_impl",
-        'set it to "auto"',
-    )
-    yield (
-        config.parallel.context_parallel_size > 1,
-        "context parallelism on GPUs: megatron-core refuses it, Transformer Engine uses FlashAttention 2 there",
-        "parallel.context_parallel_size",
-        "set it to 1",
-    )
+    if model.dtype != "bfloat16":
+        what = f'dtype "{model.dtype}" on GPUs: both sides need FlashAttention 3, which has bfloat16'
+        yield what, "model.dtype", 'set it to "bfloat16"'
+    if model.transformer_impl == "local":
+        what = "local layers on GPUs: megatron-core replaces Transformer Engine's kernels alone"
+        yield what, "model.transformer_impl", 'set it to "auto"'
+    if config.parallel.context_parallel_size > 1:
+        yield (
+            "context parallelism on GPUs: megatron-core refuses it, Transformer Engine uses FlashAttention 2 there",
+            "parallel.context_parallel_size",
+            "set it to 1",
+        )

@@ -6,7 +6,7 @@
 from __future__ import annotations
 
 import socket
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from typing import TYPE_CHECKING, Any
 
 from oblr_megatron.errors import Problem, UserError
@@ -89,18 +89,14 @@ def check_world_size(parallel: ParallelConfig, world_size: int) -> None:
         )
 
 
-def check_port(port: int, address: str = "") -> None:
-    """Refuse a rendezvous port that rank 0 cannot listen on.
-
-    Args:
-        port: of the rendezvous (MASTER_PORT).
-        address: to listen on; by default all addresses of this machine.
+def check_port(port: int) -> None:
+    """Refuse a rendezvous port (MASTER_PORT) that rank 0 cannot listen on.
 
     Raises:
         UserError: the port is taken or invalid.
     """
     try:
-        with socket.create_server((address, port)):
+        with socket.create_server(("", port)):
             return
     except (OSError, OverflowError) as error:
         reason = getattr(error, "strerror", None) or str(error)
@@ -113,7 +109,8 @@ def check_port(port: int, address: str = "") -> None:
 
 def check_model(hf_config: Mapping[str, Any], parallel: ParallelConfig, where: str) -> None:
     """Refuse a model that the layout does not divide, or that has an unsupported feature."""
-    _check_features(hf_config, where)
+    for what, fix in _feature_problems(hf_config, where):
+        raise UserError(what, where=where, fix=fix)
     tp = parallel.tensor_model_parallel_size
     heads, groups = _count(hf_config, "num_attention_heads", where), _count(hf_config, "num_key_value_heads", where)
     _check_divides(heads, groups, "num_attention_heads", "num_key_value_heads", where)
@@ -147,29 +144,25 @@ def check_attention(attention: str, parallel: ParallelConfig) -> None:
 def _check_stages(layers: int, parallel: ParallelConfig, where: str) -> None:
     """Layers divide into pipeline stages, chunks and recomputed groups."""
     pp, vp = parallel.pipeline_model_parallel_size, parallel.virtual_pipeline_model_parallel_size
-    if vp is not None and pp == 1:
-        raise UserError(
-            f"virtual_pipeline_model_parallel_size {vp} without pipeline parallelism",
-            where="config: parallel",
-            fix="leave it out, or set parallel.pipeline_model_parallel_size to 2 or more",
-        )
     ends = parallel.account_for_embedding_and_loss
-    if ends and pp == 1:
+    if pp == 1 and (vp is not None or ends):
+        option = "account_for_embedding_and_loss" if vp is None else f"virtual_pipeline_model_parallel_size {vp}"
         raise UserError(
-            "account_for_embedding_and_loss without pipeline parallelism",
+            f"{option} without pipeline parallelism",
             where="config: parallel",
             fix="leave it out, or set parallel.pipeline_model_parallel_size to 2 or more",
         )
     name, divided = ("num_hidden_layers + 2 =", layers + 2) if ends else ("num_hidden_layers", layers)
     _check_divides(divided, pp, name, "pipeline_model_parallel_size", where)
-    if divided % (pp * (vp or 1)):
+    chunks = pp * (vp or 1)
+    if divided % chunks:
         raise UserError(
             f"{name} {divided} is not a multiple of pipeline_model_parallel_size {pp} x "
-            f"virtual_pipeline_model_parallel_size {vp} = {pp * (vp or 1)}",
+            f"virtual_pipeline_model_parallel_size {vp} = {chunks}",
             where=where,
             fix=f"choose sizes so that their product divides {divided}",
         )
-    chunk, group = divided // (pp * (vp or 1)), parallel.recompute_num_layers
+    chunk, group = divided // chunks, parallel.recompute_num_layers
     if ends and chunk == 1:
         raise UserError(
             "account_for_embedding_and_loss leaves no layer for the first and last model chunk",
@@ -254,47 +247,38 @@ def _check_experts_divide(hf_config: Mapping[str, Any], parallel: ParallelConfig
         )
 
 
-def _check_features(hf_config: Mapping[str, Any], where: str) -> None:
+def _feature_problems(hf_config: Mapping[str, Any], where: str) -> Iterator[Problem]:
+    """Features that the trainer does not have, or that vLLM computes in another way."""
     family = family_of(hf_config, where)
     for key in ROPES:  # transformers reads the second where both are there
         rope = hf_config.get(key) or {}
         rope_type = rope.get("rope_type", rope.get("type", "default"))
         if rope_type not in family.rope_types:
-            raise UserError(
+            yield (
                 f"{key} with rope_type {rope_type!r} is not supported for {family.name}",
-                where=where,
-                fix='set rope_type to "default" in config.json, and stay within the positions the model was trained on',
+                'set rope_type to "default" in config.json, and stay within the positions the model was trained on',
             )
         other = {name: rope.get(name) for name, value in LLAMA3_ROPE.items() if rope.get(name) != value}
         if rope_type == "llama3" and other:
-            raise UserError(
+            yield (
                 f"{key} with {', '.join(f'{name} {value!r}' for name, value in other.items())}: megatron-core computes "
                 f"with {', '.join(f'{name} {value}' for name, value in LLAMA3_ROPE.items())}",
-                where=where,
-                fix="use a model with these values, such as Llama 3.1, 3.2 or 3.3",
+                "use a model with these values, such as Llama 3.1, 3.2 or 3.3",
             )
-    tables = [hf_config, *(hf_config.get(key) or {} for key in ROPES)]
-    partial = [(name, table[name]) for table in tables for name in PARTIAL_ROTATION if table.get(name) not in (None, 1)]
-    for name, value in partial:
-        raise UserError(
-            f"{name} {value!r} is not supported: vLLM would rotate a part of a head, the trainer rotates all of it",
-            where=where,
-            fix="use a model without it",
-        )
+    for table in (hf_config, *(hf_config.get(key) or {} for key in ROPES)):
+        for name in PARTIAL_ROTATION:
+            if table.get(name) not in (None, 1):
+                reason = "vLLM would rotate a part of a head, the trainer rotates all of it"
+                yield f"{name} {table[name]!r} is not supported: {reason}", "use a model without it"
     stated, heads = hf_config.get("head_dim"), hf_config.get("num_attention_heads")
     if stated and not family.states_head_dim and stated * (heads or 0) != hf_config.get("hidden_size"):
-        raise UserError(
-            f"head_dim {stated} is not hidden_size {hf_config.get('hidden_size')} / num_attention_heads {heads}",
-            where=where,
-            fix=f"leave head_dim out: vLLM computes it for {family.name}",
-        )
+        what = f"head_dim {stated} is not hidden_size {hf_config.get('hidden_size')} / num_attention_heads {heads}"
+        yield what, f"leave head_dim out: vLLM computes it for {family.name}"
     for key in ("attention_bias", "mlp_bias", "use_sliding_window"):
         if hf_config.get(key):
-            raise UserError(f"{key} = true is not supported", where=where, fix="use a model without it")
+            yield f"{key} = true is not supported", "use a model without it"
     if hf_config.get("hidden_act", "silu") != "silu":
-        raise UserError(
-            f"hidden_act {hf_config['hidden_act']!r} is not supported", where=where, fix="use a model with silu"
-        )
+        yield f"hidden_act {hf_config['hidden_act']!r} is not supported", "use a model with silu"
 
 
 def _count(hf_config: Mapping[str, Any], key: str, where: str) -> int:

@@ -49,14 +49,10 @@ def pins(path: Path) -> dict[str, Version]:
             pin = Requirement(text)
             (only,) = pin.specifier  # exactly one
             version = Version(only.version)
+            if only.operator != "==":
+                raise InvalidVersion(only.operator)
         except (InvalidRequirement, InvalidVersion, ValueError) as error:
-            raise _not_a_pin(path, number, text) from error
-        if only.operator != "==":
-            raise _not_a_pin(path, number, text)
+            raise UserError(f"{text!r} is not a pin", where=f"{path}:{number}", fix="write name==version") from error
         if pin.marker is None or pin.marker.evaluate():
             found[pin.name] = version
     return found
-
-
-def _not_a_pin(path: Path, number: int, text: str) -> UserError:
-    return UserError(f"{text!r} is not a pin", where=f"{path}:{number}", fix="write name==version")

@@ -9,7 +9,7 @@ from __future__ import annotations
 import os
 import shutil
 import sysconfig
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -26,7 +26,6 @@ CPU_HEAD_SIZES = (32, 64, 80, 96, 112, 128, 160, 192, 224, 256, 512)
 """`CPUAttentionBackend.get_supported_head_sizes` of vLLM 0.32; the engine's first forward pass fails for others."""
 DRIVERS = {"12": 525, "13": 580}
 """First driver branch for each major version of CUDA, without NVIDIA's forward compatibility package."""
-A2A_PACKED = "2.10"  # first Transformer Engine with cp_comm_type "a2a" for packed samples
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,7 +47,7 @@ class Machine:
 
 @dataclass(frozen=True, slots=True)
 class Requirement:
-    """The requirements of an FP8 recipe. Example: Requirement((8, 9), None, "2.2", None)"""
+    """The requirements of an FP8 recipe or an option. Example: Requirement((8, 9), None, "2.2", None)"""
 
     capability: tuple[int, int]  # minimum
     below: tuple[int, int] | None  # upper bound of the capability, exclusive
@@ -79,6 +78,8 @@ class Requirement:
         return next((what for what, lacking in lacks.items() if lacking), None)
 
 
+A2A_PACKED = Requirement((0, 0), None, "2.10", None)
+"""Of cp_comm_type "a2a" for packed samples."""
 RECIPES: dict[str, Requirement] = {
     "delayed": Requirement((8, 9), None, "2.1", None),
     "tensorwise": Requirement((8, 9), None, "2.2", None),
@@ -93,16 +94,8 @@ def check_machine(config: Config, hf_config: Mapping[str, Any], machine: Machine
     Raises:
         UserError: names what is missing.
     """
-    _check_engine_fault(config, machine)
-    if not config.rollout.only:
-        _check_layers(config, hf_config, machine)
-        _check_kernels(config, machine)
-    if config.rollout.quantization != "none" and config.rollout.replay is None and machine.capability is None:
-        raise UserError(
-            f'quantization "{config.rollout.quantization}" needs GPUs: vLLM has no FP8 products on a CPU',
-            where="config: rollout.quantization",
-            fix='set it to "none"',
-        )
+    for what, key, fix in _problems(config, hf_config, machine):
+        raise UserError(what, where=f"config: {key}", fix=fix)
 
 
 def driver_problem(driver: str | None, cuda: str | None) -> Problem | None:
@@ -185,79 +178,60 @@ def transformer_engine_chosen(model: ModelConfig, machine: Machine) -> bool:
     return machine.has_layers and model.transformer_impl != "local" and model.dtype != "float64"
 
 
-def _check_engine_fault(config: Config, machine: Machine) -> None:
-    """Refuse a Transformer Engine that is installed, but cannot be imported: "auto" guesses nothing."""
-    wanted = machine.capability is not None and config.model.transformer_impl != "local" and not config.rollout.only
-    if machine.engine_fault and (wanted or machine.engine_breaks_megatron):
+def _problems(config: Config, hf_config: Mapping[str, Any], machine: Machine) -> Iterator[tuple[str, str, str]]:
+    """(what, the key, the fix) of everything that is missing."""
+    model, rollout = config.model, config.rollout
+    wanted = machine.capability is not None and model.transformer_impl != "local" and not rollout.only
+    if machine.engine_fault and (wanted or machine.engine_breaks_megatron):  # "auto" guesses nothing
         others = "uninstall it" if machine.engine_breaks_megatron else 'set it to "local"'
-        raise UserError(
-            f"Transformer Engine is installed but cannot be imported: {machine.engine_fault}",
-            where="config: model.transformer_impl",
-            fix=f"build transformer-engine against this torch (docs/precision.md), or {others}",
-        )
+        what = f"Transformer Engine is installed but cannot be imported: {machine.engine_fault}"
+        fix = f"build transformer-engine against this torch (docs/precision.md), or {others}"
+        yield what, "model.transformer_impl", fix
+    if not rollout.only:
+        yield from _layers(config, hf_config, machine)
+        yield from _kernels(config, machine)
+    if rollout.quantization != "none" and rollout.replay is None and machine.capability is None:
+        what = f'quantization "{rollout.quantization}" needs GPUs: vLLM has no FP8 products on a CPU'
+        yield what, "rollout.quantization", 'set it to "none"'
 
 
-def _check_layers(config: Config, hf_config: Mapping[str, Any], machine: Machine) -> None:
+def _layers(config: Config, hf_config: Mapping[str, Any], machine: Machine) -> Iterator[tuple[str, str, str]]:
+    """Layers that the model is built of."""
     model, parallel = config.model, config.parallel
     if model.transformer_impl == "transformer_engine" and not machine.has_layers:
-        raise UserError(
-            f'transformer_impl "transformer_engine", but {_absent(machine)}',
-            where="config: model.transformer_impl",
-            fix=INSTALL if machine.capability else 'set it to "auto"',
-        )
-    if model.fp8 != "none":
-        missing = RECIPES[model.fp8_recipe].missing(machine)
-        if missing is not None:
-            possible = [name for name, recipe in RECIPES.items() if recipe.missing(machine) is None]
-            raise UserError(
-                f'fp8_recipe "{model.fp8_recipe}" needs {missing}',
-                where="config: model.fp8_recipe",
-                fix=f"set it to one of {', '.join(possible)}" if possible else 'set model.fp8 to "none"',
-            )
-    if num_experts(hf_config) and machine.capability is not None and not transformer_engine_chosen(model, machine):
-        raise UserError(
-            "a mixture of experts on a GPU needs Transformer Engine's layers",
-            where="config: model.transformer_impl",
-            fix='set it to "auto"' if machine.has_layers else INSTALL,
-        )
+        absent = "there is no GPU" if machine.capability is None else "it is not installed"
+        fix = INSTALL if machine.capability else 'set it to "auto"'
+        yield f'transformer_impl "transformer_engine", but {absent}', "model.transformer_impl", fix
+    if model.fp8 != "none" and (missing := RECIPES[model.fp8_recipe].missing(machine)):
+        possible = [name for name, recipe in RECIPES.items() if recipe.missing(machine) is None]
+        fix = f"set it to one of {', '.join(possible)}" if possible else 'set model.fp8 to "none"'
+        yield f'fp8_recipe "{model.fp8_recipe}" needs {missing}', "model.fp8_recipe", fix
+    chosen = transformer_engine_chosen(model, machine)
+    if num_experts(hf_config) and machine.capability is not None and not chosen:
+        what = "a mixture of experts on a GPU needs Transformer Engine's layers"
+        yield what, "model.transformer_impl", 'set it to "auto"' if machine.has_layers else INSTALL
     exchanges = parallel.context_parallel_size > 1 and parallel.cp_comm_type == "a2a"
-    if exchanges and parallel.packing == "packed" and transformer_engine_chosen(model, machine):
-        from packaging.version import Version
-
-        version = machine.transformer_engine or "0"
-        if Version(version) < Version(A2A_PACKED):
-            raise UserError(
-                f'cp_comm_type "a2a" with packing "packed" needs Transformer Engine {A2A_PACKED} (here is {version})',
-                where="config: parallel.cp_comm_type",
-                fix='set it to "p2p"',
-            )
+    if exchanges and parallel.packing == "packed" and chosen and (missing := A2A_PACKED.missing(machine)):
+        what = f'cp_comm_type "a2a" with packing "packed" needs {missing}'
+        yield what, "parallel.cp_comm_type", 'set it to "p2p"'
 
 
-def _check_kernels(config: Config, machine: Machine) -> None:
+def _kernels(config: Config, machine: Machine) -> Iterator[tuple[str, str, str]]:
     """Kernels that megatron-core needs when ranks build their models."""
     parallel = config.parallel
     kernels = machine.capability is not None and (machine.transformer_engine is not None or machine.apex_gradients)
     if parallel.gradient_accumulation_fusion and not kernels:
-        raise UserError(
+        yield (
             "parallel.gradient_accumulation_fusion needs a GPU with Transformer Engine, or with apex and its "
             "fused_weight_gradient_mlp_cuda",
-            where="config: parallel.gradient_accumulation_fusion",
-            fix="set it to false, or install one of the two",
+            "parallel.gradient_accumulation_fusion",
+            "set it to false, or install one of the two",
         )
-    if parallel.recompute_granularity != "selective" or transformer_engine_chosen(config.model, machine):
-        return
-    engines_own = {"moe_act"} if machine.capability is None else {"moe_act", "layernorm"}
-    missing = sorted(engines_own & set(parallel.recompute_modules))
-    if missing:
-        raise UserError(
-            f"parallel.recompute_modules {missing[0]!r} needs Transformer Engine's layers",
-            where="config: parallel.recompute_modules",
-            fix="install transformer-engine, or leave it out",
-        )
-
-
-def _absent(machine: Machine) -> str:
-    return "there is no GPU" if machine.capability is None else "it is not installed"
+    if parallel.recompute_granularity == "selective" and not transformer_engine_chosen(config.model, machine):
+        engines_own = {"moe_act"} if machine.capability is None else {"moe_act", "layernorm"}
+        for name in sorted(engines_own & set(parallel.recompute_modules)):
+            what = f"parallel.recompute_modules {name!r} needs Transformer Engine's layers"
+            yield what, "parallel.recompute_modules", "install transformer-engine, or leave it out"
 
 
 def _dotted(capability: tuple[int, int]) -> str:

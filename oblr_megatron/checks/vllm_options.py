@@ -8,7 +8,7 @@ from __future__ import annotations
 import ast
 import difflib
 import json
-from collections.abc import Collection, Mapping
+from collections.abc import Mapping
 from functools import cache
 from importlib.util import find_spec
 from pathlib import Path
@@ -17,70 +17,48 @@ from typing import Any
 from oblr_megatron.checks.layout import num_experts
 from oblr_megatron.errors import UserError
 
-ENGINE_ARGS = ("engine/arg_utils.py", "EngineArgs")  # in the package vllm
 KEY = "oblr_vllm"
 """Key of vLLM's `additional_config` with a server's options, which the trainer compares with its own."""
 
-_SETS = "is set by {}"
-_MODEL = "the engine runs the model of model.path, which pushes replace"
-_WORKERS = "weights are pushed to the workers of rollout.tensor_parallel_size, on one node"
-_PLACES = "experts or layers would move away from where pushes put them"
-_DISTRIBUTION = "it changes what is sampled, and the trainer's log-probs would be of another distribution"
-_OLD_PREFIXES = "keys and values kept outside the engine would outlive a push of new weights"
-
 _FLAGS = ("aggregate_engine_logging", "disable_log_stats")  # off unless named, without a form for false
 
-OWNED: dict[str, str] = {
-    "dtype": _SETS.format("rollout.dtype"),
-    "seed": _SETS.format("seed"),
-    "max_model_len": _SETS.format(
-        "data.max_prompt_tokens, rollout.max_response_tokens and evaluate.max_response_tokens"
-    ),
-    "max_num_seqs": _SETS.format("rollout.max_num_seqs"),
-    "gpu_memory_utilization": _SETS.format("rollout.gpu_memory_utilization"),
-    "kv_cache_memory_bytes": _SETS.format("rollout.kv_cache_gib on a CPU, rollout.gpu_memory_utilization on GPUs"),
-    "tensor_parallel_size": _SETS.format("rollout.tensor_parallel_size"),
-    "enable_sleep_mode": _SETS.format("rollout.sleep_level"),
-    **dict.fromkeys(
-        ("quantization", "quantization_config", "allow_deprecated_quantization"), _SETS.format("rollout.quantization")
-    ),
-    **dict.fromkeys(
-        ("speculative_config", "spec_method", "spec_model", "spec_tokens", "scheduler_cls"),
-        _SETS.format("rollout.speculation"),
-    ),
-    "logprobs_mode": "the trainer needs log-probs of the distribution that is sampled from",
-    "weight_transfer_config": "pushes choose their transport",
-    "additional_config": "it carries our own settings",
-    **dict.fromkeys(("enable_return_routed_experts", "aux_output_config"), _SETS.format("model.moe_routing_replay")),
-    **dict.fromkeys(("worker_cls", "worker_extension_cls"), "pushes and read-back need our worker"),
-    **dict.fromkeys(
-        (
-            *("model", "model_weights", "served_model_name", "tokenizer", "tokenizer_mode", "skip_tokenizer_init"),
-            *("tokenizer_revision", "revision", "code_revision", "hf_config_path", "hf_overrides", "config_format"),
-            *("model_class_overrides", "model_impl", "load_format", "trust_remote_code", "runner", "convert"),
-            "enable_lora",
-        ),
-        _MODEL,
-    ),
-    **dict.fromkeys(
-        (
-            *("distributed_executor_backend", "device_ids", "nnodes", "node_rank", "master_addr", "master_port"),
-            *("pipeline_parallel_size", "prefill_context_parallel_size", "decode_context_parallel_size"),
-            *("data_parallel_size", "data_parallel_rank", "data_parallel_start_rank", "data_parallel_size_local"),
-            *("data_parallel_address", "data_parallel_rpc_port", "data_parallel_backend", "data_parallel_hybrid_lb"),
-            *("data_parallel_external_lb", "data_parallel_multi_port_external_lb", "enable_elastic_ep"),
-        ),
-        _WORKERS,
-    ),
-    **dict.fromkeys(("enable_expert_parallel", "enable_eplb", "expert_placement_strategy"), _PLACES),
-    **dict.fromkeys(
-        ("logits_processors", "watermark_config", "diffusion_config", "override_generation_config"), _DISTRIBUTION
-    ),
-    **dict.fromkeys(
-        ("kv_transfer_config", "kv_events_config", "kv_offloading_size", "kv_offloading_backend"), _OLD_PREFIXES
-    ),
+_REASONS: dict[str, str] = {
+    "is set by rollout.dtype": "dtype",
+    "is set by seed": "seed",
+    "is set by data.max_prompt_tokens, rollout.max_response_tokens and evaluate.max_response_tokens": "max_model_len",
+    "is set by rollout.max_num_seqs": "max_num_seqs",
+    "is set by rollout.gpu_memory_utilization": "gpu_memory_utilization",
+    "is set by rollout.kv_cache_gib on a CPU, rollout.gpu_memory_utilization on GPUs": "kv_cache_memory_bytes",
+    "is set by rollout.tensor_parallel_size": "tensor_parallel_size",
+    "is set by rollout.sleep_level": "enable_sleep_mode",
+    "is set by rollout.quantization": "quantization quantization_config allow_deprecated_quantization",
+    "is set by rollout.speculation": "speculative_config spec_method spec_model spec_tokens scheduler_cls",
+    "is set by model.moe_routing_replay": "enable_return_routed_experts aux_output_config",
+    "the trainer needs log-probs of the distribution that is sampled from": "logprobs_mode",
+    "pushes choose their transport": "weight_transfer_config",
+    "it carries our own settings": "additional_config",
+    "pushes and read-back need our worker": "worker_cls worker_extension_cls",
+    "the engine runs the model of model.path, which pushes replace": """
+        model model_weights served_model_name tokenizer tokenizer_mode skip_tokenizer_init tokenizer_revision revision
+        code_revision hf_config_path hf_overrides config_format model_class_overrides model_impl load_format
+        trust_remote_code runner convert enable_lora""",
+    "weights are pushed to the workers of rollout.tensor_parallel_size, on one node": """
+        distributed_executor_backend device_ids nnodes node_rank master_addr master_port pipeline_parallel_size
+        prefill_context_parallel_size decode_context_parallel_size data_parallel_size data_parallel_rank
+        data_parallel_start_rank data_parallel_size_local data_parallel_address data_parallel_rpc_port
+        data_parallel_backend data_parallel_hybrid_lb data_parallel_external_lb data_parallel_multi_port_external_lb
+        enable_elastic_ep""",
+    "experts or layers would move away from where pushes put them": """
+        enable_expert_parallel enable_eplb expert_placement_strategy""",
+    "it changes what is sampled, and the trainer's log-probs would be of another distribution": """
+        logits_processors watermark_config diffusion_config override_generation_config""",
+    "keys and values kept outside the engine would outlive a push of new weights": """
+        kv_transfer_config kv_events_config kv_offloading_size kv_offloading_backend""",
 }
-"""Name that [rollout.vllm] may not have -> why, or the option of ours that sets it."""
+"""Why [rollout.vllm] may not have some names, or the option of ours that sets them -> these names."""
+
+OWNED: dict[str, str] = {name: reason for reason, names in _REASONS.items() for name in names.split()}
+"""Name -> reason."""
 
 OWNED_ON_CPU: dict[str, str] = {
     "enforce_eager": "engines on a CPU compile nothing",
@@ -101,9 +79,8 @@ def known_names() -> frozenset[str]:
     found = find_spec("vllm")
     if found is None or found.origin is None:
         return frozenset()
-    file, name = ENGINE_ARGS
-    tree = ast.parse((Path(found.origin).parent / file).read_text(encoding="utf-8"))
-    (fields,) = (node for node in tree.body if isinstance(node, ast.ClassDef) and node.name == name)
+    tree = ast.parse((Path(found.origin).parent / "engine" / "arg_utils.py").read_text(encoding="utf-8"))
+    (fields,) = (node for node in tree.body if isinstance(node, ast.ClassDef) and node.name == "EngineArgs")
     targets = (node.target for node in fields.body if isinstance(node, ast.AnnAssign))
     return frozenset(one.id for one in targets if isinstance(one, ast.Name) and not one.id.startswith("_"))
 
@@ -130,28 +107,19 @@ def check_vllm_options(options: Mapping[str, Any], *, on_gpu: bool, where: str =
             raise UserError(f"the installed vLLM has no engine option {name!r}", where=where, fix=fix)
 
 
-def check_processor(
-    options: Mapping[str, Any],
-    *,
-    on_gpu: bool,
-    where: str = "config: rollout.vllm",
-    flags: Collection[str] | None = None,
-) -> None:
+def check_processor(options: Mapping[str, Any], *, on_gpu: bool, where: str = "config: rollout.vllm") -> None:
     """Refuse an FP8 cache on a processor for which vLLM has no kernel: its engine would end while it starts.
 
     Args:
         options: name -> value.
         on_gpu: whether the engines run on GPUs, which have the kernel.
         where: for the message.
-        flags: of the processor, as in /proc/cpuinfo; None reads them.
 
     Raises:
         UserError: names the option.
     """
     value = str(options.get("kv_cache_dtype", ""))
-    if on_gpu or not value.startswith("fp8"):
-        return
-    if not has_fp8_cache(processor_flags() if flags is None else flags):
+    if not on_gpu and value.startswith("fp8") and not has_fp8_cache():
         what = f'kv_cache_dtype "{value}" on a CPU needs AVX-512 or AMX, which this processor does not have'
         raise UserError(what, where=where, fix="leave it out, or use another machine")
 
@@ -161,9 +129,9 @@ def cache_bytes(options: Mapping[str, Any], element: int) -> int:
     return CACHE_BYTES.get(str(options.get("kv_cache_dtype", "")), element)
 
 
-def has_fp8_cache(flags: Collection[str]) -> bool:
-    """Whether vLLM has a kernel for an FP8 cache on a CPU with these instruction sets."""
-    return any(needed <= set(flags) for needed in FP8_CACHE_FLAGS)
+def has_fp8_cache() -> bool:
+    """Whether vLLM has a kernel for an FP8 cache on this machine's processor."""
+    return any(needed <= processor_flags() for needed in FP8_CACHE_FLAGS)
 
 
 def processor_flags() -> frozenset[str]:

@@ -81,25 +81,21 @@ def _reduce(rank: int, size: int, which: str) -> float:
     """GB/s of an all-reduce. Element i of process r is i % 7 + r; float32 sums are exact up to 5,000 processes."""
     on_gpu = torch.cuda.is_available()
     device = torch.device("cuda", torch.cuda.current_device()) if on_gpu else torch.device("cpu")
+    synchronize = torch.cuda.synchronize if on_gpu else torch.cpu.synchronize
     count = (GPU_BYTES if on_gpu else CPU_BYTES) // 4
     pattern = torch.arange(count, device=device) % 7
     best = float("inf")
     for _ in range(WARM_UP + REPEATS):
         tensor = (pattern + rank).float()
-        _synchronize()
+        synchronize()
         begin = time.perf_counter()
         dist.all_reduce(tensor)
-        _synchronize()
+        synchronize()
         best = min(best, time.perf_counter() - begin)
     wrong = int((tensor != (pattern * size + size * (size - 1) // 2).float()).sum())
     if wrong:
         raise ReduceError(f"all-reduce {which}: {wrong} of {count} sums are wrong on {device}")
     return 2 * (size - 1) / size * 4 * count / best / 1e9
-
-
-def _synchronize() -> None:
-    if torch.cuda.is_available():
-        torch.cuda.synchronize()
 
 
 def measure_gpus(address: str, node: int, nodes: int, per_node: int, deadline_s: float) -> tuple[Speed, list[str]]:

@@ -10,7 +10,7 @@ import subprocess
 import sys
 import tempfile
 from collections.abc import Callable
-from dataclasses import asdict, dataclass, field
+from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
 from typing import TypeVar
@@ -22,7 +22,7 @@ from oblr_megatron.checks.layout import check_port
 from oblr_megatron.checks.machine import compiler_problem, driver_problem
 from oblr_megatron.checks.packages import installed, problems
 from oblr_megatron.config import Config, load_config
-from oblr_megatron.errors import UserError
+from oblr_megatron.errors import Problem, UserError
 from oblr_megatron.formatting import size
 from oblr_megatron.preflight import check_room
 
@@ -32,14 +32,6 @@ IDLE_BYTES = 2 * 2**30  # GPU memory that drivers and monitors may use
 MIN_SCRATCH_BYTES = 2**30  # for NCCL's and engines' shared memory (/dev/shm) and compiled kernels (TMPDIR)
 QUERY = ("driver_version", "memory.used", "memory.total", "compute_cap", "name")  # the name may contain commas
 SMI_S = 60.0
-
-
-@dataclass(frozen=True, slots=True)
-class Problem:
-    """A problem of a node, and its fix."""
-
-    what: str
-    fix: str
 
 
 @dataclass(slots=True)
@@ -55,15 +47,15 @@ class Report:
     same: dict[str, str] = field(default_factory=dict)  # must be equal on all nodes
     problems: list[Problem] = field(default_factory=list)
 
-    def dump(self) -> str:
-        """The report as JSON."""
-        return json.dumps(asdict(self))
+    def add(self, what: str, fix: str) -> None:
+        """Add a problem and its fix."""
+        self.problems.append((what, fix))
 
     @classmethod
     def load(cls, text: str) -> Report:
-        """The report from JSON."""
+        """The report from the JSON of its fields."""
         content = json.loads(text)
-        return cls(**content | {"problems": [Problem(**problem) for problem in content["problems"]]})
+        return cls(**content | {"problems": [(what, fix) for what, fix in content["problems"]]})
 
 
 def examine(node: str, config_file: Path, overrides: list[str], *, expect_gpus: int, ports: tuple[int, ...]) -> Report:
@@ -78,7 +70,8 @@ def examine(node: str, config_file: Path, overrides: list[str], *, expect_gpus: 
     """
     report = Report(node)
     report.same |= versions()
-    report.problems += [Problem(line, "install the versions in requirements/") for line in problems()]
+    for line in problems():
+        report.add(line, "install the versions in requirements/")
     report.same["config"] = _digest([config_file]) if config_file.is_file() else "absent"
     _examine_gpus(report, expect_gpus)
     _examine_scratch(report)
@@ -109,9 +102,7 @@ def _examine_gpus(report: Report, expected: int) -> None:
         return
     listed = _said(["nvidia-smi", f"--query-gpu={','.join(QUERY)}", "--format=csv,noheader,nounits"])
     if listed is None:
-        report.problems.append(
-            Problem("nvidia-smi does not answer", "check the driver, or give the container the GPUs (utility)")
-        )
+        report.add("nvidia-smi does not answer", "check the driver, or give the container the GPUs (utility)")
         return
     rows = [[value.strip() for value in line.split(",", len(QUERY) - 1)] for line in listed.splitlines()]
     seen = torch.cuda.device_count()
@@ -125,27 +116,22 @@ def _examine_gpus(report: Report, expected: int) -> None:
     }
     if seen != expected:
         fault = driver_problem(rows[0][0], torch.version.cuda) if rows and not seen else None
-        what, fix = fault or (f"torch sees {seen} GPUs, not {expected}", "drain the node, or set OBLR_GPUS_PER_NODE")
-        report.problems.append(Problem(what, fix))
-    compiler = compiler_problem()
-    if compiler is not None:
-        report.problems.append(Problem(*compiler))
+        report.add(*fault or (f"torch sees {seen} GPUs, not {expected}", "drain the node, or set OBLR_GPUS_PER_NODE"))
+    if compiler := compiler_problem():
+        report.add(*compiler)
     busy = [f"GPU {index}: {taken} MiB" for index, (taken, _) in used.items() if taken * 2**20 > IDLE_BYTES]
     if busy:
-        report.problems.append(
-            Problem(f"GPUs are in use ({', '.join(busy)})", "end the processes on them, or drain the node")
-        )
+        report.add(f"GPUs are in use ({', '.join(busy)})", "end the processes on them, or drain the node")
 
 
 def _examine_scratch(report: Report) -> None:
     """Check free space in shared memory and in the temporary directory."""
-    for name, path in (("/dev/shm", "/dev/shm"), ("TMPDIR", tempfile.gettempdir())):
+    for name, path in {"/dev/shm": "/dev/shm", "TMPDIR": tempfile.gettempdir()}.items():
         free = shutil.disk_usage(path).free
         report.facts[name] = size(free)
         if free < MIN_SCRATCH_BYTES:
-            report.problems.append(
-                Problem(f"{path} has {size(free)} free, {size(MIN_SCRATCH_BYTES)} are needed", f"free space in {path}")
-            )
+            what = f"{path} has {size(free)} free, {size(MIN_SCRATCH_BYTES)} are needed"
+            report.add(what, f"free space in {path}")
 
 
 def _examine_model(report: Report, config: Config) -> None:
@@ -171,8 +157,7 @@ def _noting(report: Report, check: Callable[[], T]) -> T | None:
     try:
         return check()
     except UserError as error:
-        place = f" [{error.where}]" if error.where else ""
-        report.problems.append(Problem(f"{error.what}{place}", error.fix))
+        report.add(f"{error.what}{f' [{error.where}]' if error.where else ''}", error.fix)
         return None
 
 

@@ -21,7 +21,7 @@ from pathlib import Path
 import torch
 
 from oblr_megatron.cluster.all_reduce import GRACE_S, ReduceError, Speed, measure, measure_gpus
-from oblr_megatron.cluster.node import Problem, Report, examine
+from oblr_megatron.cluster.node import Report, examine
 from oblr_megatron.cluster.rendezvous import Rendezvous
 from oblr_megatron.errors import EXIT_OK, EXIT_USER, UserError
 from oblr_megatron.runtime.command_line import guarded, parse
@@ -46,7 +46,9 @@ def run(options: argparse.Namespace) -> int:
     torch.set_num_threads(1)
     with Rendezvous(nodes, index, options.port, options.deadline) as rendezvous:
         report = examine(nodes[index], options.config, options.overrides, expect_gpus=options.expect_gpus, ports=ports)
-        found = {node: Report.load(text) for node, text in rendezvous.gather("report", report.dump()).items()}
+        found = {
+            node: Report.load(text) for node, text in rendezvous.gather("report", json.dumps(asdict(report))).items()
+        }
         offsets = rendezvous.clock_offsets(found)
         if index == 0:
             compare(found, offsets, nodes, options.deadline)
@@ -93,7 +95,8 @@ def compare(found: dict[int, Report], offsets: Mapping[int, float], nodes: Seque
     """Add the problems that show only in comparison: missing nodes, differing versions, clock differences."""
     for node, name in enumerate(nodes):
         if node not in found:
-            found[node] = Report(name, problems=[_silent(deadline_s)])
+            found[node] = Report(name)
+            _add_silence(found[node], deadline_s)
     for key in {key: None for report in found.values() for key in report.same}:
         values = [(node, report.same[key]) for node, report in sorted(found.items()) if key in report.same]
         usual = Counter(value for _, value in values).most_common(1)[0][0]  # on a tie, the first node's value
@@ -101,16 +104,16 @@ def compare(found: dict[int, Report], offsets: Mapping[int, float], nodes: Seque
         for node, value in values:
             if value != usual:
                 what = f"{key} is {value}, but {usual} on {like}"
-                found[node].problems.append(Problem(what, "install or copy the same version on all nodes"))
+                found[node].add(what, "install or copy the same version on all nodes")
     for node, offset in offsets.items():
         found[node].facts["clock"] = f"{offset:+.1f} s"
         if abs(offset) > CLOCK_S:
             what = f"the clock is {abs(offset):.0f} s {'ahead of' if offset > 0 else 'behind'} that of {nodes[0]}"
-            found[node].problems.append(Problem(what, "synchronise the clocks (chrony, NTP)"))
+            found[node].add(what, "synchronise the clocks (chrony, NTP)")
 
 
-def _silent(deadline_s: float) -> Problem:
-    return Problem(f"no report within {deadline_s:g} s", "check that the node is up, or exclude it (--exclude)")
+def _add_silence(report: Report, deadline_s: float) -> None:
+    report.add(f"no report within {deadline_s:g} s", "check that the node is up, or exclude it (--exclude)")
 
 
 def _reduce(rendezvous: Rendezvous, found: dict[int, Report], options: argparse.Namespace) -> None:
@@ -128,16 +131,16 @@ def _reduce(rendezvous: Rendezvous, found: dict[int, Report], options: argparse.
     answers = rendezvous.gather("reduced", json.dumps([asdict(speed), failures]), 3 * deadline_s + GRACE_S)
     for index, report in found.items():
         if index not in answers:
-            report.problems.append(_silent(3 * deadline_s + GRACE_S))
+            _add_silence(report, 3 * deadline_s + GRACE_S)
             continue
         speeds, failed = json.loads(answers[index])
         fix = "check the links (NCCL_DEBUG=INFO, NCCL_SOCKET_IFNAME, GLOO_SOCKET_IFNAME), or exclude the node"
-        report.problems += [Problem(what, fix) for what in failed]
+        for what in failed:
+            report.add(what, fix)
         for name, value in speeds.items():
             report.facts[f"{name.replace('_', ' ')}, GB/s"] = f"{value:.2f}" if value else "-"
             if 0 < value < options.min_gb_s:
-                what = f"all-reduce {name.replace('_', ' ')}: {value:.1f} GB/s, below {options.min_gb_s:g}"
-                report.problems.append(Problem(what, fix))
+                report.add(f"all-reduce {name.replace('_', ' ')}: {value:.1f} GB/s, below {options.min_gb_s:g}", fix)
 
 
 def outcome_of(found: Mapping[int, Report]) -> str:
@@ -161,9 +164,9 @@ def table(found: Mapping[int, Report], nodes: Sequence[str]) -> str:
 def lines(found: Mapping[int, Report], nodes: Sequence[str]) -> list[str]:
     """One line per problem."""
     return [
-        f"node {nodes[node]}: {problem.what}. Fix: {problem.fix}"
+        f"node {nodes[node]}: {what}. Fix: {fix}"
         for node, report in sorted(found.items())
-        for problem in report.problems
+        for what, fix in report.problems
     ]
 
 

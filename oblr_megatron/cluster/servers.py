@@ -105,13 +105,11 @@ def devices_of(environment: Mapping[str, str], tensor_parallel_size: int) -> str
 
 def _wait(options: argparse.Namespace) -> int:
     begin, waiting = time.monotonic(), list(options.urls)
-    while waiting:
-        waiting = [url for url in waiting if not healthy(url)]
-        if waiting and time.monotonic() - begin > options.deadline:
+    while waiting := [url for url in waiting if not healthy(url)]:
+        if time.monotonic() - begin > options.deadline:
             count = f"{len(waiting)} of {len(options.urls)} servers"
             raise RunError(f"{count} are not ready after {options.deadline:g} s: {', '.join(waiting)}")
-        if waiting:
-            time.sleep(POLL_S)
+        time.sleep(POLL_S)
     print(f"{len(options.urls)} servers are ready after {time.monotonic() - begin:.0f} s")
     return EXIT_OK
 

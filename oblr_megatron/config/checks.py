@@ -10,7 +10,6 @@ from typing import TYPE_CHECKING, Any
 from oblr_megatron.config.baselines import BASELINES
 from oblr_megatron.config.parallel_checks import parallel_problems
 from oblr_megatron.config.precision_checks import precision_problems
-from oblr_megatron.config.update_checks import update_problems
 from oblr_megatron.errors import Problem, UserError
 
 if TYPE_CHECKING:
@@ -82,7 +81,7 @@ def problems(config: Config) -> Iterator[Problem]:
     if config.algo.snr.needs_folds and config.num_prompts % folds:
         what = f"num_prompts {config.num_prompts} is not a multiple of algo.snr.num_folds {folds}"
         yield what, "change one of them; folds hold equally many whole prompts"
-    yield from update_problems(config)
+    yield from _updates(config)
     yield from _samples(config)
     yield from _checkpoints(config)
     yield from _data(config)
@@ -292,4 +291,50 @@ def _streaming(config: Config) -> Iterator[Problem]:
         yield (
             f'{reason}, but with rollout.overlap "stream" the gradient begins before the batch is complete',
             'set rollout.overlap to "none", or choose e.g. algo.baseline "pooled" and algo.aggregation "constant"',
+        )
+
+
+def _updates(config: Config) -> Iterator[Problem]:
+    """What several updates on a batch exclude, and what has no effect without them."""
+    algo, updates = config.algo, config.algo.updates_per_batch
+    if updates == 1:
+        if algo.clips and algo.preset is None:  # a preset may be run with a single update
+            what = "algo.clip_low, clip_high, clip_dual, ratio and surrogate act on a batch's later updates, but "
+            yield what + "algo.updates_per_batch is 1", "set algo.updates_per_batch to 2 or more, or leave them out"
+        return
+    what = f"algo.updates_per_batch {updates}"
+    if config.num_prompts % updates:
+        yield f"{what} does not divide num_prompts {config.num_prompts}", "change one of them"
+    elif (
+        algo.snr.needs_folds and algo.snr.estimator != "prompts" and config.per_update.num_prompts % algo.snr.num_folds
+    ):
+        yield (
+            f"{what} leaves {config.per_update.num_prompts} prompts for each update, which is not a multiple of "
+            f"algo.snr.num_folds {algo.snr.num_folds}",
+            "lower one of them, or raise num_prompts",
+        )
+    if algo.clip_dual is not None and algo.surrogate == "cispo":
+        yield 'algo.clip_dual has no effect with algo.surrogate "cispo"', "leave it out"
+    yield from _on_policy_only(config, what)
+
+
+def _on_policy_only(config: Config, what: str) -> Iterator[Problem]:
+    """Options that need every update to be the first one on its samples."""
+    algo = config.algo
+    if config.uses_norms or algo.token_wise:
+        cause = "gradnorm.always" if config.gradnorm.always else f"algo.baseline {algo.baseline!r}"
+        yield (
+            f"{what} with {cause}: norms and energies measured before the first update are not those of later ones",
+            'set algo.baseline to e.g. "rloo" or "grpo" and gradnorm.always to false, or algo.updates_per_batch to 1',
+        )
+    if algo.schedule not in ("constant", "cosine"):
+        yield (
+            f"{what} with algo.schedule {algo.schedule!r}, which takes its rates from signal and noise of the policy",
+            'set algo.schedule to "constant" or "cosine", or algo.updates_per_batch to 1',
+        )
+    if config.rollout.overlap != "none":
+        yield (
+            f"{what} with rollout.overlap {config.rollout.overlap!r}: mini-batches need the whole batch, with the "
+            "weights it was sampled from",
+            'set rollout.overlap to "none", or algo.updates_per_batch to 1',
         )

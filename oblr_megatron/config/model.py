@@ -9,15 +9,13 @@ from pydantic import Field
 
 from oblr_megatron.config.section import Section
 
-DtypeName = Literal["float64", "float32", "bfloat16"]
-
 
 class ModelConfig(Section):
     """The policy: a checkpoint and its precision."""
 
     path: Path
     """Hugging Face model directory (config.json, *.safetensors, tokenizer files)."""
-    dtype: DtypeName = "float32"
+    dtype: Literal["float64", "float32", "bfloat16"] = "float32"
     """Dtype of the trained weights. With bfloat16 the optimizer keeps fp32 master weights. float64 is for tests."""
     make_vocab_size_divisible_by: int = Field(128, ge=1)
     """The vocabulary is padded to a multiple of this times tensor_model_parallel_size."""

@@ -46,17 +46,8 @@ def check_sizes(hf_config: Mapping[str, Any], config: Config) -> None:
     Raises:
         UserError: names the size.
     """
-    where = str(config.model.path)
-    for name, width in _fp8_widths(hf_config, config).items():
-        multiple = FP8_TOKENS[config.model.fp8_recipe]
-        if width % multiple:
-            raise UserError(
-                f"{name} {width} on each rank is not a multiple of {multiple}, as FP8 products need",
-                where=where,
-                fix='lower parallel.tensor_model_parallel_size, or set model.fp8 to "none"',
-            )
-    _check_bf16_layers(hf_config, config, where)
-    _check_heads_exchanged(hf_config, config, where)
+    for what, fix in _size_problems(hf_config, config):
+        raise UserError(what, where=str(config.model.path), fix=fix)
 
 
 def norms_problem(config: Config, mode: str) -> Problem | None:
@@ -142,30 +133,28 @@ def _fp8_widths(hf_config: Mapping[str, Any], config: Config) -> dict[str, int]:
     return widths | {"intermediate_size": hf_config["intermediate_size"] // tp}
 
 
-def _check_bf16_layers(hf_config: Mapping[str, Any], config: Config, where: str) -> None:
-    model = config.model
-    if model.fp8 == "none" or not model.first_last_layers_bf16:
-        return
-    of_stage = config.parallel.layers_of_stage(hf_config["num_hidden_layers"], 0)
-    for name in ("num_layers_at_start_in_bf16", "num_layers_at_end_in_bf16"):
-        if getattr(model, name) > of_stage:
-            raise UserError(
-                f"{name} {getattr(model, name)} is more than the {of_stage} layers of a pipeline stage",
-                where=where,
-                fix=f"set model.{name} to {of_stage} or fewer",
+def _size_problems(hf_config: Mapping[str, Any], config: Config) -> Iterator[Problem]:
+    """Widths of FP8 products, layers that stay in bf16, and heads that are exchanged."""
+    model, parallel = config.model, config.parallel
+    for name, width in _fp8_widths(hf_config, config).items():
+        multiple = FP8_TOKENS[model.fp8_recipe]
+        if width % multiple:
+            yield (
+                f"{name} {width} on each rank is not a multiple of {multiple}, as FP8 products need",
+                'lower parallel.tensor_model_parallel_size, or set model.fp8 to "none"',
             )
-
-
-def _check_heads_exchanged(hf_config: Mapping[str, Any], config: Config, where: str) -> None:
-    parallel = config.parallel
+    if model.fp8 != "none" and model.first_last_layers_bf16:
+        of_stage = parallel.layers_of_stage(hf_config["num_hidden_layers"], 0)
+        for name in ("num_layers_at_start_in_bf16", "num_layers_at_end_in_bf16"):
+            if getattr(model, name) > of_stage:
+                what = f"{name} {getattr(model, name)} is more than the {of_stage} layers of a pipeline stage"
+                yield what, f"set model.{name} to {of_stage} or fewer"
     tp, cp = parallel.tensor_model_parallel_size, parallel.context_parallel_size
-    if cp == 1 or parallel.cp_comm_type != "a2a" or config.model.transformer_impl == "local":
-        return
-    for name in ("num_attention_heads", "num_key_value_heads"):
-        if max(1, hf_config[name] // tp) % cp:
-            raise UserError(
-                f'cp_comm_type "a2a": {name} {hf_config[name]} / tensor_model_parallel_size {tp} does not divide among '
-                f"{cp} context-parallel ranks",
-                where=where,
-                fix='set parallel.cp_comm_type to "p2p"',
-            )
+    if cp > 1 and parallel.cp_comm_type == "a2a" and model.transformer_impl != "local":
+        for name in ("num_attention_heads", "num_key_value_heads"):
+            if max(1, hf_config[name] // tp) % cp:
+                yield (
+                    f'cp_comm_type "a2a": {name} {hf_config[name]} / tensor_model_parallel_size {tp} does not divide '
+                    f"among {cp} context-parallel ranks",
+                    'set parallel.cp_comm_type to "p2p"',
+                )

@@ -7,7 +7,7 @@ found[0].training, found[0].rollout, found[0].peak        # of a rank of the fir
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from fractions import Fraction
 from math import ceil
 from typing import Any
@@ -112,11 +112,5 @@ def rank_memory(hf_config: Mapping[str, Any], config: Config, world_size: int, d
 
 def _without_a_model(fixed: int, stage: int) -> MemoryEstimate:
     """The trainer's part with `rollout.only`, which builds no policy and no optimizer: the process alone."""
-    nothing = dict.fromkeys(
-        (
-            *("weights", "main_grad", "fold_sums", "optimizer", "activations"),
-            *("logits", "norms", "work", "checkpoint"),
-        ),
-        0,
-    )
-    return MemoryEstimate(**nothing, fixed=fixed, stage=stage, moment="", between_steps=fixed)
+    nothing: dict[str, Any] = {field.name: 0 for field in fields(MemoryEstimate)}
+    return MemoryEstimate(**nothing | {"fixed": fixed, "stage": stage, "moment": "", "between_steps": fixed})

@@ -56,8 +56,7 @@ def dry_run_elsewhere(config: Config, nnodes: int, per_node: int, gpu_memory_gb:
     Raises:
         UserError: the first problem.
     """
-    from oblr_megatron.dryrun.checking import check_files
-    from oblr_megatron.dryrun.examine import examine
+    from oblr_megatron.dryrun.examine import check_files, examine
 
     found = examine(config, nnodes * per_node, per_node, device_of(config, per_node, gpu_memory_gb))
     return _show(found, check_files(config, found.hf_config))
@@ -67,7 +66,7 @@ def _show(found: Found, unchecked: Sequence[str]) -> int:
     """Print model, memory, and what was not checked; the last line is JSON."""
     from rich.console import Console
 
-    from oblr_megatron.dryrun.checking import check_fits
+    from oblr_megatron.dryrun.examine import check_fits
     from oblr_megatron.dryrun.table import json_line, kinds_of, memory_table
 
     models, memory = found.models, found.memory

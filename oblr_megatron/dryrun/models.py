@@ -17,7 +17,6 @@ from typing import Any
 from megatron.core.models.gpt import GPTModel
 from megatron.core.tensor_parallel import param_is_not_tensor_parallel_duplicate
 from megatron.core.transformer.module import param_is_not_shared
-from torch import nn
 
 from oblr_megatron.checks.layout import num_experts
 from oblr_megatron.config import Config, ModelConfig, ParallelConfig
@@ -115,19 +114,15 @@ def _check_position(parallel: Parallel, place: Position) -> None:
 
 def _count(hf_config: HFConfig, config: Config, parallel: Parallel) -> tuple[int, int, int, int]:
     """(dense, experts, counted dense, counted experts) of this rank."""
-    sizes = [0, 0, 0, 0]
+    sizes, group = [0, 0, 0, 0], parallel.tp_group
     for chunk in _chunks(hf_config, config.model, parallel, config.parallel):
         for parameter in chunk.parameters():
             expert = moe.is_expert(parameter)
             sizes[expert] += parameter.numel()
-            if expert or _counts_here(parameter, parallel):
+            unique = param_is_not_shared(parameter) and param_is_not_tensor_parallel_duplicate(parameter, group)
+            if expert or unique:
                 sizes[2 + expert] += parameter.numel()
     return sizes[0], sizes[1], sizes[2], sizes[3]
-
-
-def _counts_here(parameter: nn.Parameter, parallel: Parallel) -> bool:
-    """Whether this rank counts the parameter, among the ranks of the replica that hold it."""
-    return param_is_not_shared(parameter) and param_is_not_tensor_parallel_duplicate(parameter, parallel.tp_group)
 
 
 def _chunks(

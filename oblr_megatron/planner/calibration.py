@@ -17,7 +17,7 @@ from __future__ import annotations
 import json
 import statistics
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import asdict, dataclass, replace
 from math import exp, log, sqrt
 from pathlib import Path
 from typing import Any
@@ -27,7 +27,7 @@ from oblr_megatron.config import parse_config
 from oblr_megatron.errors import UserError
 from oblr_megatron.metrics import ENVIRONMENT_FILE, read_metrics
 from oblr_megatron.observe.performance.hardware import device_named
-from oblr_megatron.planner.constants import Constants, Machine, as_table, cpu_machine
+from oblr_megatron.planner.constants import Constants, Machine, cpu_machine
 from oblr_megatron.planner.sampling_cost import push_phase, rollout_phase
 from oblr_megatron.planner.setting import Setting
 from oblr_megatron.planner.training_cost import training_phases
@@ -116,7 +116,7 @@ def compare(observations: Sequence[Observation], constants: Constants) -> list[t
 
 def predicted_phases(observation: Observation, constants: Constants) -> dict[str, float]:
     """Predicted seconds of the phases of an observation."""
-    setting = replace(observation.setting, machine=observation.setting.machine.with_constants(constants))
+    setting = replace(observation.setting, machine=replace(observation.setting.machine, constants=constants))
     training = training_phases(setting)
     found = {
         "gradient": training["norms"].seconds + training["gradient"].seconds,
@@ -214,7 +214,7 @@ def calibrate(runs: Sequence[Path], gpu: str, out: Path) -> str:
 def write_constants(found: Fitted, out: Path, runs: Sequence[str]) -> None:
     """Write {"constants": ..., "fitted": names, "rms": ..., "runs": ..., "rows": ...}."""
     record = {
-        "constants": as_table(found.constants),
+        "constants": asdict(found.constants),
         "fitted": found.names,
         "rms": found.rms,
         "runs": list(runs),

@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import json
 import os
-from dataclasses import asdict, dataclass, fields, replace
+from dataclasses import dataclass, fields
 from math import inf
 from pathlib import Path
 from typing import Any
@@ -111,25 +111,25 @@ class Machine:
         """Whether ranks have GPUs."""
         return self.cores is None
 
+    def peak_flops(self, *, fp8: bool) -> float:
+        """FLOP/s of a device's matrix products; in bf16 if it has no FP8."""
+        tflops = self.device.fp8_tflops if fp8 else None
+        return (tflops or self.device.bf16_tflops) * 1e12
+
     def stretch(self, ranks: int) -> float:
         """Slowdown of a rank's work when ranks share cores: max(1, ranks / cores)."""
         return 1.0 if self.cores is None else max(1.0, ranks / self.cores)
 
-    def with_constants(self, constants: Constants) -> Machine:
-        """The same machine with other constants."""
-        return replace(self, constants=constants)
 
-
-def cpu_machine(cores: int | None = None, constants: Constants = CPU) -> Machine:
+def cpu_machine(cores: int | None = None) -> Machine:
     """This CPU as a node with any number of ranks.
 
     Assumed peaks: 150 GFLOP/s per core in fp32, 20 GB/s of memory, 4 GB/s of loopback. They are upper bounds, which the
     fitted constants correct.
     """
-    count = cores or len(os.sched_getaffinity(0))
-    gibibytes = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") / 1e9
-    device = Device("cpu", 0.15, None, gibibytes, 20.0, 4.0, 4.0, 1 << 16)
-    return Machine(device, constants, count)
+    gigabytes = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") / 1e9
+    device = Device("cpu", 0.15, None, gigabytes, 20.0, 4.0, 4.0, 1 << 16)
+    return Machine(device, CPU, cores or len(os.sched_getaffinity(0)))
 
 
 def read_constants(path: Path) -> Constants:
@@ -140,11 +140,9 @@ def read_constants(path: Path) -> Constants:
     """
     fix = "write one with `oblr-megatron plan --calibrate RUN_DIR --out FILE`"
     try:
-        found = json.loads(path.read_text(encoding="utf-8"))["constants"]
-    except (OSError, ValueError, KeyError, TypeError) as error:
+        found = dict(json.loads(path.read_text(encoding="utf-8"))["constants"].items())
+    except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
         raise UserError("not a file of constants", where=str(path), fix=fix) from error
-    if not isinstance(found, dict):
-        raise UserError("not a file of constants", where=str(path), fix=fix)
     known = {field.name for field in fields(Constants)}
     wrong = [name for name, value in found.items() if name not in known or not _above_0(value)]
     if wrong:
@@ -154,8 +152,3 @@ def read_constants(path: Path) -> Constants:
 
 def _above_0(value: Any) -> bool:
     return isinstance(value, int | float) and not isinstance(value, bool) and 0 < value < inf
-
-
-def as_table(constants: Constants) -> dict[str, float]:
-    """The constants as `read_constants` reads them."""
-    return asdict(constants)

@@ -66,8 +66,7 @@ def run(options: argparse.Namespace) -> int:
     if options.write:
         _check_new(options.write, "--write")
     request = request_of(options)  # before torch is imported
-    from oblr_megatron.planner.search import search
-    from oblr_megatron.planner.split import best_split
+    from oblr_megatron.planner.search import best_split, search
     from oblr_megatron.planner.table import as_json, summary, table, write_toml
 
     if options.overlap:
@@ -100,7 +99,7 @@ def request_of(options: argparse.Namespace) -> Any:
     from oblr_megatron.checkpoint.hf_dir import model_config
     from oblr_megatron.observe.performance.hardware import device_named
     from oblr_megatron.planner.constants import Constants, Machine, read_constants
-    from oblr_megatron.planner.request import Request
+    from oblr_megatron.planner.setting import Request
 
     _check(options)
     device = device_named(options.gpu)
@@ -108,15 +107,12 @@ def request_of(options: argparse.Namespace) -> Any:
         device = replace(device, memory_gb=options.gpu_memory_gb)
     constants = read_constants(options.calibration) if options.calibration else Constants()
     run_table = _table(options)
-    prompt = run_table["data"]["max_prompt_tokens"]
     response = run_table["rollout"]["max_response_tokens"]
     return Request(
         model=options.model,
         hf_config=model_config(options.model),
         gpus=options.gpus,
-        memory_bytes=device.memory_bytes,
         machine=Machine(device, constants),
-        prompt_tokens=prompt,
         mean_response_tokens=min(response, options.mean_response_tokens or max(1, response // 2)),
         table=run_table,
         speculation_acceptance=options.speculation_acceptance,
@@ -151,10 +147,8 @@ def _chance(text: str) -> float:
 
 
 def _check(options: argparse.Namespace) -> None:
-    examples = (
-        {"gpus": "--gpus 64"} if options.config else {"gpus": "--gpus 64", "sequence_length": "--sequence-length 8192"}
-    )
-    for name, example in examples.items():
+    lengths = {} if options.config else {"sequence_length": "--sequence-length 8192"}
+    for name, example in {"gpus": "--gpus 64", **lengths}.items():
         if getattr(options, name) is None:
             raise UserError(f"{example.split()[0]} is missing", where="plan", fix=f"add it, e.g. {example}")
     prompt = options.prompt_tokens
@@ -168,7 +162,7 @@ def _check(options: argparse.Namespace) -> None:
 
 def _table(options: argparse.Namespace) -> dict[str, Any]:
     """The run to lay out, as a table: from --config with the given sizes, or of the given sizes."""
-    from oblr_megatron.planner.request import base_table
+    from oblr_megatron.planner.setting import base_table
 
     if options.config is None:
         return base_table(

@@ -16,7 +16,6 @@ from oblr_megatron.memory.engine import EngineMemory, engine_bytes, engine_sizes
 from oblr_megatron.memory.pass_plan import longest_sample
 from oblr_megatron.observe.performance.flops import active_parameters, forward_flops, total_parameters
 from oblr_megatron.planner.exchange import Links
-from oblr_megatron.planner.overlap import LONGEST
 from oblr_megatron.planner.setting import Phase
 
 if TYPE_CHECKING:
@@ -25,6 +24,8 @@ if TYPE_CHECKING:
     from oblr_megatron.planner.stage import Terms
 
 PUSH_COPIES = 2  # into a bucket and out of it; each reads and writes
+LONGEST = "longest response"
+"""Term of the rollout phase after the full batch."""
 
 
 def rollout_phase(setting: Setting) -> Phase:
@@ -66,7 +67,8 @@ class _Engine:
         on_gpu = setting.machine.on_gpu
         engines = config.rollout.num_engines
         if engines is None:
-            engines = setting.sampling_gpus // config.rollout.tensor_parallel_size if on_gpu else 1
+            gpus = setting.engine_gpus or setting.world_size
+            engines = gpus // config.rollout.tensor_parallel_size if on_gpu else 1
         memory = engine_bytes(setting.hf_config, config, device_bytes=device.memory_bytes if on_gpu else None)
         sizes = engine_sizes(setting.hf_config, config)
         return cls(setting, setting.typical, sizes, memory, setting.samples / engines)
@@ -130,10 +132,8 @@ class _Engine:
 
     def peak(self) -> float:
         """Peak FLOP/s of one device, or of all cores of a CPU."""
-        machine, quantized = self.setting.machine, self.config.rollout.quantization == "fp8"
-        device = machine.device
-        tflops = device.fp8_tflops if quantized and device.fp8_tflops else device.bf16_tflops
-        return tflops * 1e12 * (machine.cores or 1)
+        machine = self.setting.machine
+        return machine.peak_flops(fp8=self.config.rollout.quantization == "fp8") * (machine.cores or 1)
 
     @property
     def links(self) -> Links:

@@ -2,6 +2,7 @@
 
     found = search(request)
     found.plans[0].prediction.seconds, found.plans[0].sections       # the fastest that fits
+    found, request = best_split(request, "stream")                   # engines on GPUs of their own
 
 The checks are a run's own (`checks.layout.check_layout`, `preflight.check_dealing`, `memory.select_mode.resolve`).
 Tensor parallelism stays within a node. The distributed optimizer is on if several ranks hold the same weights, because
@@ -11,7 +12,7 @@ it needs less memory and moves no more bytes. Sequence parallelism is tried on a
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import product
 from typing import Any
 
@@ -22,17 +23,16 @@ from oblr_megatron.errors import UserError
 from oblr_megatron.formatting import size
 from oblr_megatron.memory.engine import engine_bytes, push_bytes
 from oblr_megatron.memory.pass_plan import Layout, longest_sample
-from oblr_megatron.memory.select_mode import resolve
+from oblr_megatron.memory.select_mode import MODES, resolve
 from oblr_megatron.memory.training import MemoryEstimate
-from oblr_megatron.planner.overlap import hidden_seconds
-from oblr_megatron.planner.request import Request
-from oblr_megatron.planner.sampling_cost import push_phase, rollout_phase
-from oblr_megatron.planner.setting import Phase, Prediction, Setting, prediction_of
-from oblr_megatron.planner.training_cost import training_phases
+from oblr_megatron.planner.cost import predict
+from oblr_megatron.planner.sampling_cost import rollout_phase
+from oblr_megatron.planner.setting import Phase, Prediction, Request, Setting
 from oblr_megatron.preflight import check_dealing, check_settings
 
 ROWS = (1, 2, 4)  # longest samples per microbatch
-MOST_STAGES, MOST_CONTEXT = 32, 8
+MOST_STAGES, MOST_CONTEXT, MOST_SPLITS = 32, 8, 8
+KEEP_FREE = 2 * 2**30  # bytes per GPU for CUDA, NCCL and fragmentation
 UTILIZATIONS = tuple(step / 20 for step in range(18, 1, -1))  # 0.9 down to 0.1
 
 Sections = dict[str, Any]
@@ -82,8 +82,41 @@ class Found:
     plans: list[Plan]  # the fastest first
     refused: int  # layouts that the checks refuse
     too_large: int
-    nearest: tuple[int, str] | None  # the smallest memory per GPU, and the name of that layout
-    reasons: dict[str, str]  # one example for each kind of refusal
+
+
+def best_split(request: Request, overlap: str) -> tuple[Found, Request]:
+    """The division of GPUs between engines and trainer with the fastest step, and its layouts.
+
+    Args:
+        request: its `gpus` are those of trainer and engines together.
+        overlap: rollout.overlap, "stream" or "one_step".
+
+    Raises:
+        UserError: no division is possible, or nothing fits in any; the message of the last one.
+    """
+    found: list[tuple[Found, Request]] = []
+    refusal = UserError("one GPU cannot train and sample at the same time", where="plan", fix="use two or more GPUs")
+    for split in _splits(request, overlap):
+        try:
+            found.append((search(split), split))
+        except UserError as error:
+            refusal = error
+    if not found:
+        raise refusal
+    return min(found, key=lambda each: each[0].plans[0].prediction.seconds)
+
+
+def _splits(request: Request, overlap: str) -> Iterator[Request]:
+    """Up to MOST_SPLITS - 1 divisions, in whole nodes where there are two or more."""
+    node = request.machine.device.gpus_per_node
+    unit = node if request.gpus >= 2 * node else 1
+    rollout = {"overlap": overlap, "max_staleness": int(overlap == "one_step"), "sleep_level": 0}
+    table = {**request.table, "rollout": {**request.table.get("rollout", {}), **rollout}}
+    units = request.gpus // unit
+    for engines in sorted({max(1, units * part // MOST_SPLITS) for part in range(1, MOST_SPLITS)}):
+        if engines < units:
+            trainer = request.gpus - engines * unit
+            yield replace(request, gpus=trainer, engine_gpus=engines * unit, table=table)
 
 
 def search(request: Request) -> Found:
@@ -96,10 +129,10 @@ def search(request: Request) -> Found:
     check_settings(request.hf_config, request.config({}), request.gpus, per_node, on_gpu=True)
     tally = _Tally(request)
     plans = [plan for layout in layouts(request) for plan in tally.consider(layout)]
-    plans.sort(key=lambda plan: (plan.prediction.seconds, plan.peak_bytes))
     if not plans:
         raise tally.nothing()
-    return Found(plans, tally.refused, tally.too_large, tally.nearest, tally.reasons)
+    plans.sort(key=lambda plan: (plan.prediction.seconds, plan.peak_bytes))
+    return Found(plans, tally.refused, tally.too_large)
 
 
 def layouts(request: Request) -> Iterator[Sections]:
@@ -136,7 +169,7 @@ def layouts(request: Request) -> Iterator[Sections]:
 
 def powers(most: int) -> list[int]:
     """1, 2, 4, ... up to `most`."""
-    return [2**exponent for exponent in range(most.bit_length()) if 2**exponent <= most]
+    return [2**exponent for exponent in range(most.bit_length())]
 
 
 class _Tally:
@@ -144,17 +177,18 @@ class _Tally:
 
     def __init__(self, request: Request) -> None:
         self.request, self.run = request, request.config({})
+        self.memory_bytes = request.machine.device.memory_bytes
+        self.limit = self.memory_bytes - KEEP_FREE
         self.refused = self.too_large = 0
         self.nearest: tuple[int, str] | None = None
         self.reasons: dict[str, str] = {}
-        self._pushes: dict[tuple[int, ...], Phase] = {}
         self._rollouts: dict[tuple[int, float], Phase] = {}
 
     def consider(self, parallel: Sections) -> list[Plan]:
         """The plans of a layout: one for each norm mode that is possible and fits; one if no norms are measured."""
         request, found = self.request, []
         longest = longest_sample(self.run)
-        for mode in request.modes if self.run.measures_norms else ("",):
+        for mode in MODES[::-1] if self.run.measures_norms else ("",):
             if mode not in ("", "two_pass") and parallel["micro_batch_tokens"] > longest:
                 continue  # Transformer Engine's layers need one sample per microbatch, so a larger budget is pointless
             try:
@@ -187,41 +221,27 @@ class _Tally:
     def placed(self, sections: Sections, config: Config, memory: MemoryEstimate) -> Plan | None:
         """The layout with the engine size at which sampling is fastest; None if nothing fits."""
         request = self.request
-        limit = request.memory_bytes - request.keep_free
         self.note(memory.total, config)
-        if memory.total > limit:
+        apart = bool(request.engine_gpus)
+        held, training = (0, 0) if apart else (memory.between_steps, memory.total)
+        widths = powers(min(request.machine.device.gpus_per_node, request.engine_gpus or request.gpus))
+        engines = (self.engine(config, width, held, training) for width in widths if memory.total <= self.limit)
+        fits = [fit for fit in engines if fit is not None]
+        if not fits:
             self.too_large += 1
             return None
-        best: tuple[float, Config, int, int] | None = None
-        gpus = request.engine_gpus or request.gpus
-        for width in powers(min(request.machine.device.gpus_per_node, gpus)):
-            shared = (0, 0) if request.engine_gpus else (memory.between_steps, memory.total)
-            fit = self.engine(config, width, *shared, limit)
-            if fit is None:
-                continue
-            engine_config, sampling, training = fit
-            seconds = self.rollout(engine_config).seconds
-            if best is None or seconds < best[0]:
-                best = seconds, engine_config, sampling, training
-        if best is None:
-            self.too_large += 1
-            return None
-        _, config, sampling, training = best
-        training = memory.total if request.engine_gpus else training
-        rollout: Sections = {
-            "tensor_parallel_size": config.rollout.tensor_parallel_size,
-            "gpu_memory_utilization": config.rollout.gpu_memory_utilization,
-        }
-        if request.engine_gpus:
-            rollout |= {"overlap": config.rollout.overlap, "max_staleness": config.rollout.max_staleness}
-        setting = self.setting(config)
-        phases = {"rollout": self.rollout(config), **training_phases(setting), "push": self.push(setting)}
-        prediction = prediction_of(setting, phases, hidden_seconds(setting, phases))
-        return Plan(sections | {"rollout": rollout}, config, prediction, memory, training, sampling)
+        config, sampling, training = min(fits, key=lambda fit: self.rollout(fit[0]).seconds)
+        keys = ("tensor_parallel_size", "gpu_memory_utilization", *(("overlap", "max_staleness") if apart else ()))
+        return Plan(
+            sections | {"rollout": {key: getattr(config.rollout, key) for key in keys}},
+            config,
+            predict(self.setting(config), self.rollout(config)),
+            memory,
+            memory.total if apart else training,
+            sampling,
+        )
 
-    def engine(
-        self, config: Config, width: int, held: int, training: int, limit: int
-    ) -> tuple[Config, int, int] | None:
+    def engine(self, config: Config, width: int, held: int, training: int) -> tuple[Config, int, int] | None:
         """(run, bytes during sampling, bytes during training) with engines of `width` GPUs and as much memory as fits.
 
         None if the heads do not divide, or the KV cache does not hold one longest sequence.
@@ -232,10 +252,10 @@ class _Tally:
         for share in UTILIZATIONS:
             rollout = {"tensor_parallel_size": width, "gpu_memory_utilization": share}
             tried = config.model_copy(update={"rollout": config.rollout.model_copy(update=rollout)})
-            engine = engine_bytes(hf, tried, device_bytes=request.memory_bytes)
+            engine = engine_bytes(hf, tried, device_bytes=self.memory_bytes)
             asleep = engine.asleep(config.rollout.sleep_level)
             sampling = held + engine.total + push_bytes(hf, tried)
-            if sampling > limit or training + asleep > limit:
+            if max(sampling, training + asleep) > self.limit:
                 continue
             if engine.kv_tokens < max_model_len(config):
                 return None
@@ -250,7 +270,6 @@ class _Tally:
             config,
             request.gpus,
             request.machine,
-            request.prompt_tokens,
             request.mean_response_tokens,
             transformer_engine=True,
             engine_gpus=request.engine_gpus,
@@ -264,19 +283,6 @@ class _Tally:
             self._rollouts[key] = rollout_phase(self.setting(config))
         return self._rollouts[key]
 
-    def push(self, setting: Setting) -> Phase:
-        """The push; cached, because it depends only on the sizes of a few groups."""
-        parallel = setting.config.parallel
-        key = (
-            parallel.tensor_model_parallel_size,
-            parallel.pipeline_model_parallel_size,
-            parallel.expert_model_parallel_size,
-            setting.config.rollout.tensor_parallel_size,
-        )
-        if key not in self._pushes:
-            self._pushes[key] = push_phase(setting)
-        return self._pushes[key]
-
     def note(self, num_bytes: int, config: Config) -> None:
         """Remember the layout that needs the least memory."""
         if self.nearest is None or num_bytes < self.nearest[0]:
@@ -289,15 +295,15 @@ class _Tally:
     def nothing(self) -> UserError:
         """The error that says why there is no plan."""
         request = self.request
-        where = f"{request.model} on {request.gpus} x {size(request.memory_bytes)}"
+        where = f"{request.model} on {request.gpus} x {size(self.memory_bytes)}"
         if self.nearest is None:
             reason = next(iter(self.reasons.values()), "there are no candidates")
             return UserError(f"no layout is allowed; for example: {reason}", where=where, fix="change the sizes")
         smallest, name = self.nearest
-        limit = request.memory_bytes - request.keep_free
-        if smallest > limit:
-            what = f"the smallest ({name}) needs {size(smallest)} per GPU, {size(smallest - limit)} too much"
-        else:
-            what = f"the smallest ({name}) needs {size(smallest)} per GPU, which leaves too little for a vLLM engine"
-        fix = "use more GPUs, GPUs with more memory, or a smaller --sequence-length"
-        return UserError(f"no layout fits: {what}", where=where, fix=fix)
+        excess = smallest - self.limit
+        lack = f"{size(excess)} too much" if excess > 0 else "which leaves too little for a vLLM engine"
+        return UserError(
+            f"no layout fits: the smallest ({name}) needs {size(smallest)} per GPU, {lack}",
+            where=where,
+            fix="use more GPUs, GPUs with more memory, or a smaller --sequence-length",
+        )

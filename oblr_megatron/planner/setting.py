@@ -1,4 +1,4 @@
-"""Records of the planner: settings, phases, predictions. Imports no torch."""
+"""Records of the planner: requests, settings, phases, predictions. Imports no torch."""
 
 from __future__ import annotations
 
@@ -6,11 +6,51 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from oblr_megatron.config import Config
+from oblr_megatron.config import Config, parse_config
 from oblr_megatron.memory.pass_plan import longest_sample
 from oblr_megatron.observe.performance.flops import training_flops
 from oblr_megatron.planner.constants import Machine
 from oblr_megatron.planner.stage import Terms
+
+
+@dataclass(frozen=True, slots=True)
+class Request:
+    """One request. Example: `oblr-megatron plan --model Qwen3-8B --gpus 64 --sequence-length 8192`."""
+
+    model: str
+    hf_config: Mapping[str, Any]
+    gpus: int  # of the trainer
+    machine: Machine
+    mean_response_tokens: int  # every prompt counts as the longest
+    table: Mapping[str, Any]  # the rest of the run, as in a config file
+    engine_gpus: int = 0  # that only sample; 0: engines share the trainer's
+    speculation_acceptance: float = 0.0  # see `Setting`
+
+    def config(self, layout: Mapping[str, Any]) -> Config:
+        """The run with the sections of a layout.
+
+        Raises:
+            UserError: fields contradict each other.
+        """
+        sections = {
+            name: {**self.table.get(name, {}), **fields} if isinstance(fields, Mapping) else fields
+            for name, fields in layout.items()
+        }
+        return parse_config({**self.table, **sections}, "plan")
+
+
+def base_table(
+    *, model: str, prompts: int, group_size: int, prompt_tokens: int, sequence_length: int, dtype: str
+) -> dict[str, Any]:
+    """A run with these sizes and defaults otherwise."""
+    return {
+        "run_dir": "runs/plan",
+        "num_prompts": prompts,
+        "group_size": group_size,
+        "model": {"path": model, "dtype": dtype},
+        "data": {"train": "train.jsonl", "max_prompt_tokens": prompt_tokens},
+        "rollout": {"max_response_tokens": sequence_length - prompt_tokens},
+    }
 
 
 @dataclass(frozen=True, slots=True)
@@ -24,29 +64,18 @@ class Setting:
     config: Config  # with gradnorm.mode chosen; "auto" counts as "two_pass"
     world_size: int
     machine: Machine
-    prompt_tokens: int | None = None  # mean; by default data.max_prompt_tokens
     mean_response_tokens: int | None = None  # by default rollout.max_response_tokens
     transformer_engine: bool = False
     engine_gpus: int = 0  # GPUs that only sample; 0: engines share the trainer's
     speculation_acceptance: float = 0.0  # chance that a draft token is right, in the tail; 0: no speculation
 
     @property
-    def sampling_gpus(self) -> int:
-        """GPUs that sample."""
-        return self.engine_gpus or self.world_size
-
-    @property
     def typical(self) -> Config:
-        """The run with its maximum lengths set to the mean lengths."""
+        """The run with its longest response set to the mean response."""
         config = self.config
-        prompt = self.prompt_tokens or config.data.max_prompt_tokens
         response = self.mean_response_tokens or config.rollout.max_response_tokens
-        return config.model_copy(
-            update={
-                "data": config.data.model_copy(update={"max_prompt_tokens": prompt}),
-                "rollout": config.rollout.model_copy(update={"max_response_tokens": response}),
-            }
-        )
+        rollout = config.rollout.model_copy(update={"max_response_tokens": response})
+        return config.model_copy(update={"rollout": rollout})
 
     @property
     def samples(self) -> int:
@@ -80,12 +109,8 @@ class Phase:
 class Prediction:
     """A predicted step, with its phases in order."""
 
+    setting: Setting
     phases: dict[str, Phase]
-    tokens: int  # of all samples
-    model_flops: float  # of a plain gradient of all samples
-    devices: int  # of the trainer
-    peak_flops: float  # per device, 1/s
-    engine_devices: int = 0  # GPUs that only sample
     hidden: float = 0.0  # seconds of phases that run at the same time as others
 
     @property
@@ -96,25 +121,19 @@ class Prediction:
     @property
     def tokens_per_s(self) -> float:
         """Tokens per second and device, over the whole step."""
-        return self.tokens / self.seconds / (self.devices + self.engine_devices)
+        return self.setting.tokens / self.seconds / (self.setting.world_size + self.setting.engine_gpus)
 
     @property
     def mfu(self) -> float:
-        """Model FLOPs of the gradient over the trainer's peak during norms, gradient and optimizer."""
+        """FLOPs of a plain gradient of all samples over the trainer's peak during norms, gradient and optimizer."""
+        setting = self.setting
+        flops = training_flops(setting.hf_config, [longest_sample(setting.typical)]) * setting.samples
+        peak = setting.machine.peak_flops(fp8=setting.config.model.fp8 != "none")
         training = sum(self.phases[name].seconds for name in ("norms", "gradient", "optimizer"))
-        return self.model_flops / (training * self.devices * self.peak_flops)
+        return flops / (training * setting.world_size * peak)
 
     @property
     def bound_by(self) -> str:
         """The largest term of the longest phase, e.g. "gradient: products"."""
         name = max(self.phases, key=lambda each: self.phases[each].seconds)
         return f"{name}: {self.phases[name].bound_by}"
-
-
-def prediction_of(setting: Setting, phases: dict[str, Phase], hidden: float = 0.0) -> Prediction:
-    """The prediction of a step from its phases, of which `hidden` seconds run at the same time as others."""
-    device = setting.machine.device
-    fp8 = setting.config.model.fp8 != "none" and device.fp8_tflops is not None
-    flops = training_flops(setting.hf_config, [longest_sample(setting.typical)]) * setting.samples
-    peak = (device.fp8_tflops if fp8 and device.fp8_tflops else device.bf16_tflops) * 1e12
-    return Prediction(phases, setting.tokens, flops, setting.world_size, peak, setting.engine_gpus, hidden)

@@ -12,8 +12,8 @@ from rich.table import Table
 from oblr_megatron.formatting import number
 
 if TYPE_CHECKING:
-    from oblr_megatron.planner.request import Request
     from oblr_megatron.planner.search import Found, Plan
+    from oblr_megatron.planner.setting import Request
 
 PHASES = ("rollout", "norms", "gradient", "optimizer", "push")
 COMMENT = """# Written by `oblr-megatron plan`: {name}
@@ -26,7 +26,7 @@ def table(plans: Sequence[Plan], request: Request) -> Table:
     sequence = request.config({})
     title = (
         f"{request.model} on {_machines(request)}, {sequence.num_prompts} x {sequence.group_size} samples: prompts of "
-        f"{request.prompt_tokens} tokens, responses of {request.mean_response_tokens} (mean)"
+        f"{sequence.data.max_prompt_tokens} tokens, responses of {request.mean_response_tokens} (mean)"
     )
     found = Table("#", "layout", title=title)
     for name in ("step s", *PHASES, "GB", "tokens/s/GPU", "MFU"):

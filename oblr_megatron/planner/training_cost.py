@@ -101,9 +101,8 @@ class _Step:
 
     def log_probs(self) -> Terms:
         """A forward pass over all samples."""
-        rows = max(1, self.config.parallel.micro_batch_tokens // longest_sample(self.config))
-        share = samples_of_a_rank(self.config, self.layout)
-        length = longest_sample(self.config)
+        share, length = samples_of_a_rank(self.config, self.layout), longest_sample(self.config)
+        rows = max(1, self.config.parallel.micro_batch_tokens // length)
         whole = Pass("gradient", share, min(rows, share))
         return self.through(whole, lambda stage, rows: stage.forward(stage.sizes.tokens(rows, length)))
 
@@ -133,11 +132,7 @@ class _Step:
         sent = links.next_stage(tokens.split * self.stages[0].sizes.hidden * self.stages[0].sizes.element)
         terms["pipeline"] = max(0.0, alone - busy * self.stretch) + 2 * (run.microbatches + links.pp - 1) * sent
         terms["runs"] = machine.constants.run_s * self.stretch
-        return scaled(terms, self.runs(run))
-
-    def runs(self, run: Pass) -> float:
-        """Runs of this pass on a rank in a step."""
-        return samples_of_a_rank(self.config, self.layout) / run.samples
+        return scaled(terms, samples_of_a_rank(self.config, self.layout) / run.samples)
 
     def stashed(self) -> Terms:
         """Writing, squaring and reading the gradients of single samples."""

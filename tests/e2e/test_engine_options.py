@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 from transformers import Qwen3ForCausalLM
 
-from oblr_megatron.checks.vllm_options import has_fp8_cache, processor_flags
+from oblr_megatron.checks.vllm_options import has_fp8_cache
 from oblr_megatron.engine.protocol import SamplingRequest
 from oblr_megatron.errors import UserError
 from oblr_megatron.rollout.server_checks import check_servers
@@ -58,7 +58,7 @@ def test_prefix_caching_keeps_the_policys_logprobs_also_after_a_push(model: Path
 
 
 @pytest.mark.skipif(
-    not has_fp8_cache(processor_flags()),
+    not has_fp8_cache(),
     reason="vLLM's FP8 cache on a CPU needs AVX-512 or AMX",
 )
 def test_an_fp8_cache_shows_in_the_mismatch(model: Path) -> None:

@@ -22,9 +22,8 @@ from oblr_megatron.errors import UserError
 from oblr_megatron.model.published import published
 from oblr_megatron.observe.performance.hardware import device_named
 from oblr_megatron.planner.constants import Machine
-from oblr_megatron.planner.request import Request, base_table
-from oblr_megatron.planner.search import Found, search
-from oblr_megatron.planner.split import best_split
+from oblr_megatron.planner.search import Found, best_split, search
+from oblr_megatron.planner.setting import Request, base_table
 
 ROOT = Path(__file__).resolve().parents[2]
 GPUS = {8: 256, 64: 256, 1024: 4096}
@@ -117,9 +116,7 @@ def request(size: str, gpus: int) -> Request:
         sequence_length=prompt + response,
         dtype="bfloat16",
     )
-    device = device_named("h100")
-    machine = Machine(device)
-    return Request(name, published(name), gpus, device.memory_bytes, machine, prompt, response // 2, table)
+    return Request(name, published(name), gpus, Machine(device_named("h100")), response // 2, table)
 
 
 def seconds(found: Found) -> float:

@@ -28,8 +28,7 @@ from scipy.optimize import least_squares
 from oblr_megatron.config import Config, parse_config
 from oblr_megatron.observe.performance.hardware import device_named
 from oblr_megatron.planner.constants import DEFAULT, Constants, Machine
-from oblr_megatron.planner.cost import predict
-from oblr_megatron.planner.overlap import hidden_seconds
+from oblr_megatron.planner.cost import hidden_seconds, predict
 from oblr_megatron.planner.sampling_cost import rollout_phase
 from oblr_megatron.planner.setting import Phase, Setting
 from oblr_megatron.planner.stage import added, scaled
@@ -114,7 +113,7 @@ def _step(case: Case, machine: Machine) -> float:
         rollout |= {"overlap": "one_step", "max_staleness": 1, "importance_sampling": "token", "sleep_level": 0}
         rollout |= {"gpu_memory_utilization": case.utilization}
     config = run_config(trainers, case.batch, case.group, 128, case.longest, case.sizes, rollout=rollout)
-    setting = Setting(case.hf, config, trainers, machine, 128, case.length - 128, engine_gpus=case.engine_gpus)
+    setting = Setting(case.hf, config, trainers, machine, case.length - 128, engine_gpus=case.engine_gpus)
     phases = predict(setting).phases
     at_once = config.model_copy(update={"num_prompts": case.batch * case.ahead})
     phases["rollout"] = Phase(scaled(rollout_phase(replace(setting, config=at_once)).terms, 1 / case.ahead))

@@ -101,17 +101,21 @@ AVX512 = ("avx2", "avx512f", "avx512bw", "avx512dq", "avx512vl")
 
 @pytest.mark.parametrize("flags", [AVX512, ("avx2", "amx_tile")])
 @pytest.mark.parametrize("dtype", ["fp8", "fp8_e5m2"])
-def test_an_fp8_cache_runs_on_processors_with_its_instructions(flags: tuple[str, ...], dtype: str) -> None:
-    check_processor({"kv_cache_dtype": dtype}, on_gpu=False, flags=flags)
+def test_an_fp8_cache_runs_on_processors_with_its_instructions(
+    flags: tuple[str, ...], dtype: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("oblr_megatron.checks.vllm_options.processor_flags", lambda: frozenset(flags))
+    check_processor({"kv_cache_dtype": dtype}, on_gpu=False)
 
 
 @pytest.mark.parametrize("flags", [(), ("avx2",), AVX512[:-1]])
-def test_an_fp8_cache_is_refused_on_other_processors(flags: tuple[str, ...]) -> None:
+def test_an_fp8_cache_is_refused_on_other_processors(flags: tuple[str, ...], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("oblr_megatron.checks.vllm_options.processor_flags", lambda: frozenset(flags))
     with pytest.raises(UserError) as caught:
-        check_processor({"kv_cache_dtype": "fp8"}, on_gpu=False, where="--vllm", flags=flags)
+        check_processor({"kv_cache_dtype": "fp8"}, on_gpu=False, where="--vllm")
     assert caught.value.where == "--vllm" and "fp8" in str(caught.value)
-    check_processor({"kv_cache_dtype": "fp8"}, on_gpu=True, flags=flags)
-    check_processor({"kv_cache_dtype": "auto"}, on_gpu=False, flags=flags)
+    check_processor({"kv_cache_dtype": "fp8"}, on_gpu=True)
+    check_processor({"kv_cache_dtype": "auto"}, on_gpu=False)
 
 
 def test_the_flags_are_those_that_torch_finds() -> None:

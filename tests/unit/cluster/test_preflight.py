@@ -5,11 +5,13 @@ tests/e2e/test_slurm.py runs the whole preflight on several nodes. Not covered: 
 
 from __future__ import annotations
 
+import json
 import os
 import socket
 import sys
 import time
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import asdict
 from pathlib import Path
 
 import pytest
@@ -18,7 +20,7 @@ import torch.distributed as dist
 
 from oblr_megatron.cluster import all_reduce, preflight, rendezvous
 from oblr_megatron.cluster.all_reduce import ReduceError
-from oblr_megatron.cluster.node import Problem, Report, examine, versions
+from oblr_megatron.cluster.node import Report, examine, versions
 from oblr_megatron.cluster.rendezvous import Rendezvous
 from oblr_megatron.errors import RunError
 from tests.distributed.launch import run_ranks
@@ -53,8 +55,8 @@ def test_the_differing_node_is_named_even_if_it_is_the_first() -> None:
     for odd, other in (("a", "b"), ("c", "a")):
         found = reports(**{odd: "2.12.0"})
         assert len(compared(found)) == 1
-        (problem,) = found[NODES.index(odd)].problems
-        assert problem.what == f"torch is 2.12.0, but 2.13.0 on {other}" and problem.fix
+        ((what, fix),) = found[NODES.index(odd)].problems
+        assert what == f"torch is 2.12.0, but 2.13.0 on {other}" and fix
 
 
 def test_a_wrong_clock_and_a_missing_node() -> None:
@@ -68,8 +70,8 @@ def test_a_wrong_clock_and_a_missing_node() -> None:
 
 
 def test_a_report_survives_json() -> None:
-    report = Report("a", {"GPUs": "CPU"}, {"torch": "2.13.0"}, [Problem("what", "fix")])
-    assert Report.load(report.dump()) == report
+    report = Report("a", {"GPUs": "CPU"}, {"torch": "2.13.0"}, [("what", "fix")])
+    assert Report.load(json.dumps(asdict(report))) == report
 
 
 def test_gpus_that_are_missing_or_in_use(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -79,7 +81,7 @@ def test_gpus_that_are_missing_or_in_use(tmp_path: Path, monkeypatch: pytest.Mon
     (tmp_path / "nvidia-smi").chmod(0o755)
     monkeypatch.setenv("PATH", f"{tmp_path}:{os.environ['PATH']}")
     found = examine("a", tmp_path / "none.toml", [], expect_gpus=8, ports=())
-    said = [problem.what for problem in found.problems]
+    said = [what for what, _ in found.problems]
     assert f"torch sees {torch.cuda.device_count()} GPUs, not 8" in said
     assert "GPUs are in use (GPU 1: 40213 MiB)" in said
     assert any("cannot read the config" in what for what in said)
@@ -93,7 +95,7 @@ def test_a_gpu_that_names_no_memory_is_no_error(tmp_path: Path, monkeypatch: pyt
     monkeypatch.setenv("PATH", f"{tmp_path}:{os.environ['PATH']}")
     found = examine("a", tmp_path / "none.toml", [], expect_gpus=8, ports=())
     assert found.facts["GPU free"] == "unknown" and found.same["GPU memory, MiB"] == "[N/A]"
-    assert not [problem for problem in found.problems if "in use" in problem.what]
+    assert not [what for what, _ in found.problems if "in use" in what]
 
 
 def test_an_old_driver_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -103,7 +105,7 @@ def test_an_old_driver_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch)
     monkeypatch.setattr(torch.version, "cuda", "13.0")
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 0)
     found = examine("a", tmp_path / "none.toml", [], expect_gpus=8, ports=())
-    said = [problem.what for problem in found.problems]
+    said = [what for what, _ in found.problems]
     assert [what for what in said if "570.86.15" in what and "580" in what and "13.0" in what]
     assert not [what for what in said if "torch sees" in what]
 
@@ -111,14 +113,14 @@ def test_an_old_driver_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch)
 def test_no_driver_is_one_problem(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("PATH", str(tmp_path))
     found = examine("a", tmp_path / "none.toml", [], expect_gpus=8, ports=())
-    assert "nvidia-smi does not answer" in [problem.what for problem in found.problems]
+    assert "nvidia-smi does not answer" in [what for what, _ in found.problems]
 
 
 def test_a_port_in_use_is_found(tmp_path: Path) -> None:
     with socket.create_server(("", 0)) as taken:
         port = taken.getsockname()[1]
         found = examine("a", tmp_path / "none.toml", [], expect_gpus=0, ports=(port,))
-    assert any(f"cannot listen on port {port}" in problem.what for problem in found.problems)
+    assert any(f"cannot listen on port {port}" in what for what, _ in found.problems)
 
 
 def test_versions_are_those_installed() -> None:

@@ -19,7 +19,7 @@ from oblr_megatron.checks.layout import check_recompute
 from oblr_megatron.checks.machine import Machine, check_machine
 from oblr_megatron.config import Config, ModelConfig, ParallelConfig, parse_config
 from oblr_megatron.config.algo import SnrConfig
-from oblr_megatron.config.refused_keys import REFUSED_KEYS
+from oblr_megatron.config.run import REFUSED_KEYS
 from oblr_megatron.dryrun.fake_ranks import standing_as
 from oblr_megatron.errors import UserError
 from oblr_megatron.model.optimizer import optimizer_implementation

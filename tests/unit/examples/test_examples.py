@@ -19,8 +19,8 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from oblr_megatron.checks.layout import check_layout
 from oblr_megatron.config import load_config
-from oblr_megatron.dryrun.checking import check_run
 from oblr_megatron.dryrun.device_memory import Device, rank_memory
+from oblr_megatron.dryrun.examine import check_run
 from oblr_megatron.errors import EXIT_USER
 from oblr_megatron.model.published import published
 from oblr_megatron.preflight import write_config

@@ -22,7 +22,7 @@ from torch.overrides import TorchFunctionMode
 
 from oblr_megatron.checks.machine import Machine
 from oblr_megatron.config import Config, load_config
-from oblr_megatron.dryrun.checking import model_of
+from oblr_megatron.dryrun.examine import model_of
 from oblr_megatron.dryrun.fake_ranks import META, standing_as
 from oblr_megatron.dryrun.models import rank_positions
 from oblr_megatron.gradnorm.rules import Kind, classify

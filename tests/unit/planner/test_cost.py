@@ -246,7 +246,7 @@ def test_the_routing_of_experts_costs_time_for_any_number_of_tokens() -> None:
 
 def test_mfu_is_below_one_and_tokens_are_counted_once() -> None:
     found = predict(setting(8, FOLDS))
-    assert 0 < found.mfu < 0.5 and found.tokens == 128 * 2048
+    assert 0 < found.mfu < 0.5 and found.setting.tokens == 128 * 2048
     assert found.tokens_per_s == pytest.approx(128 * 2048 / found.seconds / 8)
     assert found.bound_by.split(":")[0] in found.phases
 

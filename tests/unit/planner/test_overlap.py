@@ -13,10 +13,10 @@ import pytest
 
 from oblr_megatron.cli import main
 from oblr_megatron.errors import UserError
-from oblr_megatron.planner.overlap import hidden_seconds
+from oblr_megatron.planner.cost import hidden_seconds
 from oblr_megatron.planner.sampling_cost import push_phase, rollout_phase
+from oblr_megatron.planner.search import KEEP_FREE, _splits, best_split
 from oblr_megatron.planner.setting import Phase, Setting
-from oblr_megatron.planner.split import _splits, best_split
 from tests.unit.planner.settings import setting
 from tests.unit.planner.test_search import request
 
@@ -74,7 +74,7 @@ def test_the_best_division_uses_all_gpus_and_every_plan_fits() -> None:
         assert used.gpus + used.engine_gpus == 4 and used.engine_gpus > 0
         for plan in found.plans:
             assert plan.sections["rollout"]["overlap"] == mode and plan.prediction.hidden > 0
-            assert plan.training_bytes == plan.memory.total <= used.memory_bytes - used.keep_free
+            assert plan.training_bytes == plan.memory.total <= used.machine.device.memory_bytes - KEEP_FREE
         plans[mode] = found.plans[0].prediction
         parts = sum(phase.seconds for phase in plans[mode].phases.values())
         assert plans[mode].seconds == pytest.approx(parts - plans[mode].hidden)

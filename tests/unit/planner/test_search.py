@@ -21,8 +21,8 @@ from oblr_megatron.model.published import published
 from oblr_megatron.observe.performance.hardware import device_named
 from oblr_megatron.planner.constants import Machine
 from oblr_megatron.planner.plan_command import request_of
-from oblr_megatron.planner.request import Request, base_table
-from oblr_megatron.planner.search import Found, powers, search
+from oblr_megatron.planner.search import KEEP_FREE, Found, powers, search
+from oblr_megatron.planner.setting import Request, base_table
 
 GB = 10**9
 
@@ -30,7 +30,8 @@ GB = 10**9
 def request(model: str = "Qwen3-8B", gpus: int = 8, gb: int = 80, **sizes: int) -> Request:
     options = {"prompts": 32, "group_size": 8, "prompt_tokens": 512, "sequence_length": 4096} | sizes
     table = base_table(model=model, dtype="bfloat16", **options)
-    return Request(model, published(model), gpus, gb * GB, Machine(device_named("h100")), 512, 1024, table)
+    device = replace(device_named("h100"), memory_gb=gb)
+    return Request(model, published(model), gpus, Machine(device), 1024, table)
 
 
 @pytest.fixture(scope="module")
@@ -44,8 +45,8 @@ def test_plans_pass_the_checks_of_a_run_and_fit(found: Found) -> None:
     for plan in found.plans:
         config = asked.config(plan.sections)
         check_layout(asked.hf_config, config, asked.gpus)
-        assert config == plan.config and plan.peak_bytes <= 80 * GB - asked.keep_free
-        engine = engine_bytes(asked.hf_config, config, device_bytes=asked.memory_bytes)
+        assert config == plan.config and plan.peak_bytes <= 80 * GB - KEEP_FREE
+        engine = engine_bytes(asked.hf_config, config, device_bytes=asked.machine.device.memory_bytes)
         assert engine.kv_tokens >= longest_sample(config)
         assert config.parallel.tensor_model_parallel_size <= 8
 
@@ -53,7 +54,7 @@ def test_plans_pass_the_checks_of_a_run_and_fit(found: Found) -> None:
 def test_memory_is_what_a_dry_run_counts(found: Found) -> None:
     """Both phases of the fullest rank. The dry run adds the trainer's context, which the planner keeps free."""
     asked = request()
-    gpu = Device(on_gpu=True, num_bytes=asked.memory_bytes, transformer_engine=True)
+    gpu = Device(on_gpu=True, num_bytes=asked.machine.device.memory_bytes, transformer_engine=True)
     for plan in found.plans:
         ranks = rank_memory(asked.hf_config, plan.config, asked.gpus, gpu)
         assert plan.training_bytes == max(rank.training for rank in ranks) - CONTEXT, plan.name
