@@ -17,14 +17,14 @@ import logging
 import queue
 import threading
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence, Set
 from contextlib import suppress
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any
 
 from oblr_megatron.engine.channel import CHECK_SECONDS, PeerGone
 from oblr_megatron.engine.protocol import SamplingRequest, prompt_seed
-from oblr_megatron.engine.turns import Abandon, Answered, TurnMessage, TurnRequest
+from oblr_megatron.engine.turns import Abandon, Answered, TurnRequest
 from oblr_megatron.environments.launcher import Launcher, Process
 from oblr_megatron.environments.messages import Answer, Begin, Ended, Wish
 from oblr_megatron.environments.watch import NOBODY
@@ -32,6 +32,7 @@ from oblr_megatron.types import FinishReason, Prompt, Sample
 
 if TYPE_CHECKING:
     from oblr_megatron.config import Config
+    from oblr_megatron.engine.handle import VllmEngine
 
 logger = logging.getLogger(__name__)
 
@@ -39,18 +40,6 @@ MOST_LOSSES = 8
 """Processes that a batch may lose before its remaining episodes fail."""
 GRACE_SECONDS = 5.0
 """Seconds after its deadline until an episode's process is killed. Normally the episode ends itself at the deadline."""
-
-
-class TurnSource(Protocol):
-    """What samples turns: an engine process, or the API servers."""
-
-    def begin_turns(self) -> Iterator[Answered]:
-        """Begin; yields responses until the end, in a thread of its own."""
-        ...
-
-    def ask(self, messages: Sequence[TurnMessage] | None) -> None:
-        """Send requests; None ends."""
-        ...
 
 
 @dataclass(slots=True)
@@ -65,9 +54,9 @@ class _Running:
 
 @dataclass(slots=True)
 class _Batch:
-    """The state of one call of `run`."""
+    """The state of one call of `sample`."""
 
-    source: TurnSource
+    engine: VllmEngine
     request: SamplingRequest
     done: Callable[[Ended], None]
     running: dict[int, _Running]
@@ -96,7 +85,7 @@ class EpisodeHost:
 
     def sample(
         self,
-        source: TurnSource,
+        engine: VllmEngine,
         prompts: Sequence[Prompt],
         positions: Sequence[int],
         request: SamplingRequest,
@@ -106,8 +95,22 @@ class EpisodeHost:
     ) -> None:
         """Run the episodes of some prompts; `put(position, group)` as soon as a prompt's last episode has ended.
 
-        The position of a prompt decides the seeds of its episodes, as for single responses. Raises as `run`.
+        The position of a prompt decides the seeds of its episodes, as for single responses.
+
+        Args:
+            engine: samples the turns.
+            prompts: of the whole batch.
+            positions: in `prompts`, of those to run.
+            request: how to sample a turn, but for its seed and length.
+            put: called in the order in which groups end.
+            version: of the weights.
+
+        Raises:
+            EngineLostError: the engine died.
+            RunError: the process does not start.
         """
+        if not positions:
+            return
         tasks: dict[int, tuple[int, int, Begin]] = {}  # episode -> (position, place in the group, episode)
         groups: dict[int, dict[int, Sample]] = {position: {} for position in positions}
         for position in positions:
@@ -124,26 +127,8 @@ class EpisodeHost:
             if len(group) == request.group_size:
                 put(position, [group[number] for number in range(request.group_size)])
 
-        if tasks:
-            self.run(source, [begin for _, _, begin in tasks.values()], request, done)
-
-    def run(
-        self, source: TurnSource, tasks: Sequence[Begin], request: SamplingRequest, done: Callable[[Ended], None]
-    ) -> None:
-        """Run episodes until each has ended.
-
-        Args:
-            source: of turns.
-            tasks: the episodes.
-            request: how to sample a turn, but for its seed and length.
-            done: called with the result of each, in the order in which they end.
-
-        Raises:
-            EngineLostError: the engine died.
-            RunError: the process does not start.
-        """
-        batch = _Batch(source, request, done, {task.number: _Running(task) for task in tasks})
-        reader = threading.Thread(target=self._read_engine, args=(source.begin_turns(),), daemon=True)
+        batch = _Batch(engine, request, done, {number: _Running(begin) for number, (_, _, begin) in tasks.items()})
+        reader = threading.Thread(target=self._read_engine, args=(engine.begin_turns(),), daemon=True)
         reader.start()
         try:
             self._begin(batch)
@@ -154,7 +139,7 @@ class EpisodeHost:
             self._end_process()  # its episodes belong to a batch that is over
             raise
         finally:
-            source.ask(None)
+            engine.ask(None)
             reader.join()
             self._forget_messages()
 
@@ -204,7 +189,7 @@ class EpisodeHost:
         if batch.wishes and (not self._options.in_rounds or self._all_wait(batch)):
             asked = [self._request(batch, wish) for wish in sorted(batch.wishes, key=lambda w: (w.number, w.call))]
             batch.wishes.clear()
-            batch.source.ask(asked)
+            batch.engine.ask(asked)
 
     def _take_one(self, batch: _Batch, item: tuple[Process | None, Any]) -> None:
         sender, message = item
@@ -259,7 +244,7 @@ class EpisodeHost:
     def _end(self, batch: _Batch, ended: Ended) -> None:
         if batch.running.pop(ended.number, None) is None:
             return
-        self._abandon(batch, lambda number: number == ended.number)
+        self._abandon(batch, {ended.number})
         batch.wishes = [wish for wish in batch.wishes if wish.number != ended.number]
         if ended.error and not self._told:
             self._told = True
@@ -299,7 +284,7 @@ class EpisodeHost:
         assert process is not None, "only a process that runs is lost"
         guilty = self._launcher.watch.get()[0] if number is None else number
         self._end_process()
-        self._abandon(batch, lambda _: True)
+        self._abandon(batch, batch.running.keys())
         batch.losses += 1
         if guilty in batch.running:
             self._end(batch, Ended(guilty, finish_reason=reason, error=what))
@@ -310,13 +295,13 @@ class EpisodeHost:
         if batch.running:
             self._begin(batch)
 
-    def _abandon(self, batch: _Batch, chosen: Callable[[int], bool]) -> None:
+    def _abandon(self, batch: _Batch, episodes: Set[int]) -> None:
         """Take back the requests of some episodes."""
-        numbers = tuple(request for request, (number, _) in batch.waiting.items() if chosen(number))
+        numbers = tuple(request for request, (number, _) in batch.waiting.items() if number in episodes)
         for request in numbers:
             batch.waiting.pop(request)
         if numbers:
-            batch.source.ask([Abandon(numbers)])
+            batch.engine.ask([Abandon(numbers)])
 
     def _tell(self, batch: _Batch, messages: Sequence[Begin | Answer]) -> None:
         """Send to the process. One that does not read is blocked, and one that has ended is noticed by its reader."""
