@@ -1,6 +1,6 @@
 """Runs the episodes of a batch: between an engine, which samples turns, and a process with the user's function.
 
-    host = EpisodeHost(config, vocab_size=151936, index=0, owner="rank 0")
+    host = EpisodeHost(config, index=0, owner="rank 0")
     host.sample(engine, prompts, positions, request, put, version=3)    # in the feed's thread, for each batch
     host.close()
 
@@ -47,6 +47,8 @@ class _Running:
     """An episode of this batch that has not ended."""
 
     begin: Begin
+    position: int  # of its prompt
+    place: int  # in the prompt's group
     waits: int = 0  # responses that it waits for
     spent_s: float = 0.0  # without waiting
     since: float = 0.0  # time.monotonic() of the end of its last wait
@@ -58,7 +60,7 @@ class _Batch:
 
     engine: VllmEngine
     request: SamplingRequest
-    done: Callable[[Ended], None]
+    done: Callable[[_Running, Ended], None]
     running: dict[int, _Running]
     waiting: dict[int, tuple[int, int]] = field(default_factory=dict)  # request -> (episode, call), at the engine
     wishes: list[Wish] = field(default_factory=list)  # not yet sent to the engine
@@ -69,15 +71,15 @@ class _Batch:
 class EpisodeHost:
     """One per engine. Its process starts with the host, and again after a loss."""
 
-    def __init__(self, config: Config, *, vocab_size: int, index: int, owner: str) -> None:
+    def __init__(self, config: Config, *, index: int, owner: str) -> None:
         """Args:
         config: of the run.
-        vocab_size: of the model.
         index: of the engine, for the name of the log.
         owner: who waits, for error messages.
         """
         self._options = config.rollout.environment
-        self._launcher = Launcher(config, vocab_size=vocab_size, index=index, owner=owner)
+        shapes = json.loads((config.model.path / "config.json").read_text(encoding="utf-8"))
+        self._launcher = Launcher(config, vocab_size=int(shapes["vocab_size"]), index=index, owner=owner)
         self._queue: queue.SimpleQueue[tuple[Process | None, Any]] = queue.SimpleQueue()  # (None: the engine, message)
         self._told = False
         self._numbers = itertools.count()  # of episodes, over all batches
@@ -111,23 +113,22 @@ class EpisodeHost:
         """
         if not positions:
             return
-        tasks: dict[int, tuple[int, int, Begin]] = {}  # episode -> (position, place in the group, episode)
+        episodes: dict[int, _Running] = {}
         groups: dict[int, dict[int, Sample]] = {position: {} for position in positions}
         for position in positions:
             own, sibling = divmod(position, request.siblings)
             for place in range(request.group_size):
                 seed = prompt_seed(request.seed, own) + sibling + place
                 begin = Begin(next(self._numbers), prompts[position], seed, request.max_tokens)
-                tasks[begin.number] = position, place, begin
+                episodes[begin.number] = _Running(begin, position, place)
 
-        def done(ended: Ended) -> None:
-            position, place, begin = tasks[ended.number]
-            group = groups[position]
-            group[place] = to_sample(position, begin, ended, version)
+        def done(episode: _Running, ended: Ended) -> None:
+            group = groups[episode.position]
+            group[episode.place] = to_sample(episode.position, episode.begin, ended, version)
             if len(group) == request.group_size:
-                put(position, [group[number] for number in range(request.group_size)])
+                put(episode.position, [group[number] for number in range(request.group_size)])
 
-        batch = _Batch(engine, request, done, {number: _Running(begin) for number, (_, _, begin) in tasks.items()})
+        batch = _Batch(engine, request, done, episodes)
         reader = threading.Thread(target=self._read_engine, args=(engine.begin_turns(),), daemon=True)
         reader.start()
         try:
@@ -242,7 +243,8 @@ class EpisodeHost:
             self._tell(batch, answers)
 
     def _end(self, batch: _Batch, ended: Ended) -> None:
-        if batch.running.pop(ended.number, None) is None:
+        episode = batch.running.pop(ended.number, None)
+        if episode is None:
             return
         self._abandon(batch, {ended.number})
         batch.wishes = [wish for wish in batch.wishes if wish.number != ended.number]
@@ -253,7 +255,7 @@ class EpisodeHost:
                 self._options.function,
                 ended.error,
             )
-        batch.done(ended)
+        batch.done(episode, ended)
 
     def _look(self, batch: _Batch) -> None:
         """Kill a process that is blocked, or holds an episode that should have ended."""
@@ -337,11 +339,3 @@ def to_sample(group: int, begin: Begin, ended: Ended, version: int) -> Sample:
         mask=ended.mask,
         environment_reward=ended.reward,
     )
-
-
-def episodes_of(config: Config, index: int, owner: str) -> EpisodeHost | None:
-    """The host of a run with an environment; its process starts."""
-    if not config.rollout.environment.function:
-        return None
-    shapes = json.loads((config.model.path / "config.json").read_text(encoding="utf-8"))
-    return EpisodeHost(config, vocab_size=int(shapes["vocab_size"]), index=index, owner=owner)
