@@ -88,15 +88,8 @@ def microbatches(
 
 def empty_batch(*, device: torch.device | str = "cpu") -> MicroBatch:
     """One masked token: lets a rank without samples take part in all collectives; its gradient is zero."""
-    ids = torch.zeros(1, 1, dtype=torch.int64, device=device)
-    return MicroBatch(
-        input_ids=ids,
-        labels=ids.clone(),
-        mask=ids.bool(),
-        rollout_logprobs=ids.to(torch.float32),
-        sample_index=ids[0].clone(),
-        token_index=ids.clone(),
-    )
+    nothing = Sample(0, (0,), (), (), text="", finish_reason="stop", version=0)
+    return _batch([nothing], [0], [1], device)
 
 
 def check_folds(num_prompts: int, num_folds: int, dp_size: int) -> None:

@@ -15,7 +15,6 @@ from oblr_megatron.checkpoint.resume import find
 from oblr_megatron.checks.layout import check_layout
 from oblr_megatron.checks.lengths import max_model_len
 from oblr_megatron.checks.run_dir import check_run_dir
-from oblr_megatron.data.gym import check_gym
 from oblr_megatron.data.sources import convention_of, kind_of
 from oblr_megatron.errors import UserError
 from oblr_megatron.memory.select_mode import resolve, with_mode
@@ -151,10 +150,9 @@ def _is_here(source: SourceConfig) -> bool:
     Raises:
         UserError: rows cannot be generated as asked, here or on another machine.
     """
-    if source.gym_task:
-        check_gym(source)
-        return True
     try:
         return kind_of(source) != "hub"
     except UserError:
+        if source.gym_task:
+            raise
         return False
