@@ -83,6 +83,7 @@ class Launcher:
         # The kernel ends a child with the thread that started it; this thread lives as long as the launcher.
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="environment")
         self._closed, self._lock = False, threading.Lock()  # nothing is started while, or after, it is closed
+        self._started_at: float | None = None  # None once it is ready
         self._thread.submit(self._start).result()
 
     def fork(self) -> Process:
@@ -190,4 +191,4 @@ class Launcher:
         with suppress(PeerGone):  # it is dead already: `fork` reports it
             Channel(own_end).send(self._setup)
         self._control = own_end
-        self._started_at: float | None = time.monotonic()  # None once it is ready
+        self._started_at = time.monotonic()
