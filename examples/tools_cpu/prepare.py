@@ -21,7 +21,7 @@ from transformers import PreTrainedTokenizerFast
 from transformers.utils import get_json_schema
 from transformers.utils import logging as transformers_logging
 
-from oblr_megatron.environments.chat import observation_text
+from oblr_megatron.environments.episode import observation_text
 from studies.imitate import IGNORED, imitate, padded
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "tiny_cpu"))

@@ -12,7 +12,7 @@ from __future__ import annotations
 import math
 import re
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from decimal import Decimal
 from typing import Any
 
@@ -105,30 +105,21 @@ class Convention:
     tolerances: tuple[str, ...] = ()  # columns that may hold a tolerance for the row
 
 
-def _solved(title: str, *, hub: str, training_split: str = "") -> Convention:
-    """MATH's rows: the answer has its own column or stands in the solution's box."""
-    return Convention(
-        title,
-        hub=hub,
-        split="test",
-        training_split=training_split,
-        questions=("problem", "question"),
-        answers=("answer", "solution"),
-        gold=last_box,
-    )
-
-
-def _contest(title: str, *, hub: str = "", split: str = "") -> Convention:
-    """Rows of a contest with whole numbers as answers."""
-    return Convention(
-        title,
-        hub=hub,
-        split=split,
-        questions=("problem", "question", "Problem", "Question"),
-        answers=("answer", "Answer"),
-        gold=integer,
-    )
-
+_MATH = Convention(
+    "MATH",
+    hub="DigitalLearningGmbH/MATH-lighteval",
+    split="test",
+    training_split="train",
+    questions=("problem", "question"),
+    answers=("answer", "solution"),  # the answer has its own column or stands in the solution's box
+    gold=last_box,
+)
+_CONTEST = Convention(
+    "AIME, any year",
+    questions=("problem", "question", "Problem", "Question"),
+    answers=("answer", "Answer"),
+    gold=integer,
+)
 
 CONVENTIONS: dict[str, Convention] = {
     "gsm8k": Convention(
@@ -139,13 +130,13 @@ CONVENTIONS: dict[str, Convention] = {
         training_split="train",
         gold=after_hashes,
     ),
-    "math": _solved("MATH", hub="DigitalLearningGmbH/MATH-lighteval", training_split="train"),
-    "math500": _solved("MATH-500", hub="HuggingFaceH4/MATH-500"),
-    "aime": _contest("AIME, any year"),
-    "aime24": _contest("AIME 2024", hub="HuggingFaceH4/aime_2024", split="train"),
-    "aime25": _contest("AIME 2025", hub="math-ai/aime25", split="test"),
-    "amc": _contest("AMC, any year"),
-    "amc23": _contest("AMC 2023", hub="math-ai/amc23", split="test"),
+    "math": _MATH,
+    "math500": replace(_MATH, title="MATH-500", hub="HuggingFaceH4/MATH-500", training_split=""),
+    "aime": _CONTEST,
+    "aime24": replace(_CONTEST, title="AIME 2024", hub="HuggingFaceH4/aime_2024", split="train"),
+    "aime25": replace(_CONTEST, title="AIME 2025", hub="math-ai/aime25", split="test"),
+    "amc": replace(_CONTEST, title="AMC, any year"),
+    "amc23": replace(_CONTEST, title="AMC 2023", hub="math-ai/amc23", split="test"),
     "olympiadbench": Convention(
         "OlympiadBench, text, English",
         hub="Hothan/OlympiadBench",

@@ -11,13 +11,13 @@ import numpy as np
 import torch
 
 from oblr_megatron.errors import UserError
-from oblr_megatron.padding import Padding, padding_of_layout
 from oblr_megatron.types import MicroBatch, Sample
 
 if TYPE_CHECKING:
     from numpy.typing import NDArray
 
     from oblr_megatron.config import ParallelConfig
+    from oblr_megatron.padding import Padding
 
     Integers = NDArray[np.int64]
 
@@ -50,37 +50,32 @@ def pack(
     widths = {index: -(-samples[index].num_inputs // pad_multiple) * pad_multiple for index in sample_indices}
     by_length = sorted(sample_indices, key=lambda index: -samples[index].num_inputs)
     if packed:
-        return [_packed(samples, group, widths, device) for group in _first_fit(by_length, widths, max_tokens)]
+        groups = _first_fit(by_length, widths, max_tokens)
+        return [_batch(samples, group, [widths[index] for index in group], device, packed=True) for group in groups]
     groups = _as_rows(by_length, widths, max_tokens)
-    return [_batch(samples, group, widths[group[0]], device) for group in groups]
+    return [_batch(samples, group, [widths[group[0]]] * len(group), device) for group in groups]
 
 
 def one_per_microbatch(
-    samples: Sequence[Sample],
-    sample_indices: Sequence[int],
-    *,
-    pad_multiple: int = 1,
-    device: torch.device | str = "cpu",
+    samples: Sequence[Sample], sample_indices: Sequence[int], *, device: torch.device | str = "cpu"
 ) -> list[MicroBatch]:
-    """One microbatch for each index, in the given order, padded to `pad_multiple` only."""
-    widths = (-(-samples[index].num_inputs // pad_multiple) * pad_multiple for index in sample_indices)
-    return [_batch(samples, [index], width, device) for index, width in zip(sample_indices, widths, strict=True)]
+    """One microbatch for each index, in the given order, without padding."""
+    return [_batch(samples, [index], [samples[index].num_inputs], device) for index in sample_indices]
 
 
 def microbatches(
     samples: Sequence[Sample],
     sample_indices: Sequence[int],
     options: ParallelConfig,
-    padding: Padding | None = None,
+    padding: Padding,
     *,
     device: torch.device | str = "cpu",
 ) -> list[MicroBatch]:
     """`pack` with the options of a run's configuration.
 
-    `padding` is what the model applies (`Policy.padding`), so that the token bound includes it; by default the padding
-    that the layout in `options` needs.
+    `padding` is what the model applies (`Policy.padding`), so that the token bound includes it.
     """
-    packed, padding = options.packing == "packed", padding or padding_of_layout(options)
+    packed = options.packing == "packed"
     return pack(
         samples,
         sample_indices,
@@ -93,15 +88,8 @@ def microbatches(
 
 def empty_batch(*, device: torch.device | str = "cpu") -> MicroBatch:
     """One masked token: lets a rank without samples take part in all collectives; its gradient is zero."""
-    ids = torch.zeros(1, 1, dtype=torch.int64, device=device)
-    return MicroBatch(
-        input_ids=ids,
-        labels=ids.clone(),
-        mask=ids.bool(),
-        rollout_logprobs=ids.to(torch.float32),
-        sample_index=ids[0].clone(),
-        token_index=ids.clone(),
-    )
+    nothing = Sample(0, (0,), (), (), text="", finish_reason="stop", version=0)
+    return _batch([nothing], [0], [1], device)
 
 
 def check_folds(num_prompts: int, num_folds: int, dp_size: int) -> None:
@@ -189,32 +177,27 @@ def _first_fit(by_length: Sequence[int], widths: Mapping[int, int], max_tokens: 
     return groups
 
 
-def _batch(samples: Sequence[Sample], group: Sequence[int], width: int, device: torch.device | str) -> MicroBatch:
-    """A microbatch with one sample in each row."""
-    parts = [part.view(len(group), width).to(device) for part in _laid_out(samples, group, [width] * len(group))]
-    ids, labels, mask, logprobs, index = parts
-    numbers = torch.tensor(list(group), device=device)
-    routes = _routes(samples, group, [width] * len(group))
-    routes = None if routes is None else routes.unflatten(0, (len(group), width))
-    return MicroBatch(ids, labels, mask, logprobs, sample_index=numbers, token_index=index, routes=routes)
-
-
-def _packed(
-    samples: Sequence[Sample], group: Sequence[int], widths: Mapping[int, int], device: torch.device | str
+def _batch(
+    samples: Sequence[Sample],
+    group: Sequence[int],
+    widths: Sequence[int],
+    device: torch.device | str,
+    *,
+    packed: bool = False,
 ) -> MicroBatch:
-    """A microbatch with all samples in one row."""
-    own = [widths[index] for index in group]
-    ids, labels, mask, logprobs, index = (part[None].to(device) for part in _laid_out(samples, group, own))
-    routes = _routes(samples, group, own)
+    """A microbatch with one sample in each row, all of the same width, or with all samples in one row."""
+    shape = (1, sum(widths)) if packed else (len(group), widths[0])
+    ids, labels, mask, logprobs, index = (part.view(shape).to(device) for part in _laid_out(samples, group, widths))
+    routes = _routes(samples, group, widths)
     return MicroBatch(
         ids,
         labels,
         mask,
         logprobs,
         sample_index=torch.tensor(list(group), device=device),
-        cu_seqlens=torch.tensor([0, *own], device=device).cumsum(0, dtype=torch.int32),
+        cu_seqlens=torch.tensor([0, *widths], device=device).cumsum(0, dtype=torch.int32) if packed else None,
         token_index=index,
-        routes=None if routes is None else routes[None],
+        routes=None if routes is None else routes.unflatten(0, shape),
     )
 
 
@@ -249,10 +232,8 @@ def _laid_out(samples: Sequence[Sample], group: Sequence[int], widths: Sequence[
     assert all(sample.prompt_ids for sample in chosen), "without a prompt, no position predicts the first token"
     assert all(len(sample.logprobs) == len(sample.response_ids) for sample in chosen), "each token needs one log-prob"
     assert all(len(sample.mask) in (0, len(sample.response_ids)) for sample in chosen), "a mask covers its response"
-    prompts, responses = (
-        np.array([len(part) for part in parts])
-        for parts in ([sample.prompt_ids for sample in chosen], [sample.response_ids for sample in chosen])
-    )
+    prompts = np.array([len(sample.prompt_ids) for sample in chosen])
+    responses = np.array([len(sample.response_ids) for sample in chosen])
     lengths, inputs = prompts + responses, np.array([sample.num_inputs for sample in chosen])
     starts = np.concatenate(([0], np.cumsum(widths)[:-1]))
     sequences = chain.from_iterable((sample.prompt_ids, sample.response_ids) for sample in chosen)

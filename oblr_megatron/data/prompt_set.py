@@ -12,12 +12,12 @@ import logging
 from array import array
 from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
-from typing import TYPE_CHECKING, Any, overload
+from itertools import islice
+from typing import TYPE_CHECKING, Any
 
-from oblr_megatron.data.long_rows import LongRows, too_long
 from oblr_megatron.data.rows import Row, Skipped, read_rows
 from oblr_megatron.data.sources import ONE_PER_LINE
-from oblr_megatron.data.template import RefusedError, check_template, render
+from oblr_megatron.data.template import LongRows, RefusedError, check_template, render, too_long
 from oblr_megatron.errors import UserError
 from oblr_megatron.types import Prompt
 
@@ -30,10 +30,9 @@ logger = logging.getLogger(__name__)
 
 TOKENIZE_ROWS, TOKENIZE_CHARACTERS = 1024, 2**20  # most rows of one call of the tokenizer, and their characters
 NAMED_ROWS = 3  # rows named in the warning for each reason
-_FIX = "give rows with the question and answer columns"
 
 
-class PromptSet(Sequence[Prompt]):
+class PromptSet:
     """The usable rows of one source in file order, as `Prompt`s made on access.
 
     `skipped` lists the skipped rows in file order.
@@ -69,26 +68,26 @@ class PromptSet(Sequence[Prompt]):
         self._texts: list[str] = []
         self._tokens = array("i")
         self._ends = array("q", [0])
-        for block in _blocks(self._rendered(rows, config, tokenizer)):
-            self._add(block, config, tokenizer, limit)
-            if len(self) == limit:
-                break
+        for row, text, ids in islice(self._fitting(rows, config, tokenizer), limit):
+            self._rows.append(row._replace(question=""))  # `text` contains the question
+            self._texts.append(text)
+            self._tokens.extend(ids)
+            self._ends.append(len(self._tokens))
         self.skipped.sort(key=lambda skip: (skip.file, skip.line))
-        self._check_not_empty()
+        if not self._rows:
+            what = f"no usable row ({summary(skipped)})" if skipped else "the data set is empty"
+            raise UserError(what, where=path, fix=_fix(skipped))
 
     def __len__(self) -> int:
         return len(self._rows)
 
-    @overload
-    def __getitem__(self, index: int) -> Prompt: ...
-    @overload
-    def __getitem__(self, index: slice) -> list[Prompt]: ...
-    def __getitem__(self, index: int | slice) -> Prompt | list[Prompt]:
-        if isinstance(index, slice):
-            return [self[position] for position in range(*index.indices(len(self)))]
+    def __iter__(self) -> Iterator[Prompt]:
+        return map(self.__getitem__, range(len(self)))
+
+    def __getitem__(self, index: int) -> Prompt:
+        """A prompt by its position, counted from 0."""
         row, text = self._rows[index], self._texts[index]
-        position = index % len(self)
-        token_ids = tuple(self._tokens[self._ends[position] : self._ends[position + 1]])
+        token_ids = tuple(self._tokens[self._ends[index] : self._ends[index + 1]])
         return Prompt(row.row, row.id, text, token_ids, row.answer, row.source, row.tolerance, row.columns)
 
     def fingerprint(self) -> str:
@@ -101,29 +100,22 @@ class PromptSet(Sequence[Prompt]):
             digest.update(f"{row.id}\0{row.answer}\0{tolerance}{columns}".encode())
         return digest.hexdigest()[:16]
 
-    def _add(
-        self,
-        block: list[tuple[Row, str]],
-        config: DataConfig,
-        tokenizer: PreTrainedTokenizerBase,
-        limit: int | None,
-    ) -> None:
-        """Tokenize rows with their texts, and keep those that fit."""
+    def _fitting(
+        self, rows: Iterable[Row], config: DataConfig, tokenizer: PreTrainedTokenizerBase
+    ) -> Iterator[tuple[Row, str, list[int]]]:
+        """Each row that fits, with its text and token ids."""
         options = {"add_special_tokens": not config.chat_template, "verbose": False}
-        for (row, text), ids in zip(block, _encoded([text for _, text in block], tokenizer, options), strict=True):
-            if len(self) == limit:
-                return
-            if ids is None:
-                self._skip(row, "refused by the tokenizer")
-            elif 0 < len(ids) <= config.max_prompt_tokens:
-                self._rows.append(row._replace(question=""))  # `text` contains the question
-                self._texts.append(text)
-                self._tokens.extend(ids)
-                self._ends.append(len(self._tokens))
-            elif ids:
-                self._skip(row, too_long(config), f"{len(ids)} tokens")
-            else:
-                self._skip(row, "no tokens")
+        for block in _blocks(self._rendered(rows, config, tokenizer)):
+            encoded = _encoded([text for _, text in block], tokenizer, options)
+            for (row, text), ids in zip(block, encoded, strict=True):
+                if ids is None:
+                    self._skip(row, "refused by the tokenizer")
+                elif not ids:
+                    self._skip(row, "no tokens")
+                elif len(ids) > config.max_prompt_tokens:
+                    self._skip(row, too_long(config), f"{len(ids)} tokens")
+                else:
+                    yield row, text, ids
 
     def _rendered(
         self, rows: Iterable[Row], config: DataConfig, tokenizer: PreTrainedTokenizerBase
@@ -143,11 +135,6 @@ class PromptSet(Sequence[Prompt]):
 
     def _skip(self, row: Row, reason: str, detail: str = "") -> None:
         self.skipped.append(row.left_out(self.path, reason, detail))
-
-    def _check_not_empty(self) -> None:
-        if not self._rows:
-            what = f"no usable row ({summary(self.skipped)})" if self.skipped else "the data set is empty"
-            raise UserError(what, where=self.path, fix=_fix(self.skipped))
 
 
 def _encoded(texts: list[str], tokenizer: PreTrainedTokenizerBase, options: dict[str, Any]) -> list[list[int] | None]:
@@ -182,12 +169,7 @@ def read_prompts(
 ) -> PromptSet:
     """The usable rows of one source, duplicates included. Logs one warning about the skipped rows.
 
-    Args:
-        source: the data set.
-        config: columns, template and length limit.
-        tokenizer: see `PromptSet`.
-        limit: keep only the first `limit` usable rows.
-        training: skip rows flagged `overlaps_benchmark`, and read the convention's training split.
+    The arguments are those of `PromptSet` and `read_rows`.
 
     Raises:
         UserError: the source cannot be read or has no usable row.
@@ -229,7 +211,8 @@ def _fix(skipped: Sequence[Skipped]) -> str:
         "cannot be generated": "change the options of the source",
         "flagged": "give training rows without overlaps_benchmark",
     }
-    return next((fix for start, fix in fixes.items() if reason.startswith(start)), _FIX)
+    given = (fix for start, fix in fixes.items() if reason.startswith(start))
+    return next(given, "give rows with the question and answer columns")
 
 
 def _lines(group: Sequence[Skipped], several_files: bool) -> str:

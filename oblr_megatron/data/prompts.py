@@ -15,7 +15,6 @@ from math import lcm
 from typing import TYPE_CHECKING, Any
 
 from oblr_megatron.data.prompt_set import PromptSet
-from oblr_megatron.data.rows import Skipped
 from oblr_megatron.data.training import training_sets
 from oblr_megatron.errors import UserError
 from oblr_megatron.types import Prompt
@@ -59,19 +58,20 @@ class PromptStream:
         """
         sets = training_sets(config, tokenizer, held_out or {})
         self._sources = [_Source(prompts, seed, number, config.shuffle) for number, prompts in enumerate(sets)]
-        self._weights = whole_weights([_weight(*pair) for pair in zip(config.train, sets, strict=True)])
+        self._weights = whole_weights(
+            [  # all sources have a weight or none has
+                len(prompts) if source.weight is None else source.weight
+                for source, prompts in zip(config.train, sets, strict=True)
+            ]
+        )
         self._seed = seed
         self._fingerprint = _fingerprint(sets)
-
-    @property
-    def skipped(self) -> list[Skipped]:
-        """Skipped rows: source by source, each in file order."""
-        return [skip for source in self._sources for skip in source.prompts.skipped]
+        self.skipped = [skip for prompts in sets for skip in prompts.skipped]  # source by source, each in file order
 
     @property
     def num_skipped(self) -> int:
         """The number of skipped rows."""
-        return sum(len(source.prompts.skipped) for source in self._sources)
+        return len(self.skipped)
 
     @property
     def epoch(self) -> int:
@@ -170,11 +170,6 @@ def next_source(taken: Sequence[int], weights: Sequence[int]) -> int:
     total, given = sum(weights), sum(taken) + 1
     eligible = [source for source, weight in enumerate(weights) if taken[source] * total < weight * given]
     return min(eligible, key=lambda source: Fraction(taken[source] + 1, weights[source]))
-
-
-def _weight(source: SourceConfig, prompts: PromptSet) -> float:
-    """The configured weight, else the number of rows. Either all sources have a weight or none."""
-    return len(prompts) if source.weight is None else source.weight
 
 
 def _fingerprint(sets: list[PromptSet]) -> str:

@@ -54,6 +54,10 @@ class Row(NamedTuple):
         return Skipped(source, self.row + 1, reason, detail, self.file)
 
 
+class _UnusableError(ValueError):
+    """A record cannot be used; the text is the reason to skip it."""
+
+
 def read_rows(
     source: SourceConfig,
     config: DataConfig,
@@ -79,13 +83,14 @@ def read_rows(
     answers = (source.answer_column,) if source.answer_column else (*convention.answers, config.answer_column)
     for record in open_source(source, training=training):
         default = (names or {}).get(record.path, record.file)
-        found = _row(record, convention, questions, answers, training, default)
-        if isinstance(found, Row) and config.keep_columns:
-            found = _with_columns(found, record)
-        if isinstance(found, Row):
-            yield found
+        try:
+            row = _row(record, convention, questions, answers, training, default)
+            if config.keep_columns:
+                row = row._replace(columns=_columns(record.value))
+        except _UnusableError as reason:
+            skipped.append(Skipped(source.path, record.number + 1, str(reason), file=record.file))
         else:
-            skipped.append(Skipped(source.path, record.number + 1, found, file=record.file))
+            yield row
 
 
 def plain_text(question: Question) -> str:
@@ -105,19 +110,17 @@ def _row(
     answers: Iterable[str],
     training: bool,
     source: str,
-) -> Row | str:
-    """The row, or the reason to skip it; `source` is that of a row without such a column."""
+) -> Row:
+    """The row; `source` is that of a row without such a column."""
     values = record.value
     if isinstance(values, str):
-        return values
+        raise _UnusableError(values)
     question = _question(values, questions, convention)
-    if isinstance(question, _Unusable):
-        return question.reason
     answer = next((gold for name in answers if (gold := convention.gold(_field(values, name)).strip())), "")
     if not answer:
-        return _missing(answers)
+        raise _missing(answers)
     if training and values.get("overlaps_benchmark"):
-        return "flagged overlaps_benchmark"
+        raise _UnusableError("flagged overlaps_benchmark")
     row = Row(
         row=record.number,
         id=text(values.get("id")) or f"{record.file}-{record.number}",
@@ -127,7 +130,9 @@ def _row(
         tolerance=_tolerance(values, convention),
         file=record.file,
     )
-    return row if _is_unicode([row.id, row.question, row.answer, row.source]) else "half of a surrogate pair"
+    if not _is_unicode([row.id, row.question, row.answer, row.source]):
+        raise _UnusableError("half of a surrogate pair")
+    return row
 
 
 def _is_unicode(value: object) -> bool:
@@ -139,28 +144,25 @@ def _is_unicode(value: object) -> bool:
     return True
 
 
-def _with_columns(row: Row, record: Record) -> Row | str:
-    """The row with its columns, or the reason to skip it. What JSON does not know becomes text."""
+def _columns(values: object) -> str:
+    """The columns as a JSON object. What JSON does not know becomes text."""
     try:
-        return row._replace(columns=json.dumps(record.value, default=str, skipkeys=True))
+        return json.dumps(values, default=str, skipkeys=True)
     except RecursionError:
-        return "nested too deep"
+        raise _UnusableError("nested too deep") from None
 
 
-class _Unusable(NamedTuple):
-    reason: str
-
-
-def _question(values: dict[str, Any], columns: Iterable[str], convention: Convention) -> Question | _Unusable:
+def _question(values: dict[str, Any], columns: Iterable[str], convention: Convention) -> Question:
     """The first column with text, a number or messages, after the convention's `question` reader."""
     for column in columns:
         value = convention.question(_field(values, column))
         if text(value).strip():
             return text(value)
         if isinstance(value, list) and value:
-            reason = f"{column!r} is not a conversation that ends with a user turn"
-            return value if _is_conversation(value) else _Unusable(reason)
-    return _Unusable(_missing(columns))
+            if not _is_conversation(value):
+                raise _UnusableError(f"{column!r} is not a conversation that ends with a user turn")
+            return value
+    raise _missing(columns)
 
 
 def _is_conversation(value: list[Any]) -> bool:
@@ -169,8 +171,8 @@ def _is_conversation(value: list[Any]) -> bool:
     return len(turns) == len(value) and texts and turns[-1]["role"] == "user" and bool(turns[-1]["content"].strip())
 
 
-def _missing(columns: Iterable[str]) -> str:
-    return f"no {' or '.join(repr(column) for column in dict.fromkeys(columns))}"
+def _missing(columns: Iterable[str]) -> _UnusableError:
+    return _UnusableError(f"no {' or '.join(repr(column) for column in dict.fromkeys(columns))}")
 
 
 def _field(values: dict[str, Any], name: str) -> Any:

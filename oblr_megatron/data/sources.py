@@ -21,9 +21,10 @@ from typing import Any, Literal, NamedTuple
 from oblr_megatron.config.data import SourceConfig
 from oblr_megatron.config.run import validated
 from oblr_megatron.data.conventions import CONVENTIONS, GENERATED, PLAIN, Convention
-from oblr_megatron.data.gym import check_gym, gym_rows
+from oblr_megatron.data.gym import gym_rows
 from oblr_megatron.errors import UserError
 from oblr_megatron.formatting import searched_from
+from oblr_megatron.rewards.gym_tasks import make_task
 
 _HUB_NAME = re.compile(r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*")
 _FILE_SUFFIXES = (".json", ".jsonl", ".parquet", ".csv", ".arrow", ".txt", ".gz")
@@ -69,10 +70,10 @@ def named_source(text: str) -> tuple[str, SourceConfig]:
     source = validated(SourceConfig, {"path": path}, "--data")
     if source.gym_task:
         return name or source.gym_task, source
+    convention = name if name in CONVENTIONS else _bare_convention(path)
     if not name:
         name = Path(path).name if Path(path).is_dir() or _is_hub_name(path) else Path(path).stem
-        return name, SourceConfig(path=path, convention=_bare_convention(path))
-    return name, SourceConfig(path=path, convention=name if name in CONVENTIONS else _bare_convention(path))
+    return name, SourceConfig(path=path, convention=convention)
 
 
 def convention_of(source: SourceConfig) -> Convention:
@@ -124,7 +125,7 @@ def kind_of(source: SourceConfig) -> Literal["file", "pattern", "directory", "hu
         UserError: nothing has this name, or rows cannot be generated as asked.
     """
     if source.gym_task:
-        check_gym(source)
+        make_task(source.gym_task, source.options, where=source.path)  # raises if it cannot generate rows
         return "generated"
     if os.path.isfile(source.path):
         return "file"
@@ -204,11 +205,19 @@ def _json_lines(path: Path) -> Iterator[Record]:
     Raises:
         UserError: the file cannot be read, or holds an array. Its last row alone has no comma, and would be used alone.
     """
-    stated = ((number, line) for number, line in _lines(path) if line.strip())
-    for index, (number, line) in enumerate(stated):
-        if index == 0 and line.strip() == b"[":
-            raise UserError(f"{_CANNOT}: it begins with '['", where=str(path), fix=ONE_PER_LINE)
-        yield Record(path.stem, number, _parse(line), str(path))
+    begun = False
+    try:
+        with path.open("rb") as file:
+            for number, stored in enumerate(file):
+                line = stored.removeprefix(b"\xef\xbb\xbf") if number == 0 else stored  # a byte-order mark
+                if not line.strip():
+                    continue
+                if line.strip() == b"[" and not begun:
+                    raise UserError(f"{_CANNOT}: it begins with '['", where=str(path), fix=ONE_PER_LINE)
+                begun = True
+                yield Record(path.stem, number, _parse(line), str(path))
+    except OSError as error:
+        raise UserError(f"{_CANNOT}: {error.strerror}", where=str(path), fix="use a readable file") from error
 
 
 def _matching(pattern: str) -> list[Path]:
@@ -216,16 +225,6 @@ def _matching(pattern: str) -> list[Path]:
     if not files:
         raise UserError(f"{_CANNOT}: no file matches the pattern", where=pattern, fix="correct the pattern")
     return files
-
-
-def _lines(path: Path) -> Iterator[tuple[int, bytes]]:
-    """(position from 0, bytes) of each line, without a byte-order mark."""
-    try:
-        with path.open("rb") as file:
-            for number, line in enumerate(file):
-                yield number, line.removeprefix(b"\xef\xbb\xbf") if number == 0 else line
-    except OSError as error:
-        raise UserError(f"{_CANNOT}: {error.strerror}", where=str(path), fix="use a readable file") from error
 
 
 def _parse(line: bytes) -> dict[str, Any] | str:
@@ -247,12 +246,12 @@ def _directory(path: Path, source: SourceConfig, training: bool) -> Any:
         splits = _load(source.path, "load_dataset", str(path), name=source.subset or None, streaming=True)
     if not isinstance(splits, dict):
         return splits  # a data set without splits
-    usual = (_usual_split(convention_of(source), training), "train")
-    only = list(splits)[:1] if len(splits) == 1 else []
-    chosen = next((name for name in ((source.split,) if source.split else (*usual, *only)) if name in splits), None)
+    only = splits if len(splits) == 1 else ()
+    wanted = [source.split] if source.split else [_usual_split(convention_of(source), training), "train", *only]
+    chosen = next((name for name in wanted if name in splits), None)
     if chosen is None:
         raise UserError(
-            f"{_CANNOT}: no split {source.split or usual[0] or usual[1]!r}",
+            f"{_CANNOT}: no split {wanted[0] or wanted[1]!r}",
             where=source.path,
             fix=f"set split to one of {', '.join(map(str, splits))}",
         )
@@ -286,14 +285,13 @@ def _hub_name(source: SourceConfig) -> str:
 
 def _hub(source: SourceConfig, training: bool) -> Iterator[Record]:
     convention, name = convention_of(source), _hub_name(source)
-    own = source.path in CONVENTIONS or source.path == convention.hub
-    split = _usual_split(convention, training) if own else ""
+    own = convention if source.path in CONVENTIONS or source.path == convention.hub else PLAIN
     rows = _load(
         source.path,
         "load_dataset",
         name,
-        name=source.subset or (convention.subset if own else "") or None,
-        split=source.split or split or "train",
+        name=source.subset or own.subset or None,
+        split=source.split or _usual_split(own, training) or "train",
         revision=source.revision or None,
     )
     return _records(name.rpartition("/")[2], rows, source.path)

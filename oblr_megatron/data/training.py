@@ -1,20 +1,32 @@
-"""The training sources without duplicates, contradicting answers and benchmark questions."""
+"""The training sources without duplicates, contradicting answers and benchmark questions.
+
+Two questions are duplicates if they are equal after NFKC and white-space normalization. A shingle is a run of n
+lower-cased words. A training question overlaps a benchmark question if it contains at least a given share of its
+shingles. A question of fewer than n words has no shingles. It overlaps only an equal text, because "12+34" and "12*34"
+have the same words. Both tests are exact.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+import hashlib
+import re
+from collections import Counter
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import TYPE_CHECKING
 
-from oblr_megatron.data.long_rows import LongRows
-from oblr_megatron.data.overlap import Benchmarks, Duplicates
 from oblr_megatron.data.prompt_set import PromptSet, warn_of
-from oblr_megatron.data.rows import Row, Skipped, plain_text, read_rows
+from oblr_megatron.data.rows import Row, Skipped, normalized, plain_text, read_rows
 from oblr_megatron.data.sources import distinct_names
+from oblr_megatron.data.template import LongRows
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
     from oblr_megatron.config.data import DataConfig, SourceConfig
+
+_WORD = re.compile(r"[^\W_]+")  # finds the same words in "A_{1}" and "A_1"
+
+Shingle = tuple[str, ...]
 
 
 def training_sets(
@@ -22,19 +34,29 @@ def training_sets(
 ) -> list[PromptSet]:
     """The usable rows of each source of config.train. Logs one warning about the skipped rows.
 
-    Args:
-        config: sources, columns, template and filters.
-        tokenizer: see `PromptSet`.
-        held_out: benchmarks to exclude from training, in addition to config.exclude.
+    `held_out` are benchmarks to exclude from training, in addition to config.exclude.
 
     Raises:
         UserError: a source cannot be read or has no usable row.
     """
     skipped: list[list[Skipped]] = [[] for _ in config.train]
+
+    def without(reason_of: Callable[[Row], str], rows: Iterable[Iterable[Row]]) -> list[Iterator[Row]]:
+        return [
+            _without(reason_of, own, source.path, left_out)
+            for own, source, left_out in zip(rows, config.train, skipped, strict=True)
+        ]
+
     long_rows = LongRows(config, tokenizer)
-    rows = _all(config, long_rows, skipped)
+    stored = (
+        read_rows(source, config, left_out, training=True, names=names)
+        for source, left_out, names in zip(config.train, skipped, distinct_names(config.train), strict=True)
+    )
+    rows = without(long_rows.exceeding, stored)  # first, because huge texts need minutes to compare
     if config.deduplicate:
-        rows = _distinct(rows, [source.path for source in config.train], skipped)
+        duplicates = Duplicates()
+        first = [list(own) for own in without(duplicates.repeated, rows)]  # the last row may contradict the first one
+        rows = without(duplicates.contradicted, first)
     benchmarks = _benchmarks(config, held_out, long_rows)
 
     def overlap(row: Row) -> str:
@@ -42,42 +64,11 @@ def training_sets(
         return f"overlapping {name}" if name else ""
 
     sets = [
-        PromptSet(source.path, _without(overlap, kept, source.path, left_out), left_out, config, tokenizer)
-        for source, kept, left_out in zip(config.train, rows, skipped, strict=True)
+        PromptSet(source.path, own, left_out, config, tokenizer)
+        for source, own, left_out in zip(config.train, without(overlap, rows), skipped, strict=True)
     ]
     warn_of(sets)
     return sets
-
-
-def _all(config: DataConfig, long_rows: LongRows, skipped: list[list[Skipped]]) -> Sequence[Iterable[Row]]:
-    """The rows of each source, without those that are far too long: huge texts need minutes to compare."""
-    rows = (
-        read_rows(source, config, left_out, training=True, names=names)
-        for source, left_out, names in zip(config.train, skipped, distinct_names(config.train), strict=True)
-    )
-    return [
-        _without(long_rows.exceeding, own, source.path, left_out)
-        for own, source, left_out in zip(rows, config.train, skipped, strict=True)
-    ]
-
-
-def _distinct(
-    rows: Sequence[Iterable[Row]], paths: Sequence[str], skipped: list[list[Skipped]]
-) -> Sequence[Iterable[Row]]:
-    """The first row of each question over all sources; questions with contradicting answers are skipped.
-
-    A contradiction may come with the last row, so all first occurrences are held in memory.
-    """
-    duplicates = Duplicates()
-
-    def repeated(row: Row) -> str:
-        return "" if duplicates.is_new(row) else "duplicate"
-
-    def contradicted(row: Row) -> str:
-        return "contradicted by a duplicate" if duplicates.contradicts(row) else ""
-
-    first = [list(_without(repeated, *own)) for own in zip(rows, paths, skipped, strict=True)]
-    return [list(_without(contradicted, *own)) for own in zip(first, paths, skipped, strict=True)]
 
 
 def _benchmarks(config: DataConfig, held_out: Mapping[str, SourceConfig], long_rows: LongRows) -> Benchmarks:
@@ -88,7 +79,7 @@ def _benchmarks(config: DataConfig, held_out: Mapping[str, SourceConfig], long_r
     benchmarks = Benchmarks(ngram=config.overlap_ngram, threshold=config.overlap_threshold)
     if config.overlap_threshold > 0:
         for name, source in [*((source.path, source) for source in config.exclude), *held_out.items()]:
-            rows = _without(long_rows.exceeding, read_rows(source, config, []), name, [])
+            rows = (row for row in read_rows(source, config, []) if not long_rows.exceeding(row))
             benchmarks.add(name, (plain_text(row.question) for row in rows), whole=bool(source.gym_task))
     return benchmarks
 
@@ -100,3 +91,78 @@ def _without(reason_of: Callable[[Row], str], rows: Iterable[Row], path: str, sk
             skipped.append(row.left_out(path, reason))
         else:
             yield row
+
+
+class Duplicates:
+    """Answers by question digest (16 bytes): DAPO has 1.8 million rows for 17,000 problems."""
+
+    def __init__(self) -> None:
+        self._answers: dict[bytes, str | None] = {}  # None: the rows of the question have different answers
+
+    def repeated(self, row: Row) -> str:
+        """The reason to skip a question that was seen before, else empty. Records the question and its answer."""
+        key, answer = _digest(row), normalized(row.answer)
+        if key not in self._answers:
+            self._answers[key] = answer
+            return ""
+        if self._answers[key] != answer:
+            self._answers[key] = None
+        return "duplicate"
+
+    def contradicted(self, row: Row) -> str:
+        """The reason to skip a question with different answers in the rows seen so far, else empty."""
+        return "contradicted by a duplicate" if self._answers[_digest(row)] is None else ""
+
+
+def _digest(row: Row) -> bytes:
+    return hashlib.blake2b(normalized(plain_text(row.question)).encode(), digest_size=16).digest()
+
+
+class Benchmarks:
+    """Benchmark questions that must not occur in the training set.
+
+    Example:
+        benchmarks = Benchmarks(ngram=10, threshold=0.5)
+        benchmarks.add("gsm8k", ["Janet's ducks lay 16 eggs per day. ..."])
+        benchmarks.overlapping("Janet's ducks lay 18 eggs per day. ...")  # "gsm8k"
+    """
+
+    def __init__(self, *, ngram: int, threshold: float) -> None:
+        self._ngram, self._threshold = ngram, threshold
+        self._held: list[tuple[str, int]] = []  # benchmark and number of shingles of each question
+        self._by_shingle: dict[Shingle, list[int]] = {}
+        self._short: dict[str, str] = {}
+
+    def add(self, name: str, questions: Iterable[str], *, whole: bool = False) -> None:
+        """Add the questions of a benchmark.
+
+        Args:
+            name: of the benchmark.
+            questions: as plain text.
+            whole: compare as text only. Generated questions share the words of their template.
+        """
+        for question in questions:
+            shingles = set() if whole else self._shingles(question)
+            if not shingles:
+                self._short[_spelling(question)] = name
+                continue
+            for shingle in shingles:
+                self._by_shingle.setdefault(shingle, []).append(len(self._held))
+            self._held.append((name, len(shingles)))
+
+    def overlapping(self, question: str) -> str:
+        """Name of the benchmark that `question` overlaps, the first added if several; empty if none."""
+        if name := self._short.get(_spelling(question)):
+            return name
+        shingles = self._shingles(question) if self._by_shingle else ()
+        hits = Counter(held for shingle in shingles for held in self._by_shingle.get(shingle, ()))
+        found = min((held for held, hit in hits.items() if hit / self._held[held][1] >= self._threshold), default=None)
+        return "" if found is None else self._held[found][0]
+
+    def _shingles(self, question: str) -> set[Shingle]:
+        words = _WORD.findall(normalized(question).lower())
+        return set(zip(*(words[first:] for first in range(self._ngram)), strict=False))
+
+
+def _spelling(question: str) -> str:
+    return normalized(question).casefold()

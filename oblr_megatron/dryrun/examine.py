@@ -21,7 +21,6 @@ from oblr_megatron.checks.lengths import max_model_len
 from oblr_megatron.checks.run_dir import check_run_dir
 from oblr_megatron.config import Config
 from oblr_megatron.config.data import SourceConfig
-from oblr_megatron.data.gym import check_gym
 from oblr_megatron.data.sources import convention_of, kind_of
 from oblr_megatron.dryrun.device_memory import Device, RankMemory, rank_memory
 from oblr_megatron.dryrun.models import Models, build_models
@@ -202,10 +201,9 @@ def _is_here(source: SourceConfig) -> bool:
     Raises:
         UserError: rows cannot be generated as asked, here or on another machine.
     """
-    if source.gym_task:
-        check_gym(source)
-        return True
     try:
         return kind_of(source) != "hub"
     except UserError:
+        if source.gym_task:
+            raise
         return False

@@ -8,7 +8,6 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 from oblr_megatron.engine.turns import Turn
-from oblr_megatron.environments.chat import observation_text
 from oblr_megatron.environments.messages import Begin, Ended, Wish
 from oblr_megatron.rewards.workers.calls import score_of
 from oblr_megatron.types import FinishReason
@@ -16,6 +15,7 @@ from oblr_megatron.types import FinishReason
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
+_MARK = "\u2402oblr-turn\u2403"  # stands for the policy's turn; no template changes it
 ROUNDING = 1e-6
 """A log-prob that a function returns may differ by this much from the engine's."""
 
@@ -115,6 +115,8 @@ class EpisodeEngine:
     def observation(self, messages: Sequence[Mapping[str, Any]], after: Turn) -> list[int]:
         """What the chat template writes between the policy's turn and its next one, encoded once.
 
+        The policy's own tokens are never encoded again.
+
         Args:
             messages: of the environment, e.g. [{"role": "tool", "content": "42"}].
             after: the policy's turn before them, with ids that stay as they are.
@@ -135,6 +137,35 @@ class EpisodeEngine:
                     break
                 found[place - first] = logprob
         return found
+
+
+def observation_text(
+    tokenizer: PreTrainedTokenizerBase,
+    messages: Sequence[Mapping[str, Any]],
+    ended: str,
+    options: Mapping[str, Any] | None = None,
+) -> str:
+    """The template's text from the end of the policy's turn to the beginning of its next one.
+
+    Args:
+        tokenizer: with a chat template.
+        messages: of the environment.
+        ended: text of the token that ended the policy's turn, which the template writes as well; "" for none.
+        options: of the template (data.chat_template_options), as for the prompt.
+
+    Raises:
+        ValueError: the template leaves out the turn before the messages.
+
+    Example for Qwen3 after "<|im_end|>", line by line: "", "<|im_start|>user", "<tool_response>", "42",
+    "</tool_response><|im_end|>", "<|im_start|>assistant", "".
+    """
+    turns = [{"role": "user", "content": "?"}, {"role": "assistant", "content": _MARK}, *map(dict, messages)]
+    asked = {**(options or {}), "tokenize": False, "add_generation_prompt": True}
+    whole = str(tokenizer.apply_chat_template(turns, **asked))
+    _before, mark, after = whole.rpartition(_MARK)
+    if not mark:
+        raise ValueError("the chat template leaves out the assistant's turn before an observation")
+    return after.removeprefix(ended)
 
 
 def ended(engine: EpisodeEngine, returned: object) -> Ended:

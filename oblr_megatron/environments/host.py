@@ -1,6 +1,6 @@
 """Runs the episodes of a batch: between an engine, which samples turns, and a process with the user's function.
 
-    host = EpisodeHost(config, vocab_size=151936, index=0, owner="rank 0")
+    host = EpisodeHost(config, index=0, owner="rank 0")
     host.sample(engine, prompts, positions, request, put, version=3)    # in the feed's thread, for each batch
     host.close()
 
@@ -17,14 +17,14 @@ import logging
 import queue
 import threading
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence, Set
 from contextlib import suppress
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any
 
 from oblr_megatron.engine.channel import CHECK_SECONDS, PeerGone
 from oblr_megatron.engine.protocol import SamplingRequest, prompt_seed
-from oblr_megatron.engine.turns import Abandon, Answered, TurnMessage, TurnRequest
+from oblr_megatron.engine.turns import Abandon, Answered, TurnRequest
 from oblr_megatron.environments.launcher import Launcher, Process
 from oblr_megatron.environments.messages import Answer, Begin, Ended, Wish
 from oblr_megatron.environments.watch import NOBODY
@@ -32,6 +32,7 @@ from oblr_megatron.types import FinishReason, Prompt, Sample
 
 if TYPE_CHECKING:
     from oblr_megatron.config import Config
+    from oblr_megatron.engine.handle import VllmEngine
 
 logger = logging.getLogger(__name__)
 
@@ -41,23 +42,13 @@ GRACE_SECONDS = 5.0
 """Seconds after its deadline until an episode's process is killed. Normally the episode ends itself at the deadline."""
 
 
-class TurnSource(Protocol):
-    """What samples turns: an engine process, or the API servers."""
-
-    def begin_turns(self) -> Iterator[Answered]:
-        """Begin; yields responses until the end, in a thread of its own."""
-        ...
-
-    def ask(self, messages: Sequence[TurnMessage] | None) -> None:
-        """Send requests; None ends."""
-        ...
-
-
 @dataclass(slots=True)
 class _Running:
     """An episode of this batch that has not ended."""
 
     begin: Begin
+    position: int  # of its prompt
+    place: int  # in the prompt's group
     waits: int = 0  # responses that it waits for
     spent_s: float = 0.0  # without waiting
     since: float = 0.0  # time.monotonic() of the end of its last wait
@@ -65,11 +56,11 @@ class _Running:
 
 @dataclass(slots=True)
 class _Batch:
-    """The state of one call of `run`."""
+    """The state of one call of `sample`."""
 
-    source: TurnSource
+    engine: VllmEngine
     request: SamplingRequest
-    done: Callable[[Ended], None]
+    done: Callable[[_Running, Ended], None]
     running: dict[int, _Running]
     waiting: dict[int, tuple[int, int]] = field(default_factory=dict)  # request -> (episode, call), at the engine
     wishes: list[Wish] = field(default_factory=list)  # not yet sent to the engine
@@ -80,15 +71,15 @@ class _Batch:
 class EpisodeHost:
     """One per engine. Its process starts with the host, and again after a loss."""
 
-    def __init__(self, config: Config, *, vocab_size: int, index: int, owner: str) -> None:
+    def __init__(self, config: Config, *, index: int, owner: str) -> None:
         """Args:
         config: of the run.
-        vocab_size: of the model.
         index: of the engine, for the name of the log.
         owner: who waits, for error messages.
         """
         self._options = config.rollout.environment
-        self._launcher = Launcher(config, vocab_size=vocab_size, index=index, owner=owner)
+        shapes = json.loads((config.model.path / "config.json").read_text(encoding="utf-8"))
+        self._launcher = Launcher(config, vocab_size=int(shapes["vocab_size"]), index=index, owner=owner)
         self._queue: queue.SimpleQueue[tuple[Process | None, Any]] = queue.SimpleQueue()  # (None: the engine, message)
         self._told = False
         self._numbers = itertools.count()  # of episodes, over all batches
@@ -96,7 +87,7 @@ class EpisodeHost:
 
     def sample(
         self,
-        source: TurnSource,
+        engine: VllmEngine,
         prompts: Sequence[Prompt],
         positions: Sequence[int],
         request: SamplingRequest,
@@ -106,44 +97,39 @@ class EpisodeHost:
     ) -> None:
         """Run the episodes of some prompts; `put(position, group)` as soon as a prompt's last episode has ended.
 
-        The position of a prompt decides the seeds of its episodes, as for single responses. Raises as `run`.
+        The position of a prompt decides the seeds of its episodes, as for single responses.
+
+        Args:
+            engine: samples the turns.
+            prompts: of the whole batch.
+            positions: in `prompts`, of those to run.
+            request: how to sample a turn, but for its seed and length.
+            put: called in the order in which groups end.
+            version: of the weights.
+
+        Raises:
+            EngineLostError: the engine died.
+            RunError: the process does not start.
         """
-        tasks: dict[int, tuple[int, int, Begin]] = {}  # episode -> (position, place in the group, episode)
+        if not positions:
+            return
+        episodes: dict[int, _Running] = {}
         groups: dict[int, dict[int, Sample]] = {position: {} for position in positions}
         for position in positions:
             own, sibling = divmod(position, request.siblings)
             for place in range(request.group_size):
                 seed = prompt_seed(request.seed, own) + sibling + place
                 begin = Begin(next(self._numbers), prompts[position], seed, request.max_tokens)
-                tasks[begin.number] = position, place, begin
+                episodes[begin.number] = _Running(begin, position, place)
 
-        def done(ended: Ended) -> None:
-            position, place, begin = tasks[ended.number]
-            group = groups[position]
-            group[place] = to_sample(position, begin, ended, version)
+        def done(episode: _Running, ended: Ended) -> None:
+            group = groups[episode.position]
+            group[episode.place] = to_sample(episode.position, episode.begin, ended, version)
             if len(group) == request.group_size:
-                put(position, [group[number] for number in range(request.group_size)])
+                put(episode.position, [group[number] for number in range(request.group_size)])
 
-        if tasks:
-            self.run(source, [begin for _, _, begin in tasks.values()], request, done)
-
-    def run(
-        self, source: TurnSource, tasks: Sequence[Begin], request: SamplingRequest, done: Callable[[Ended], None]
-    ) -> None:
-        """Run episodes until each has ended.
-
-        Args:
-            source: of turns.
-            tasks: the episodes.
-            request: how to sample a turn, but for its seed and length.
-            done: called with the result of each, in the order in which they end.
-
-        Raises:
-            EngineLostError: the engine died.
-            RunError: the process does not start.
-        """
-        batch = _Batch(source, request, done, {task.number: _Running(task) for task in tasks})
-        reader = threading.Thread(target=self._read_engine, args=(source.begin_turns(),), daemon=True)
+        batch = _Batch(engine, request, done, episodes)
+        reader = threading.Thread(target=self._read_engine, args=(engine.begin_turns(),), daemon=True)
         reader.start()
         try:
             self._begin(batch)
@@ -154,7 +140,7 @@ class EpisodeHost:
             self._end_process()  # its episodes belong to a batch that is over
             raise
         finally:
-            source.ask(None)
+            engine.ask(None)
             reader.join()
             self._forget_messages()
 
@@ -204,7 +190,7 @@ class EpisodeHost:
         if batch.wishes and (not self._options.in_rounds or self._all_wait(batch)):
             asked = [self._request(batch, wish) for wish in sorted(batch.wishes, key=lambda w: (w.number, w.call))]
             batch.wishes.clear()
-            batch.source.ask(asked)
+            batch.engine.ask(asked)
 
     def _take_one(self, batch: _Batch, item: tuple[Process | None, Any]) -> None:
         sender, message = item
@@ -257,9 +243,10 @@ class EpisodeHost:
             self._tell(batch, answers)
 
     def _end(self, batch: _Batch, ended: Ended) -> None:
-        if batch.running.pop(ended.number, None) is None:
+        episode = batch.running.pop(ended.number, None)
+        if episode is None:
             return
-        self._abandon(batch, lambda number: number == ended.number)
+        self._abandon(batch, {ended.number})
         batch.wishes = [wish for wish in batch.wishes if wish.number != ended.number]
         if ended.error and not self._told:
             self._told = True
@@ -268,7 +255,7 @@ class EpisodeHost:
                 self._options.function,
                 ended.error,
             )
-        batch.done(ended)
+        batch.done(episode, ended)
 
     def _look(self, batch: _Batch) -> None:
         """Kill a process that is blocked, or holds an episode that should have ended."""
@@ -299,7 +286,7 @@ class EpisodeHost:
         assert process is not None, "only a process that runs is lost"
         guilty = self._launcher.watch.get()[0] if number is None else number
         self._end_process()
-        self._abandon(batch, lambda _: True)
+        self._abandon(batch, batch.running.keys())
         batch.losses += 1
         if guilty in batch.running:
             self._end(batch, Ended(guilty, finish_reason=reason, error=what))
@@ -310,13 +297,13 @@ class EpisodeHost:
         if batch.running:
             self._begin(batch)
 
-    def _abandon(self, batch: _Batch, chosen: Callable[[int], bool]) -> None:
+    def _abandon(self, batch: _Batch, episodes: Set[int]) -> None:
         """Take back the requests of some episodes."""
-        numbers = tuple(request for request, (number, _) in batch.waiting.items() if chosen(number))
+        numbers = tuple(request for request, (number, _) in batch.waiting.items() if number in episodes)
         for request in numbers:
             batch.waiting.pop(request)
         if numbers:
-            batch.source.ask([Abandon(numbers)])
+            batch.engine.ask([Abandon(numbers)])
 
     def _tell(self, batch: _Batch, messages: Sequence[Begin | Answer]) -> None:
         """Send to the process. One that does not read is blocked, and one that has ended is noticed by its reader."""
@@ -352,11 +339,3 @@ def to_sample(group: int, begin: Begin, ended: Ended, version: int) -> Sample:
         mask=ended.mask,
         environment_reward=ended.reward,
     )
-
-
-def episodes_of(config: Config, index: int, owner: str) -> EpisodeHost | None:
-    """The host of a run with an environment; its process starts."""
-    if not config.rollout.environment.function:
-        return None
-    shapes = json.loads((config.model.path / "config.json").read_text(encoding="utf-8"))
-    return EpisodeHost(config, vocab_size=int(shapes["vocab_size"]), index=index, owner=owner)

@@ -83,8 +83,8 @@ class Launcher:
         # The kernel ends a child with the thread that started it; this thread lives as long as the launcher.
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="environment")
         self._closed, self._lock = False, threading.Lock()  # nothing is started while, or after, it is closed
-        self._control, self._popen = self._thread.submit(self._start).result()
-        self._started_at: float | None = time.monotonic()  # None once it is ready
+        self._started_at: float | None = None  # None once it is ready
+        self._thread.submit(self._start).result()
 
     def fork(self) -> Process:
         """A new process, which waits for episodes. The one that forks is started once more if it has died.
@@ -151,12 +151,11 @@ class Launcher:
                 raise RunError("the environment process has been ended")
             self._popen.kill()
             self._popen.wait()
+            self._control.close()
             try:
-                control, popen = self._thread.submit(self._start).result()
+                self._thread.submit(self._start).result()
             except OSError as error:
                 raise RunError(f"the environment process cannot be started again: {error}") from error
-            self._control.close()
-            self._control, self._popen, self._started_at = control, popen, time.monotonic()
 
     def _wait_ready(self) -> None:
         if self._started_at is None:
@@ -168,7 +167,7 @@ class Launcher:
             raise RunError(f"the environment process ended while it started; {log_tail(self._log)}") from None
         self._started_at = None
 
-    def _start(self) -> tuple[socket.socket, subprocess.Popen[bytes]]:
+    def _start(self) -> None:
         own_end, child_end = socket.socketpair()
         self._log.parent.mkdir(parents=True, exist_ok=True)
         module = "oblr_megatron.environments.process"
@@ -180,7 +179,7 @@ class Launcher:
             "TOKENIZERS_PARALLELISM": "false",  # it forks
         }
         with child_end, self._log.open("ab") as output:
-            popen = subprocess.Popen(
+            self._popen = subprocess.Popen(
                 command,
                 env=os.environ | own,
                 stdin=subprocess.DEVNULL,
@@ -191,4 +190,5 @@ class Launcher:
             )
         with suppress(PeerGone):  # it is dead already: `fork` reports it
             Channel(own_end).send(self._setup)
-        return own_end, popen
+        self._control = own_end
+        self._started_at = time.monotonic()

@@ -10,6 +10,9 @@ from oblr_megatron.config.rollout import EnvironmentConfig
 from oblr_megatron.engine.turns import Turn
 from oblr_megatron.types import FinishReason, Prompt
 
+READY = "ready"
+"""The process has imported the function."""
+
 
 @dataclass(frozen=True, slots=True)
 class Setup:
@@ -40,11 +43,6 @@ class Answer:
     number: int
     call: int
     turn: Turn
-
-
-@dataclass(frozen=True, slots=True)
-class Ready:
-    """The process has imported the function."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -16,7 +16,7 @@ import socket
 import sys
 import threading
 import traceback
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass, field
 from typing import Any, NoReturn
@@ -24,7 +24,7 @@ from typing import Any, NoReturn
 from oblr_megatron.engine.channel import Channel, PeerGone
 from oblr_megatron.engine.turns import Turn
 from oblr_megatron.environments.episode import EpisodeEngine, LimitError, cut, ended
-from oblr_megatron.environments.messages import Answer, Begin, Ended, Ready, Setup, Wish
+from oblr_megatron.environments.messages import READY, Answer, Begin, Ended, Setup, Wish
 from oblr_megatron.environments.registry import function_of
 from oblr_megatron.environments.tools import Toolbox
 from oblr_megatron.environments.watch import EPISODE, Watch, watch_tasks
@@ -103,19 +103,16 @@ class Episodes:
             future = self.waiting[begin.number, wish.call] = asyncio.get_running_loop().create_future()
             clock.stop()
             try:
-                self._send(wish)
+                self.channel.send(wish)
                 return await future
             finally:
                 self.waiting.pop((begin.number, wish.call), None)
                 clock.go_on()
 
-        async def call(tool: str, arguments: Mapping[str, Any]) -> str:
-            return await self.toolbox.call(tool, arguments)
-
-        environment, options = self.setup.config, self.setup.template_options
-        vocab_size, most = self.setup.vocab_size, environment.max_turns
-        engine = EpisodeEngine(begin, self.tokenizer, vocab_size, most, ask, call, options)
-        self._send(await self._outcome(engine, clock))
+        setup, call = self.setup, self.toolbox.call
+        limits = setup.vocab_size, setup.config.max_turns
+        engine = EpisodeEngine(begin, self.tokenizer, *limits, ask, call, setup.template_options)
+        self.channel.send(await self._outcome(engine, clock))
         for task in self.tasks.pop(begin.number, set()) - {asyncio.current_task()}:
             task.cancel()  # that the function left behind
 
@@ -137,9 +134,6 @@ class Episodes:
             text = "".join(traceback.format_exception(error))[-MAX_ERROR:]
             return Ended(number, finish_reason="failed", error=text)
 
-    def _send(self, message: Wish | Ended) -> None:
-        self.channel.send(message)
-
 
 def main(arguments: list[str]) -> int:
     """Import the function and the tokenizer, and fork a process for the episodes whenever the trainer asks for one."""
@@ -157,7 +151,7 @@ def main(arguments: list[str]) -> int:
         function = function_of(setup.config.function)
         tokenizer = setup.tokenizer.from_pretrained(setup.model)
         gc.freeze()  # keeps the memory of the imports shared
-        channel.send(Ready())
+        channel.send(READY)
     except PeerGone:
         return 0
     watch, children = Watch(watch_fd), set[int]()

@@ -21,6 +21,7 @@ if TYPE_CHECKING:
 ENVIRONMENTS = {"tool_loop": "oblr_megatron.environments.tool_loop:tool_loop"}
 """Names of the package's own environments."""
 PARAMETERS = ("engine", "prompt", "seed")
+TOOLS = "config: rollout.environment.tools"
 
 
 def function_of(name: str) -> Callable[..., Any]:
@@ -65,7 +66,7 @@ def check_environment(config: Config) -> None:
         )
 
 
-def schemas(tools: Sequence[str], where: str = "config: rollout.environment.tools") -> list[dict[str, Any]]:
+def schemas(tools: Sequence[str]) -> list[dict[str, Any]]:
     """The JSON schema of each tool, as chat templates take them.
 
     Raises:
@@ -73,22 +74,22 @@ def schemas(tools: Sequence[str], where: str = "config: rollout.environment.tool
     """
     names = [tool.rpartition(":")[2] for tool in tools]
     if len(set(names)) < len(names):
-        raise UserError(f"two tools have the same name: {', '.join(names)}", where=where, fix="rename one of them")
-    return [_schema(tool, where) for tool in tools]
+        raise UserError(f"two tools have the same name: {', '.join(names)}", where=TOOLS, fix="rename one of them")
+    return [_schema(tool) for tool in tools]
 
 
-def _schema(tool: str, where: str) -> dict[str, Any]:
+def _schema(tool: str) -> dict[str, Any]:
     from transformers.utils import get_json_schema
 
-    function: Callable[..., Any] = import_from_here(tool, f"tool {tool!r}", where)
+    function: Callable[..., Any] = import_from_here(tool, f"tool {tool!r}", TOOLS)
     if not inspect.isfunction(function):
-        raise UserError(f"tool {tool!r} is not a function", where=where, fix='give "package.module:function"')
+        raise UserError(f"tool {tool!r} is not a function", where=TOOLS, fix='give "package.module:function"')
     try:
         schema: dict[str, Any] = get_json_schema(function)
     except Exception as error:  # transformers has several classes for it, without a common base
         raise UserError(
             f"tool {tool!r} cannot be described: {error}",
-            where=where,
+            where=TOOLS,
             fix="give every parameter a type, and a line under Args: in the docstring",
         ) from error
     return schema

@@ -11,10 +11,16 @@ long give "Error: ..." as their result. The episode ends with the first turn wit
 from __future__ import annotations
 
 import asyncio
+import json
+import re
+from typing import Any
 
-from oblr_megatron.environments.chat import ToolCall, tool_calls
 from oblr_megatron.environments.episode import Episode, EpisodeEngine
 from oblr_megatron.types import Prompt
+
+_CALL = re.compile(r"<tool_call>(.*?)</tool_call>", re.DOTALL)
+Call = tuple[str, dict[str, Any]]
+"""A tool's name and its arguments. Example: ("calculate", {"expression": "2+2"})"""
 
 
 async def tool_loop(engine: EpisodeEngine, prompt: Prompt, seed: int) -> Episode:
@@ -31,5 +37,24 @@ async def tool_loop(engine: EpisodeEngine, prompt: Prompt, seed: int) -> Episode
         episode.saw(engine.observation(messages, after=turn))
 
 
-async def _result(engine: EpisodeEngine, call: ToolCall) -> str:
-    return f"Error: {call.error}" if call.error else await engine.call(call.name, call.arguments)
+async def _result(engine: EpisodeEngine, call: Call | None) -> str:
+    if call is None:
+        return 'Error: a tool call must be {"name": ..., "arguments": {...}}'
+    return await engine.call(*call)
+
+
+def tool_calls(text: str) -> list[Call | None]:
+    """The calls in a turn: JSON objects with "name" and "arguments" between <tool_call> and </tool_call>.
+
+    None stands for a call that cannot be read.
+    """
+    return [_call(match) for match in _CALL.findall(text)]
+
+
+def _call(text: str) -> Call | None:
+    try:
+        found = json.loads(text)
+        name, arguments = found["name"], found.get("arguments") or {}
+    except (ValueError, LookupError, TypeError, AttributeError, RecursionError):
+        return None  # whatever a policy writes
+    return (name, arguments) if isinstance(name, str) and isinstance(arguments, dict) else None

@@ -20,7 +20,7 @@ from __future__ import annotations
 
 import math
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -66,11 +66,6 @@ class Grades:
         counts = f"{len(self.greedy)} greedy and {len(self.sampled)} sampled responses with k = {self.k}"
         assert self.greedy and len(self.sampled) == len(self.greedy) * self.k, counts
 
-    @classmethod
-    def of(cls, grades: Sequence[Grade], count: int, k: int, fault: str = "") -> Grades:
-        """From the greedy responses to `count` prompts, followed by the sampled responses."""
-        return cls(grades[:count], grades[count:], k, fault)
-
     @property
     def unscored(self) -> int:
         """Number of responses that could not be scored."""
@@ -81,11 +76,6 @@ class Grades:
         """The kinds of responses ("greedy", "sampled") of which none was scored."""
         kinds = {"greedy": self.greedy, "sampled": self.sampled}
         return [kind for kind, grades in kinds.items() if grades and not any(grade.scored for grade in grades)]
-
-    @property
-    def groups(self) -> list[Sequence[Grade]]:
-        """[Q] groups of k samples; empty if k = 0."""
-        return [self.sampled[first : first + self.k] for first in range(0, len(self.sampled), self.k or 1)]
 
 
 @dataclass(frozen=True, slots=True)
@@ -131,7 +121,8 @@ def by_prompt(grades: Grades) -> dict[str, Array]:
 
     maj@K is omitted if the reward extracts no answers.
     """
-    k, groups = grades.k, grades.groups
+    k = grades.k
+    groups = [grades.sampled[first : first + k] for first in range(0, len(grades.sampled), k or 1)]  # [Q] of k samples
     columns = {"accuracy": [float(grade.right) for grade in grades.greedy]}
     if k:
         columns[f"mean@{k}"] = [math.fsum(grade.verdict for grade in group) / k for group in groups]
@@ -166,14 +157,11 @@ def lengths(grades: Grades) -> dict[str, float]:
     }
 
 
-def estimates(grades: Grades, seed: int = 0) -> dict[str, Estimate]:
-    """Every metric of `by_prompt` with its interval; deterministic for a given seed."""
+def estimates(grades: Grades) -> dict[str, Estimate]:
+    """Every metric of `by_prompt` with its interval; deterministic."""
     columns = by_prompt(grades)
-    found = bootstrap_intervals(np.array([*columns.values()]), seed)
-    right = int(columns["accuracy"].sum())
-    ends: Mapping[str, tuple[float, float]] = dict(zip(columns, found, strict=True)) | {
-        "accuracy": wilson_interval(right, len(grades.greedy))
-    }
+    ends = dict(zip(columns, bootstrap_intervals(np.array([*columns.values()])), strict=True))
+    ends["accuracy"] = wilson_interval(int(columns["accuracy"].sum()), len(grades.greedy))
     return {name: Estimate(_mean(values), *ends[name]) for name, values in columns.items()}
 
 

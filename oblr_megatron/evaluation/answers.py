@@ -31,8 +31,12 @@ SEED_OFFSET = 1_000_002  # instead of a step: different from the seeds of a run'
 
 @dataclass(frozen=True, slots=True)
 class Block:
-    """Prompts sampled in one request. Example: Block(kind="sampled", first=128, last=256, samples=8)"""
+    """Prompts sampled in one request.
 
+    Example, of 500 prompts: Block(start=1524, kind="sampled", first=128, last=256, samples=8)
+    """
+
+    start: int  # position of its first response among those of the set
     kind: Kind
     first: int  # position in the set
     last: int  # exclusive
@@ -54,15 +58,15 @@ def block_responses(config: Config) -> int:
     return config.num_prompts * config.group_size
 
 
-def blocks_of(config: Config, count: int, kinds: Sequence[Kind] = ("greedy", "sampled")) -> Iterator[Block]:
+def blocks_of(config: Config, count: int) -> Iterator[Block]:
     """The blocks of `count` prompts: all greedy responses, then all sampled responses."""
-    for kind in kinds:
-        samples = 1 if kind == "greedy" else config.evaluate.samples_per_prompt
+    kinds: list[tuple[Kind, int, int]] = [("greedy", 0, 1), ("sampled", count, config.evaluate.samples_per_prompt)]
+    for kind, start, samples in kinds:
         if samples == 0:
             continue
         step = max(1, block_responses(config) // samples)
         for first in range(0, count, step):
-            yield Block(kind, first, min(first + step, count), samples)
+            yield Block(start + first * samples, kind, first, min(first + step, count), samples)
 
 
 def evaluate(
@@ -92,54 +96,31 @@ def evaluate(
         RunError: `strict`, and the reward failed for that many responses in a row; the same on every rank.
     """
     grades, fault = list(done), ""
-    for first, block in unfinished(config, len(prompts), done):
+    for block in unfinished(config, len(prompts), done):
         items, cause = _items(name, block, engines, prompts, reward, config)
-        end = first + block.size
-        grades[first:end] = [item.grade for item in items]
-        if strict:
-            _check_scored(name, grades[max(0, end - block_responses(config)) : end], cause)
+        end = block.start + block.size
+        grades[block.start : end] = [item.grade for item in items]
+        # As many as a full block has, because the last block may be short.
+        recent = grades[max(0, end - block_responses(config)) : end]
+        if strict and not any(grade.scored for grade in recent):
+            raise RunError(f"set {name!r}: the reward failed for the last {len(recent)} responses: {cause}")
         if sink is not None:
-            sink(first, items)
+            sink(block.start, items)
         fault = fault or cause
-    return Grades.of(grades, len(prompts), config.evaluate.samples_per_prompt, fault)
+    return Grades(grades[: len(prompts)], grades[len(prompts) :], config.evaluate.samples_per_prompt, fault)
 
 
-def unfinished(config: Config, count: int, done: Sequence[Grade]) -> list[tuple[int, Block]]:
-    """The blocks of `count` prompts that are to be sampled, each after the position of its first response.
+def unfinished(config: Config, count: int, done: Sequence[Grade]) -> list[Block]:
+    """The blocks of `count` prompts that are to be sampled.
 
-    Args:
-        config: see `blocks_of`.
-        count: of prompts.
-        done: grades of the first blocks. A zero that only says that the reward failed finishes no block.
+    `done` has the grades of the first blocks. A zero that only says that the reward failed finishes no block.
     """
-    found, first = [], 0
-    for block in blocks_of(config, count):
-        grades = done[first : first + block.size]
-        if len(grades) < block.size or not all(grade.scored for grade in grades):
-            found.append((first, block))
-        first += block.size
-    return found
 
+    def finished(block: Block) -> bool:
+        grades = done[block.start : block.start + block.size]
+        return len(grades) == block.size and all(grade.scored for grade in grades)
 
-def greedy_grades(engines: RolloutEngine, prompts: Sequence[Prompt], reward: Reward, config: Config) -> list[Grade]:
-    """[Q] grades of one greedy response to each prompt. Collective.
-
-    Raises:
-        RunError: the reward failed for as many responses in a row as a block has.
-    """
-    grades: list[Grade] = []
-    for block in blocks_of(config, len(prompts), ("greedy",)):
-        items, cause = _items("", block, engines, prompts, reward, config)
-        grades += [item.grade for item in items]
-        _check_scored("", grades[-block_responses(config) :], cause)
-    return grades
-
-
-def _check_scored(name: str, recent: Sequence[Grade], cause: str) -> None:
-    """Raise if none of the last responses was scored: as many as a block has, because a last block may be short."""
-    if not any(grade.scored for grade in recent):
-        where = f"set {name!r}: " if name else ""
-        raise RunError(f"{where}the reward failed for the last {len(recent)} responses: {cause}")
+    return [block for block in blocks_of(config, count) if not finished(block)]
 
 
 def _items(

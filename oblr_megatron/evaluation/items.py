@@ -138,10 +138,8 @@ def recover(path: Path, blocks: Iterable[Sequence[Key]]) -> list[Grade]:
             lines = [stream.readline() for _ in block]
             if not all(line.endswith(b"\n") for line in lines):
                 break
-            grades += [
-                _grade(line, key, path, len(grades) + number)
-                for number, (line, key) in enumerate(zip(lines, block, strict=True), start=1)
-            ]
+            for line, key in zip(lines, block, strict=True):
+                grades.append(_grade(line, key, path, len(grades) + 1))
             end = stream.tell()
         stream.truncate(end)
     return grades
@@ -174,20 +172,18 @@ class RunItems:
 
     def sink(self, step: int, name: str) -> Sink:
         """The sink for a set's blocks. The file of the same step and set, left by an earlier attempt, is replaced."""
-        begun, self.rows = False, []
+        self.rows = []
 
         def write(first: int, items: Sequence[Item]) -> None:
-            nonlocal begun
             self.rows += [item.row_of_table for item in items[: ROWS - len(self.rows)]]
             if self._directory is None:
                 return
             try:
                 path = items_path(self._directory / f"step_{step:06}", name)
                 path.parent.mkdir(parents=True, exist_ok=True)
-                if not begun:
+                if first == 0:
                     path.unlink(missing_ok=True)
                 append(path, items)
-                begun = True
             except OSError as error:
                 logger.warning("evaluations are not saved any more, the run continues: %s", error)
                 self._directory = None

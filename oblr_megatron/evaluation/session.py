@@ -6,7 +6,7 @@ import json
 import os
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -50,10 +50,6 @@ class Task:
         """Sampled responses per prompt."""
         return self.config.evaluate.samples_per_prompt
 
-    def responses(self, name: str) -> int:
-        """Number of responses of a set, greedy and sampled."""
-        return len(self.sets[name]) * (1 + self.k)
-
 
 def check(options: argparse.Namespace) -> Task:
     """Check the input before an engine starts. Creates OUT, or truncates its files to whole blocks.
@@ -73,7 +69,9 @@ def check(options: argparse.Namespace) -> Task:
     check_reward(config.reward, max_response_tokens=config.rollout.max_response_tokens)
     check_rows(config.reward, sources.values())
     check_environment(config)
-    _check_writable(options.json)
+    file = options.json
+    if file is not None and (file.is_dir() or not os.access(file.parent, os.W_OK | os.X_OK)):
+        raise UserError("cannot write this file", where=str(file), fix="give another --json file")
     for source in sources.values():
         kind_of(source)
 
@@ -81,24 +79,13 @@ def check(options: argparse.Namespace) -> Task:
 
     check_head_size(model.config, model.path, on_gpu=torch.cuda.is_available())
     sets = load_sets(sources, config, model.tokenizer())
-    task = Task(model, config, sets, {name: [] for name in sets}, options.out, options.json)
-    return task if task.out is None else _claimed(task, task.out, overwrite=options.overwrite)
-
-
-def _claimed(task: Task, out: Path, *, overwrite: bool) -> Task:
-    """The task with the responses that OUT already has."""
-    claim(out, task.model.path, settings_of(task.config, task.model), task.sets, overwrite=overwrite)
-    done = {}
-    for name, prompts in task.sets.items():
-        keys = (block.keys(prompts) for block in blocks_of(task.config, len(prompts)))
-        done[name] = recover(items_path(out, name), keys)
-    return replace(task, done=done)
-
-
-def _check_writable(path: Path | None) -> None:
-    """Check the --json file before hours of sampling."""
-    if path is not None and (path.is_dir() or not os.access(path.parent, os.W_OK | os.X_OK)):
-        raise UserError("cannot write this file", where=str(path), fix="give another --json file")
+    done: dict[str, list[Grade]] = {name: [] for name in sets}
+    if options.out is not None:
+        claim(options.out, model.path, settings_of(config, model), sets, overwrite=options.overwrite)
+        for name, prompts in sets.items():
+            keys = (block.keys(prompts) for block in blocks_of(config, len(prompts)))
+            done[name] = recover(items_path(options.out, name), keys)
+    return Task(model, config, sets, done, options.out, file)
 
 
 def run(task: Task) -> list[SetReport]:
@@ -112,13 +99,14 @@ def run(task: Task) -> list[SetReport]:
         place = None
         for name, prompts in task.sets.items():
             done = task.done[name]
-            left = sum(block.size for _, block in unfinished(task.config, len(prompts), done))
+            left = sum(block.size for block in unfinished(task.config, len(prompts), done))
             if not left:
-                grades = Grades.of(done, len(prompts), task.k)
+                grades = Grades(done[: len(prompts)], done[len(prompts) :], task.k)
             else:
                 place = place or stack.enter_context(opened(task.config))
-                with progress(name, task.responses(name)) as advance:
-                    advance(task.responses(name) - left)
+                total = len(prompts) * (1 + task.k)
+                with progress(name, total) as advance:
+                    advance(total - left)
                     sink = _sink(task.out, name, advance, done=len(done))
                     engines, reward = place
                     grades = evaluate(name, engines, prompts, reward, task.config, done=done, sink=sink, strict=True)

@@ -93,9 +93,12 @@ def claim(
     try:
         held = _held(out)
         if overwrite:
-            _remove(out, held)
+            for name in held.get("sets", {}):
+                items_path(out, name).unlink(missing_ok=True)
+            (out / FIGURES).unlink(missing_ok=True)
             held = {}
-        _check_same(out, held, settings, asked)
+        if held:
+            _check_same(out, held, settings, asked)
         out.mkdir(parents=True, exist_ok=True)
         known = held.get("sets", {}) | asked
         content = {"model": str(model), "settings": settings, "sets": known}
@@ -120,23 +123,14 @@ def _held(out: Path) -> dict[str, Any]:
         raise UserError("the file is damaged", where=str(file), fix="give a new directory") from error
 
 
-def _remove(out: Path, held: dict[str, Any]) -> None:
-    for name in held.get("sets", {}):
-        items_path(out, name).unlink(missing_ok=True)
-    (out / FIGURES).unlink(missing_ok=True)
-
-
 def _check_same(out: Path, held: dict[str, Any], settings: dict[str, Any], asked: dict[str, Any]) -> None:
     """Compare settings and common sets with those in OUT."""
-    if not held:
-        return
     before = flatten(held["settings"]) | flatten({name: held["sets"].get(name, asked[name]) for name in asked})
     now = flatten(settings) | flatten(asked)
-    different = [name for name in before | now if before.get(name) != now.get(name)]
-    if different:
-        name = different[0]
-        raise UserError(
-            f"the directory has an evaluation with {name} {before.get(name)!r}, this one has {now.get(name)!r}",
-            where=str(out),
-            fix="give another --out, or use --overwrite",
-        )
+    for name in before | now:
+        if before.get(name) != now.get(name):
+            raise UserError(
+                f"the directory has an evaluation with {name} {before.get(name)!r}, this one has {now.get(name)!r}",
+                where=str(out),
+                fix="give another --out, or use --overwrite",
+            )

@@ -16,7 +16,7 @@ import torch
 
 from oblr_megatron.errors import RunError
 from oblr_megatron.evaluation.accuracy import is_right, wilson_interval
-from oblr_megatron.evaluation.answers import greedy_grades
+from oblr_megatron.evaluation.answers import evaluate
 from oblr_megatron.evaluation.setup import opened
 from oblr_megatron.rewards.base import cause_of
 from oblr_megatron.types import Prompt, Sample
@@ -62,13 +62,14 @@ def with_vllm(directory: Path, sets: Sets, config: Config) -> dict[str, Accuracy
     """Accuracy of a directory, quantised or not, answered by vLLM in bf16 in a separate engine process."""
     rollout = config.rollout.model_copy(update={"dtype": "bfloat16", "quantization": "none"})
     model = config.model.model_copy(update={"path": directory})
-    config = config.model_copy(update={"rollout": rollout, "model": model})
+    greedy = config.evaluate.model_copy(update={"samples_per_prompt": 0})
+    config = config.model_copy(update={"rollout": rollout, "model": model, "evaluate": greedy})
+    found = {}
     with opened(config) as (engines, reward):
-        answered = {name: greedy_grades(engines, prompts, reward, config) for name, prompts in sets.items()}
-    return {
-        name: count_right([grade.verdict for grade in grades], sum(not grade.scored for grade in grades))
-        for name, grades in answered.items()
-    }
+        for name, prompts in sets.items():
+            grades = evaluate(name, engines, prompts, reward, config, strict=True)
+            found[name] = count_right([grade.verdict for grade in grades.greedy], grades.unscored)
+    return found
 
 
 def with_transformers(

@@ -1,7 +1,7 @@
 """Tasks of the package reasoning-gym: make one by name, score answers to its items.
 
 The package is imported on first use. This takes two seconds and imports sympy and matplotlib. Ranks import it to check
-a source (data/gym.py). Other processes do the work: one generates rows (data/gym_rows.py), and workers score answers.
+a source (data/sources.py). Other processes do the work: one generates rows (data/gym.py), and workers score answers.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from oblr_megatron.checks.packages import require_reasoning_gym
 from oblr_megatron.config.data import GYM_PREFIX
 from oblr_megatron.errors import UserError
 
-COLUMN = "reasoning_gym"  # of a generated row; see data/gym_rows.py
+COLUMN = "reasoning_gym"  # of a generated row; see data/gym.py
 NOT_TASKS = ("composite",)  # it mixes other tasks, as several sources of data.train do
 OWN_OPTIONS = ("seed", "size")  # of every task; keys of a source
 MAX_CAUSE = 200  # characters of the package's own message

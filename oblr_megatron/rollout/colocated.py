@@ -26,7 +26,7 @@ from oblr_megatron.checks.run_dir import LOGS
 from oblr_megatron.engine.handle import Deadlines, VllmEngine
 from oblr_megatron.engine.protocol import PushStats, SamplingRequest
 from oblr_megatron.engine.speculation import Report
-from oblr_megatron.environments.host import episodes_of
+from oblr_megatron.environments.host import EpisodeHost
 from oblr_megatron.errors import EngineLostError
 from oblr_megatron.model.parallel import local_world_size
 from oblr_megatron.rollout.feed import Groups, Put
@@ -79,7 +79,9 @@ class ColocatedEngines(RecoveringEngines):
         self._index = self._placement.engine_of(parallel.rank)
         self._engine = None if self._index is None else self._launch(self._index)
         self._pusher = Pusher(self._engine, parallel.device, config.weights)
-        self._episodes = None if self._index is None else episodes_of(config, self._index, f"rank {parallel.rank}")
+        self._episodes: EpisodeHost | None = None
+        if self._index is not None and limits.environment.function:
+            self._episodes = EpisodeHost(config, index=self._index, owner=f"rank {parallel.rank}")
         if self._on_gpu:
             try:
                 self.until_done(lambda: None)

@@ -19,6 +19,7 @@ from oblr_megatron.config import ModelConfig, ParallelConfig
 from oblr_megatron.data.packing import microbatches
 from oblr_megatron.model.policy import build_policy
 from oblr_megatron.model.reference import Reference
+from oblr_megatron.padding import padding_of_layout
 from tests.distributed.launch import layout, run_ranks
 from tests.distributed.test_gradnorm_modes import make_samples
 from tests.tiny import make_hf_dir
@@ -35,7 +36,8 @@ def on_ranks(start: str, now: str) -> dict[str, list[torch.Tensor]]:
             config = ModelConfig.model_validate({"path": start, "dtype": "bfloat16", "make_vocab_size_divisible_by": 8})
             options = ParallelConfig(context_parallel_size=parallel.cp_size, packing="packed")
             mine = list(range(len(samples))) if parallel.dp_rank == 0 else []  # of two replicas one has none
-            batches = microbatches(samples, mine, options)
+            padding = padding_of_layout(options)
+            batches = microbatches(samples, mine, options, padding)
             found[name] = []
             for moved in (True, False):
                 policy = build_policy(AutoConfig.from_pretrained(start), config, parallel)
@@ -53,7 +55,7 @@ def on_ranks(start: str, now: str) -> dict[str, list[torch.Tensor]]:
                     raise RuntimeError("in between")
                 assert all(torch.equal(a, b) for a, (_, b) in zip(before, policy.named_parameters(), strict=True))
             silent = [replace(sample, response_ids=(), logprobs=(), mask=()) for sample in samples]
-            nothing = reference.logprobs(silent, microbatches(silent, mine, options), temperature=0.8)
+            nothing = reference.logprobs(silent, microbatches(silent, mine, options, padding), temperature=0.8)
             assert nothing.shape == (len(samples), 1) and not nothing.any()
     return found
 

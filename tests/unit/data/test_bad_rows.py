@@ -16,9 +16,9 @@ from tokenizers import Regex, Tokenizer, models, normalizers, pre_tokenizers, tr
 from transformers import PreTrainedTokenizerFast
 
 from oblr_megatron.config.data import SourceConfig
-from oblr_megatron.data.long_rows import LongRows
 from oblr_megatron.data.prompt_set import read_prompts
 from oblr_megatron.data.rows import Skipped, read_rows
+from oblr_megatron.data.template import LongRows
 from oblr_megatron.data.training import training_sets
 from oblr_megatron.errors import UserError
 from tests.unit.data.conftest import config, stream, write_rows

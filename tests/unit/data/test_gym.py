@@ -22,8 +22,7 @@ from transformers import PreTrainedTokenizerFast
 from oblr_megatron.checks.packages import REASONING_GYM
 from oblr_megatron.config import parse_config
 from oblr_megatron.config.data import MOST_ROWS, SourceConfig
-from oblr_megatron.data.gym import MODULE, package_seed
-from oblr_megatron.data.gym_rows import NO_GOLD, plain
+from oblr_megatron.data.gym import NO_GOLD, package_seed, plain, rows
 from oblr_megatron.data.prompt_set import read_prompts
 from oblr_megatron.data.prompts import PromptStream
 from oblr_megatron.data.sources import kind_of, named_source, open_source
@@ -215,7 +214,7 @@ def test_a_mixture_resumes_where_it_was(tokenizer: PreTrainedTokenizerFast) -> N
 
 
 def test_the_process_reports_its_own_failure() -> None:
-    done = subprocess.run([sys.executable, "-m", MODULE, "{}"], capture_output=True, text=True, check=False)
+    done = subprocess.run([sys.executable, "-m", rows.__module__, "{}"], capture_output=True, text=True, check=False)
     assert done.returncode == 1 and "KeyError" in done.stderr
 
 
@@ -229,7 +228,6 @@ def test_an_item_without_a_solution_ends_in_one_line(monkeypatch: pytest.MonkeyP
 @pytest.mark.slow
 def test_gold_answers_of_every_fast_task_score_one() -> None:
     """Also after the entry was written and read. Tasks without a gold answer are left out."""
-    from oblr_megatron.data.gym_rows import rows
     from oblr_megatron.rewards.gym_tasks import score
 
     slow = {"knight_swap", "intermediate_integration", "futoshiki", "sokoban", "zebra_puzzles"}

@@ -15,8 +15,8 @@ from hypothesis import strategies as st
 from transformers import PreTrainedTokenizerFast
 
 from oblr_megatron.config.data import SourceConfig
-from oblr_megatron.data.overlap import Benchmarks
 from oblr_megatron.data.prompts import PromptStream
+from oblr_megatron.data.training import Benchmarks
 from oblr_megatron.errors import UserError
 from tests.unit.data.conftest import config, stream, write_rows
 

@@ -18,6 +18,7 @@ from torch.nn.utils.rnn import pad_sequence
 from oblr_megatron.config import ParallelConfig
 from oblr_megatron.data.packing import check_folds, deal, local_folds, microbatches, one_per_microbatch, pack
 from oblr_megatron.errors import UserError
+from oblr_megatron.padding import Padding, padding_of_layout
 from oblr_megatron.types import MicroBatch, Sample
 
 
@@ -122,9 +123,9 @@ def test_packing_is_first_fit() -> None:
 def test_packing_follows_the_configuration() -> None:
     samples = [sample(1, response) for response in (3, 9, 4, 4)]
     options = ParallelConfig(packing="packed", context_parallel_size=2, micro_batch_tokens=16)
-    batches = microbatches(samples, [0, 1, 2, 3], options)
+    batches = microbatches(samples, [0, 1, 2, 3], options, padding_of_layout(options))
     assert [batch.cu_seqlens.tolist() for batch in batches] == [[0, 12, 16], [0, 4, 8]]
-    rows = microbatches(samples, [0, 1, 2, 3], ParallelConfig(micro_batch_tokens=16))
+    rows = microbatches(samples, [0, 1, 2, 3], ParallelConfig(micro_batch_tokens=16), Padding())
     assert [tuple(batch.input_ids.shape) for batch in rows] == [(1, 9), (3, 4)]
 
 
@@ -154,9 +155,9 @@ def test_order_of_equal_lengths_and_a_sample_longer_than_the_budget() -> None:
 
 def test_one_per_microbatch_keeps_the_order() -> None:
     samples = [sample(2, 5), sample(2, 0), sample(1, 2)]
-    batches = one_per_microbatch(samples, [2, 0, 1], pad_multiple=4)
+    batches = one_per_microbatch(samples, [2, 0, 1])
     assert [batch.sample_index.tolist() for batch in batches] == [[2], [0], [1]]
-    assert [tuple(batch.input_ids.shape) for batch in batches] == [(1, 4), (1, 8), (1, 4)]
+    assert [tuple(batch.input_ids.shape) for batch in batches] == [(1, 2), (1, 6), (1, 1)]
     assert not batches[2].mask.any(), "an empty response has no masked-in position"
 
 

@@ -13,11 +13,11 @@ import pytest
 from tokenizers import Tokenizer, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
-from oblr_megatron.data.overlap import Benchmarks
 from oblr_megatron.data.prompt_set import read_prompts
 from oblr_megatron.data.prompts import PromptStream
 from oblr_megatron.data.rows import read_rows
 from oblr_megatron.data.sources import named_source
+from oblr_megatron.data.training import Benchmarks
 from tests.unit.data.conftest import config
 
 SHARED = Path(__file__).resolve().parents[4] / "shared" / "data"

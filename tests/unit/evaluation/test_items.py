@@ -92,8 +92,8 @@ def test_the_error_for_a_damaged_line(tmp_path: Path, damage: bytes) -> None:
 def test_a_resumed_run_replaces_the_file_of_a_repeated_step(tmp_path: Path) -> None:
     for _ in range(2):  # the second pass is a run resumed from before the step
         sink = RunItems(tmp_path / "evaluations").sink(20, "s")
-        for items in BLOCKS:
-            sink(0, items)
+        for first, items in zip((0, 2, 3), BLOCKS, strict=True):
+            sink(first, items)
     path = tmp_path / "evaluations" / "step_000020" / "s.jsonl"
     assert recover(path, KEYS) == [item.grade for items in BLOCKS for item in items]
 

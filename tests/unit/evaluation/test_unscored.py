@@ -21,9 +21,10 @@ from oblr_megatron.engine.protocol import SamplingRequest
 from oblr_megatron.errors import RunError
 from oblr_megatron.evaluation import session
 from oblr_megatron.evaluation.accuracy import metrics
-from oblr_megatron.evaluation.answers import evaluate, greedy_grades
+from oblr_megatron.evaluation.answers import evaluate
 from oblr_megatron.evaluation.items import Item, RunItems
 from oblr_megatron.observe.step_metrics import StepRecord
+from oblr_megatron.quantize import accuracy
 from oblr_megatron.rewards.base import Reward, RewardResult
 from oblr_megatron.rewards.combined import CombinedReward, Term
 from oblr_megatron.rewards.registry import build_reward
@@ -136,17 +137,24 @@ def test_a_strict_evaluation_raises_before_the_sink_gets_a_block_without_scores(
     assert written == [0, 2] and "\n" not in str(caught.value)
     evaluate("s", cast(Any, Echo()), PROMPTS, Failing(3, 5, 7), config(), strict=True)
     with pytest.raises(RunError):
-        greedy_grades(cast(Any, Echo()), PROMPTS, Failing(0, 1), config())
+        evaluate("s", cast(Any, Echo()), PROMPTS, Failing(0, 1), config(), strict=True)
 
 
 def test_one_bad_response_alone_in_its_block_is_only_counted() -> None:
     grades = evaluate("s", cast(Any, Echo()), PROMPTS, Failing(2), config(), strict=True)
     assert metrics(grades)["unscored"] == 1
-    assert [one.scored for one in greedy_grades(cast(Any, Echo()), PROMPTS, Failing(2), config())] == [
-        True,
-        True,
-        False,
-    ]
+    assert [one.scored for one in grades.greedy] == [True, True, False]
+
+
+def test_quantize_counts_greedy_responses_and_names_the_set_without_scores(monkeypatch: pytest.MonkeyPatch) -> None:
+    def found(*late: int) -> dict[str, accuracy.Accuracy]:
+        opened = nullcontext((Echo(), Failing(*late)))
+        monkeypatch.setattr(accuracy, "opened", lambda config: opened)
+        return accuracy.with_vllm(Path("m"), {"set": PROMPTS}, config())
+
+    assert found(2) == {"set": accuracy.count_right([1.0, 1.0, 0.0], unscored=1)}
+    with pytest.raises(RunError, match="'set'"):
+        found(0, 1)
 
 
 def test_only_blocks_with_unscored_responses_are_sampled_again() -> None:
