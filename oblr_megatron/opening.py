@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import os
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from datetime import timedelta
 from typing import TYPE_CHECKING, Any
@@ -31,7 +31,7 @@ from oblr_megatron.model import parallel as layout
 from oblr_megatron.observe.alarm_window import planned
 from oblr_megatron.observe.alarms import LiveAlarms
 from oblr_megatron.observe.console import open_display
-from oblr_megatron.observe.performance.profiler import Profiler, open_profiler
+from oblr_megatron.observe.performance.profiler import open_profiler
 from oblr_megatron.observe.performance.ranks import RankLog
 from oblr_megatron.observe.performance.utilization import Utilization
 from oblr_megatron.observe.report import write_report
@@ -108,6 +108,7 @@ def open_sampling(config: Config) -> Iterator[Sampling]:
         profiler = stack.enter_context(open_profiler(config, parallel.rank, display.message))
         control_group = dist.new_group(backend="gloo", timeout=timedelta(seconds=parallel.timeout_s))
         alarms = LiveAlarms(config.run_dir, settings, display.message, past, past_settings) if rank == 0 else None
+        own_clock = None if torch.cuda.is_available() else time.thread_time  # it excludes waits for other ranks
         yield Sampling(
             config=config,
             parallel=parallel,
@@ -121,7 +122,8 @@ def open_sampling(config: Config) -> Iterator[Sampling]:
             trackers=trackers,
             display=display,
             alarms=alarms,
-            timer=_timer(display.phase, profiler),
+            timer=PhaseTimer(display.phase, _synchronize, own_clock=own_clock, context=profiler.phase),
+            profiler=profiler,
             utilization=Utilization.of(inputs.model.config, config, world_size),
             ranks=RankLog(config.run_dir, control_group, until),
             failed_steps=FailedSteps(config.reward),
@@ -225,12 +227,6 @@ def _of_first_rank(norms: ModeChoice | None) -> ModeChoice | None:
     shared = [norms]
     dist.broadcast_object_list(shared, src=0)
     return shared[0]
-
-
-def _timer(on_phase: Callable[[str | None], None], profiler: Profiler) -> PhaseTimer:
-    """A timer of phases. On a CPU it also takes this thread's CPU time, which excludes waits for other ranks."""
-    own = None if torch.cuda.is_available() else time.thread_time
-    return PhaseTimer(on_phase, _synchronize, own_clock=own, observer=profiler)
 
 
 def _synchronize() -> None:

@@ -24,6 +24,7 @@ from oblr_megatron.metrics import MetricsWriter
 from oblr_megatron.observe import step_metrics
 from oblr_megatron.observe.alarms import LiveAlarms
 from oblr_megatron.observe.console import Display
+from oblr_megatron.observe.performance.profiler import Profiler
 from oblr_megatron.observe.performance.ranks import RankLog
 from oblr_megatron.observe.performance.utilization import Utilization
 from oblr_megatron.observe.step_metrics import StepRecord
@@ -70,6 +71,7 @@ class Sampling:
     display: Display
     alarms: LiveAlarms | None  # of the first rank
     timer: PhaseTimer
+    profiler: Profiler
     utilization: Utilization
     ranks: RankLog
     failed_steps: FailedSteps
@@ -89,9 +91,9 @@ class Sampling:
         return 0 if self.resumed is None else self.resumed.step
 
     def begin_step(self, step: int) -> StepRecord:
-        """Start the clock of a step, counted from 0; its record."""
+        """The record of a step, counted from 0."""
         self.stop.stepping = True
-        self.timer.begin_step(step)
+        self.profiler.begin_step(step)
         return StepRecord(done=step + 1)
 
     @property
@@ -306,6 +308,7 @@ class Sampling:
     def log(self, record: StepRecord) -> None:
         """Complete the record of a step and write it to metrics.jsonl, trackers and console."""
         timing = self.timer.finish_step()
+        self.profiler.end_step()
         self.longest_step_s = max(self.longest_step_s, timing["timing_s/step"])
         samples, scored = record.samples, record.scored
         assert scored is not None, "a step has rewards"

@@ -53,11 +53,6 @@ class AdvantageRule:
         return rule
 
     @property
-    def history(self) -> History:
-        """What earlier steps tell about the step's prompts."""
-        return self._history
-
-    @property
     def active(self) -> Tensor:
         """[Q] bool: groups with a gradient. In the other groups A = 0 for every w, so their passes are skipped."""
         active = active_groups(self._config.algo.baseline, self._scored.rewards)

@@ -127,11 +127,10 @@ def variance_ratio_vs_rloo(rewards: Tensor, norms_sq: Tensor, baseline: Tensor) 
     squared mean ||grad J||^2 (equal for all unbiased baselines), importance ratios, and any scale on A (grpo's std). It
     also ignores the covariance between responses that share a baseline, and cannot rank baselines that differ by less.
 
-    NaN if rloo's sum is 0 (every group has equal rewards) or G = 1.
+    NaN if rloo's sum is 0 (every group has equal rewards) or G = 1. Inputs are fp64, norms finite.
     """
-    rewards, (weights, _) = rewards.to(torch.float64), sanitize_norms(norms_sq)
     if rewards.shape[1] == 1:
         return float("nan")
     rloo = mean_of_others(rewards, torch.ones_like(rewards))
-    ours, of_rloo = (((rewards - b) ** 2 * weights).sum() for b in (baseline.to(torch.float64), rloo))
+    ours, of_rloo = (((rewards - b) ** 2 * norms_sq).sum() for b in (baseline, rloo))
     return float(ours / of_rloo) if of_rloo > 0 else float("nan")

@@ -13,9 +13,7 @@ from __future__ import annotations
 import math
 
 from oblr_megatron.algo.snr_estimators import ESTIMATORS, UNDEFINED, Estimate
-from oblr_megatron.config import OptimizerConfig
 from oblr_megatron.config.algo import SnrConfig
-from oblr_megatron.errors import UserError
 from oblr_megatron.types import GradientStats
 
 ScheduleState = dict[str, str | float | int | bool | None]
@@ -114,92 +112,3 @@ class SnrAverages:
         if num_prompts != self._num_prompts:
             noise = (self._sq_norm_sum - self._signal_sum) * num_prompts
             self._sq_norm_sum = self._signal_sum + noise / self._num_prompts
-
-
-class SnrSchedule:
-    """eta_t = eta_0 * ramp(t) * (shrink / shrink_ref)^alpha, from averages over the steps before t.
-
-    - ramp: over optimizer.lr_warmup_steps, as in every schedule.
-    - In the first warmup_steps steps the averages are collected but not used: the rate is eta_0.
-    - shrink is the ratio of the averages, clamped to [floor, 1].
-    - shrink_ref is 1, or the shrink at the end of the warm-up, so that eta_0 is the rate at that step.
-    - alpha is 1 for SGD and 0.5 for Adam, which already divides by sqrt(v).
-    - After the warm-up the rate changes by at most max_change in a step, and holds after a step without an estimate.
-
-    The rate of step t must not depend on g_t, or the update is biased. So `rate(t)` comes first and `observe` after it;
-    calling `rate(t)` again returns the same rate.
-    """
-
-    def __init__(self, config: SnrConfig, optimizer: OptimizerConfig, num_prompts: int) -> None:
-        self._config, self._lr, self._ramp_steps = config, optimizer.lr, optimizer.lr_warmup_steps
-        self._exponent = config.exponent or (1.0 if optimizer.name == "sgd" else 0.5)
-        self._averages = SnrAverages(config, num_prompts)
-        self._shrink_ref = 1.0 if config.reference == "one" else None
-        self._factor = 1.0  # (shrink / shrink_ref)^alpha, limited by max_change
-        self._fresh = False  # the averages have changed since the factor did
-        self._latest: tuple[int, float] | None = None  # the last step passed to `rate`, and its rate
-        self._awaiting = False  # that step's gradient has not been observed yet
-
-    def rate(self, step: int) -> float:
-        """Learning rate of step `step`, counted from 0; call it for steps in order."""
-        if self._latest is not None and self._latest[0] == step:
-            return self._latest[1]
-        if step >= self._config.warmup_steps and self._fresh:
-            self._move_factor()
-        self._fresh = False
-        self._latest, self._awaiting = (step, self._lr * ramp(step, self._ramp_steps) * self._factor), True
-        return self._latest[1]
-
-    def observe(self, stats: GradientStats) -> None:
-        """Record the gradient of the step that `rate` was last called for."""
-        assert self._awaiting, "observe() before rate(): the rate would depend on its own gradient"
-        self._awaiting = False
-        self._fresh = self._averages.observe(stats)
-
-    def metrics(self) -> dict[str, float]:
-        """The metrics to log each step, after `observe`."""
-        return self._averages.metrics()
-
-    def state_dict(self) -> ScheduleState:
-        """Everything that the next rate depends on: JSON-compatible values."""
-        own: ScheduleState = {"factor": self._factor, "reference": self._shrink_ref, "fresh": self._fresh}
-        return {"schedule": "snr", **own, **self._averages.state_dict()}
-
-    def load_state_dict(self, state: ScheduleState) -> None:
-        """Restore `state_dict`.
-
-        Raises:
-            UserError: the state belongs to another schedule.
-        """
-        check_schedule(state, "snr")
-        self._averages.load_state_dict(state)
-        self._factor, self._fresh = float(state["factor"] or 1.0), bool(state["fresh"])
-        self._shrink_ref = None if state["reference"] is None else float(state["reference"])
-        self._latest, self._awaiting = None, False
-
-    def _move_factor(self) -> None:
-        shrink = self._averages.shrink
-        if self._shrink_ref is None:
-            self._shrink_ref = shrink
-        target = (shrink / self._shrink_ref) ** self._exponent
-        step = self._config.max_change
-        self._factor = min(max(target, self._factor / step), self._factor * step)
-
-
-def ramp(step: int, warmup_steps: int) -> float:
-    """Warm-up factor of step `step`, counted from 0: (step + 1) / warmup_steps, at most 1."""
-    return min(1.0, (step + 1) / warmup_steps) if warmup_steps else 1.0
-
-
-def check_schedule(state: ScheduleState, name: str) -> None:
-    """Refuse to resume from the state of another schedule.
-
-    Raises:
-        UserError: the state belongs to another schedule.
-    """
-    if state.get("schedule") != name:
-        raise UserError(
-            f"the checkpoint has the state of schedule {state.get('schedule')!r}, but the run uses {name!r}",
-            where="algo.schedule",
-            fix="resume with the checkpoint's schedule, or start a new run from its weights",
-        )

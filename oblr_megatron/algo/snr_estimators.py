@@ -45,35 +45,25 @@ UNDEFINED = Estimate(math.nan, math.nan, math.nan)
 Estimator = Callable[[GradientStats, int], Estimate]
 
 
-def fold_estimate(sq_norm: float, fold_sq_norm_mean: float, num_folds: int, num_prompts: int) -> Estimate:
-    """Unbiased estimates of signal and noise from R equal folds of whole prompts.
+def folds(stats: GradientStats, num_prompts: int) -> Estimate:
+    """Unbiased estimates of signal and noise from R equal folds of whole prompts; "prompts" has R = Q.
 
         signal = (R B - M) / (R - 1),   noise = (M - B) R / (R - 1) * Q / R,   second_moment = B
 
-    since E[B] = signal + noise / Q and E[M] = signal + noise R / Q. Folds must be independent. They are for every
-    within-group baseline; `optimal_prior` couples them through the other prompts' mean reward, to order 1 / (Q G)^2.
+    since E[B] = signal + noise / Q and E[M] = signal + noise R / Q. M = mean_f ||g_f||^2, g the mean of all g_f. Under
+    pure noise the signal's standard deviation is sqrt(R / (R - 1)) times that of many folds (R = 4: 1.15).
 
-    Args:
-        sq_norm: B = ||g||^2, g the mean of the fold gradients.
-        fold_sq_norm_mean: M = mean_f ||g_f||^2.
-        num_folds: R.
-        num_prompts: Q, of the whole batch.
+    Folds must be independent. They are for every within-group baseline; `optimal_prior` couples them through the other
+    prompts' mean reward, to order 1 / (Q G)^2.
 
     Example: R = 2 orthogonal fold gradients of norm 1, Q = 2: B = 0.5, M = 1 -> signal 0, noise 1, shrink_raw 0.
     """
-    if num_folds < 2 or not (0 < sq_norm < math.inf and math.isfinite(fold_sq_norm_mean)):
+    sq_norm, mean, count = stats.sq_norm, stats.fold_sq_norm_mean, stats.num_folds
+    if count < 2 or not (0 < sq_norm < math.inf and math.isfinite(mean)):
         return UNDEFINED
-    signal = (num_folds * sq_norm - fold_sq_norm_mean) / (num_folds - 1)
-    noise = (fold_sq_norm_mean - sq_norm) * num_prompts / (num_folds - 1)
+    signal = (count * sq_norm - mean) / (count - 1)
+    noise = (mean - sq_norm) * num_prompts / (count - 1)
     return Estimate(signal, noise, sq_norm)
-
-
-def folds(stats: GradientStats, num_prompts: int) -> Estimate:
-    """`fold_estimate` of the gradient's folds; "prompts" has Q folds.
-
-    Under pure noise the signal's standard deviation is sqrt(R / (R - 1)) times that of many folds (R = 4: 1.15).
-    """
-    return fold_estimate(stats.sq_norm, stats.fold_sq_norm_mean, stats.num_folds, num_prompts)
 
 
 def momentum(stats: GradientStats, num_prompts: int) -> Estimate:
@@ -122,14 +112,10 @@ ESTIMATORS: dict[str, Estimator] = {
 
 
 def check_estimator(algo: AlgoConfig, *, norms: bool) -> None:
-    """Refuse an estimator that needs gradient norms if the run measures none.
-
-    Args:
-        algo: provides the estimator and the baseline.
-        norms: whether the run measures the norms of its responses' gradients.
+    """Refuse an estimator that needs gradient norms in a run without `norms`.
 
     Raises:
-        UserError: the estimator is "samples" and norms is False.
+        UserError: the estimator is "samples", and the run measures no norms of its responses' gradients.
     """
     if algo.snr.estimator == "samples" and not norms:
         raise UserError(

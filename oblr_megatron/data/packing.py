@@ -11,7 +11,7 @@ import numpy as np
 import torch
 
 from oblr_megatron.errors import UserError
-from oblr_megatron.padding import Padding, padding_of_layout
+from oblr_megatron.padding import Padding
 from oblr_megatron.types import MicroBatch, Sample
 
 if TYPE_CHECKING:
@@ -80,7 +80,12 @@ def microbatches(
     `padding` is what the model applies (`Policy.padding`), so that the token bound includes it; by default the padding
     that the layout in `options` needs.
     """
-    packed, padding = options.packing == "packed", padding or padding_of_layout(options)
+    packed = options.packing == "packed"
+    padding = padding or Padding.of(
+        tp_size=options.tensor_model_parallel_size,
+        cp_size=options.context_parallel_size,
+        sequence_parallel=options.sequence_parallel,
+    )
     return pack(
         samples,
         sample_indices,
