@@ -20,7 +20,6 @@ from oblr_megatron.checkpoint.resume import Checkpoint, changes, choose
 from oblr_megatron.checks.layout import check_port
 from oblr_megatron.checks.run_dir import check_run_dir
 from oblr_megatron.config.checks import biases
-from oblr_megatron.engine.protocol import RolloutEngine
 from oblr_megatron.errors import RunError, UserError
 from oblr_megatron.evaluation.items import RunItems
 from oblr_megatron.formatting import flatten
@@ -74,11 +73,12 @@ def open_sampling(config: Config) -> Iterator[Sampling]:
         collectives = Collectives(rank)
         collectives.settle(own, what="their checks", seconds=config.parallel.distributed_timeout_s)
         inputs: Inputs = own.value
-        rows = collectives.objects(inputs.rows(), what="rows", seconds=config.parallel.distributed_timeout_s)
-        check_same_rows(rows)
+        found = (inputs.rows(), inputs.norms)
+        shared = collectives.objects(found, what="rows", seconds=config.parallel.distributed_timeout_s)
+        check_same_rows([rows for rows, _ in shared])
+        norms: ModeChoice | None = shared[0][1]  # ranks may see different amounts of free memory, so rank 0 decides
         parallel = layout.initialize(config.parallel, seed=config.seed)
         resumed = choose(inputs.checkpoints, parallel.rank, world_size)
-        norms = _of_first_rank(inputs.norms)
         if norms is not None:
             config = with_mode(config, norms.mode)
         first = parallel.tp_rank == parallel.pp_rank == parallel.cp_rank == 0  # of the ranks of a replica
@@ -91,12 +91,15 @@ def open_sampling(config: Config) -> Iterator[Sampling]:
         stack.enter_context(display)
         for line in _opening_lines(config, inputs.model.config, world_size, norms, resumed):
             display.message(line)
-        until = _metrics_until(config, resumed)
+        until = None if config.checkpoint.resume == "none" else -1  # the step up to which metrics.jsonl is kept
+        if resumed is not None:  # a run that never saved starts over
+            until = resumed.step
         metrics = stack.enter_context(
             MetricsWriter(config.run_dir, rank=parallel.rank, world_size=world_size, resume_step=until)
         )
         trackers = stack.enter_context(Trackers(config, display.message, rank=parallel.rank, resume_step=until))
-        stream = _prompt_source(inputs, engines)
+        stream: PromptSource | None = engines if isinstance(engines, ReplayEngine) else inputs.stream
+        assert stream is not None, "only a replay has no data stream"
         settings = past_settings = planned(flatten(config.model_dump(mode="json")).get)
         past: list[Record] = []
         if resumed is not None:
@@ -182,20 +185,6 @@ def _records_until(run_dir: Path, step: int) -> list[Record]:
     return [record for record in records if (record["step"] or 0) <= step]
 
 
-def _metrics_until(config: Config, resumed: Checkpoint | None) -> int | None:
-    """Step up to which metrics.jsonl is kept; None for a new file. A run that never saved starts over."""
-    if resumed is not None:
-        return resumed.step
-    return None if config.checkpoint.resume == "none" else -1
-
-
-def _prompt_source(inputs: Inputs, engines: RolloutEngine) -> PromptSource:
-    if isinstance(engines, ReplayEngine):
-        return engines
-    assert inputs.stream is not None, "only a replay has no data stream"
-    return inputs.stream
-
-
 def _opening_lines(
     config: Config, hf_config: Mapping[str, Any], world_size: int, norms: ModeChoice | None, resumed: Checkpoint | None
 ) -> Iterator[str]:
@@ -220,13 +209,6 @@ def _opening_lines(
         yield f"rollout.only: samples {config.num_steps} batches from {config.model.path}, trains and evaluates nothing"
     if config.rollout.replay is not None:
         yield f"replay: samples come from {config.rollout.replay}; nothing is sampled or evaluated"
-
-
-def _of_first_rank(norms: ModeChoice | None) -> ModeChoice | None:
-    """The mode that rank 0 selected, on every rank: ranks may see different amounts of free memory."""
-    shared = [norms]
-    dist.broadcast_object_list(shared, src=0)
-    return shared[0]
 
 
 def _synchronize() -> None:

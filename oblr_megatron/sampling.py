@@ -108,10 +108,7 @@ class Sampling:
     def rollout(self, prompts: list[Prompt], record: StepRecord, batch: int = 0) -> list[Sample]:
         """G samples for every prompt in prompt-major order, the same on every rank.
 
-        Args:
-            prompts: Q of them, or fewer in a further `batch` of dynamic sampling.
-            record: of the step.
-            batch: of the step; every batch has its own seeds.
+        Each further `batch` of a step with dynamic sampling has fewer prompts, and its own seeds.
 
         Raises:
             StaleSampleError: a sample's weights are more than rollout.max_staleness updates old.
@@ -199,13 +196,9 @@ class Sampling:
     def score(
         self, prompts: list[Prompt], samples: list[Sample], record: StepRecord, known: Sequence[RewardResult] = ()
     ) -> Scored:
-        """Rewards [Q, G] of samples in prompt-major order, the same on every rank.
+        """Rewards [Q, G] of Q * G samples in prompt-major order, the same on every rank.
 
-        Args:
-            prompts: Q of them.
-            samples: [Q * G].
-            record: of the step.
-            known: the results of each prompt, if the engines' ranks have scored them; empty: all replicas score now.
+        `known` are the results of each prompt, if the engines' ranks have scored them. Else all replicas score now.
         """
         group = group_size(prompts, samples)
         with self.timer("reward"):
@@ -255,24 +248,22 @@ class Sampling:
         writes = self.parallel.rank == 0
         samples = self.with_routes(batch.samples, range(len(batch.samples)) if writes else ())
 
-        def write() -> None:
-            if not writes:
-                return
-            saved = SavedStep(
-                step=record.done,
-                temperature=rollout.temperature,
-                epoch=self.stream.epoch,
-                skipped=self.stream.num_skipped,
-                prompts=batch.prompts,
-                samples=samples,
-                rewards=batch.scored.rewards.flatten().tolist(),
-                model=self.model.fingerprint,
-                position=self.position,
-            )
-            write_step(self.config.run_dir / ROLLOUTS, saved)
-
-        seconds = self.config.parallel.distributed_timeout_s
-        self.collectives.together(write, what="the samples to be written", seconds=seconds)
+        saved = SavedStep(
+            step=record.done,
+            temperature=rollout.temperature,
+            epoch=self.stream.epoch,
+            skipped=self.stream.num_skipped,
+            prompts=batch.prompts,
+            samples=samples,
+            rewards=batch.scored.rewards.flatten().tolist(),
+            model=self.model.fingerprint,
+            position=self.position,
+        )
+        self.collectives.together(
+            lambda: write_step(self.config.run_dir / ROLLOUTS, saved) if writes else None,
+            what="the samples to be written",
+            seconds=self.config.parallel.distributed_timeout_s,
+        )
 
     def with_routes(self, samples: list[Sample], wanted: Iterable[int]) -> list[Sample]:
         """With model.moe_routing_replay, the samples with the routes of the wanted ones; see `rollout.routes`."""
