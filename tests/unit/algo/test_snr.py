@@ -11,9 +11,8 @@ import math
 import pytest
 import torch
 
-from oblr_megatron.algo import snr_estimators
 from oblr_megatron.algo.baseline import advantages
-from oblr_megatron.algo.snr import SnrAverages
+from oblr_megatron.algo.snr import SnrAverages, folds
 from oblr_megatron.config.algo import AlgoConfig, SnrConfig
 from oblr_megatron.types import GradientStats
 
@@ -25,7 +24,7 @@ def stats(sq_norm: float, fold_sq_norm_mean: float, num_folds: int = 4) -> Gradi
 
 
 def fold_estimate(sq_norm: float, fold_sq_norm_mean: float, num_folds: int, num_prompts: int):
-    return snr_estimators.folds(stats(sq_norm, fold_sq_norm_mean, num_folds), num_prompts)
+    return folds(stats(sq_norm, fold_sq_norm_mean, num_folds), num_prompts)
 
 
 def averages_over(horizon: float, num_prompts: int = 8) -> SnrAverages:

@@ -19,7 +19,7 @@ from torch.func import functional_call, jacrev
 from oblr_megatron.algo.baseline import active_groups, advantages
 from oblr_megatron.algo.loss import policy_gradient_loss, sample_coefficients
 from oblr_megatron.algo.schedule import build_schedule
-from oblr_megatron.algo.snr_estimators import folds
+from oblr_megatron.algo.snr import folds
 from oblr_megatron.config import OptimizerConfig
 from oblr_megatron.config.algo import AlgoConfig, SnrConfig
 from oblr_megatron.types import GradientStats
