@@ -22,8 +22,15 @@ from oblr_megatron.evaluation.eval_command import add_arguments as add_eval_argu
 from oblr_megatron.init_command import add_arguments as add_init_arguments
 from oblr_megatron.planner.plan_command import add_arguments as add_plan_arguments
 from oblr_megatron.quantize.quantize_command import add_arguments as add_quantize_arguments
-from oblr_megatron.runtime.arguments import Parser, count, port_number
-from oblr_megatron.runtime.command_line import add_run_arguments, guarded, parse, run_overrides
+from oblr_megatron.runtime.command_line import (
+    Parser,
+    add_run_arguments,
+    count,
+    guarded,
+    parse,
+    port_number,
+    run_overrides,
+)
 
 if TYPE_CHECKING:
     from oblr_megatron.config import Config

@@ -86,10 +86,7 @@ def run(options: argparse.Namespace) -> int:
 
 
 def examine(locks: Sequence[Path] = ()) -> Report:
-    """Examine this machine; imports the installed packages.
-
-    Args:
-        locks: files of pins; each package that differs from one is a problem.
+    """Examine this machine; imports the installed packages. Each package that differs from a lock is a problem.
 
     Raises:
         UserError: a lock cannot be read.
@@ -135,41 +132,29 @@ def _fault(name: str, error: Exception) -> str:
 
 
 def findings(machine: Machine, packages: dict[str, str | None]) -> list[Finding]:
-    """What a run with the default configuration uses on a machine, as far as it is known without further imports.
-
-    Args:
-        machine: GPUs and Transformer Engine.
-        packages: versions by name, from `packages.installed`.
-    """
-    found = [_layers(machine), _attention(machine, packages), _norms(machine), _fp8(machine)]
-    return [*found, _collectives(machine), _rollouts(machine, packages), _weights(machine), _quantize(packages)]
+    """What a run with the default configuration uses on a machine, as far as it is known without further imports."""
+    return [*_layers(machine, packages), _fp8(machine), *_devices(machine, packages), _quantize(packages)]
 
 
-def _layers(machine: Machine) -> Finding:
+def _layers(machine: Machine, packages: dict[str, str | None]) -> list[Finding]:
+    """Whether the model's layers are Transformer Engine's."""
     if not machine.has_layers:
-        means = "the same numbers; Qwen3-MoE on GPUs, fused norms and FP8 are not available"
-        return Finding("layers", "megatron-core's own", means, FULL_INSTALL)
-    version = machine.transformer_engine or ""
+        without = "the same numbers; Qwen3-MoE on GPUs, fused norms and FP8 are not available"
+        attention = "one call per packed sample; context parallelism gathers keys and values"
+        return [
+            Finding("layers", "megatron-core's own", without, FULL_INSTALL),
+            Finding("attention", "torch's scaled_dot_product_attention", attention, FULL_INSTALL),
+            Finding("norms", "torch's RMSNorm", "separate kernels", FULL_INSTALL),
+        ]
+    version, flash = machine.transformer_engine or "", packages["flash-attn"]
     known = TRANSFORMER_ENGINE.accepts(version)
-    means = "fused norms, grouped experts, FP8 on request"
     doubt = "" if known else f"megatron-core 0.16 to 0.19 were written for {TRANSFORMER_ENGINE.accepted}"
-    return Finding("layers", f"Transformer Engine {version}", means, doubt)
-
-
-def _attention(machine: Machine, packages: dict[str, str | None]) -> Finding:
-    if machine.has_layers:
-        kernels = "FlashAttention or cuDNN" if packages["flash-attn"] else "cuDNN"
-        means = "context parallelism by parallel.cp_comm_type"
-        more = "" if packages["flash-attn"] else "flash-attn, faster for some shapes"
-        return Finding("attention", f"Transformer Engine's ({kernels})", means, more)
-    means = "one call per packed sample; context parallelism gathers keys and values"
-    return Finding("attention", "torch's scaled_dot_product_attention", means, FULL_INSTALL)
-
-
-def _norms(machine: Machine) -> Finding:
-    if machine.has_layers:
-        return Finding("norms", "Transformer Engine's RMSNorm", "one kernel together with the next product")
-    return Finding("norms", "torch's RMSNorm", "separate kernels", FULL_INSTALL)
+    kernels, more = ("FlashAttention or cuDNN", "") if flash else ("cuDNN", "flash-attn, faster for some shapes")
+    return [
+        Finding("layers", f"Transformer Engine {version}", "fused norms, grouped experts, FP8 on request", doubt),
+        Finding("attention", f"Transformer Engine's ({kernels})", "context parallelism by parallel.cp_comm_type", more),
+        Finding("norms", "Transformer Engine's RMSNorm", "one kernel together with the next product"),
+    ]
 
 
 def _fp8(machine: Machine) -> Finding:
@@ -193,25 +178,25 @@ def _optimizer(machine: Machine) -> Finding:
     return Finding("optimizer", f"{used}'s fused Adam", "one kernel for many parameters")
 
 
-def _collectives(machine: Machine) -> Finding:
+def _devices(machine: Machine, packages: dict[str, str | None]) -> list[Finding]:
+    """What depends on GPUs: collectives, engines, the push of weights."""
+    vllm = f"vLLM {packages['vllm']}"
     if machine.capability is None:
-        return Finding("ranks", "gloo", "all parallelism works, with processes on CPU cores", "GPUs")
-    return Finding("ranks", "NCCL", "collectives between GPUs")
-
-
-def _rollouts(machine: Machine, packages: dict[str, str | None]) -> Finding:
+        found = [
+            Finding("ranks", "gloo", "all parallelism works, with processes on CPU cores", "GPUs"),
+            Finding("rollouts", f"{vllm} on CPU cores", "eager mode, no sleep mode, no FP8", "GPUs"),
+            Finding("weight push", "shared memory", "to engines and servers on this machine"),
+        ]
+    else:
+        graphs = 'CUDA graphs, sleep mode; rollout.quantization = "fp8" on request'
+        found = [
+            Finding("ranks", "NCCL", "collectives between GPUs"),
+            Finding("rollouts", f"{vllm} on GPUs", graphs),
+            Finding("weight push", "CUDA IPC; NCCL to servers", "to engines on the trainer's GPUs and on other GPUs"),
+        ]
     if packages["vllm"] is None:
-        return Finding("rollouts", "none", "only saved samples can be replayed", "install vllm")
-    used = f"vLLM {packages['vllm']}"
-    if machine.capability is None:
-        return Finding("rollouts", f"{used} on CPU cores", "eager mode, no sleep mode, no FP8", "GPUs")
-    return Finding("rollouts", f"{used} on GPUs", 'CUDA graphs, sleep mode; rollout.quantization = "fp8" on request')
-
-
-def _weights(machine: Machine) -> Finding:
-    if machine.capability is None:
-        return Finding("weight push", "shared memory", "to engines and servers on this machine")
-    return Finding("weight push", "CUDA IPC; NCCL to servers", "to engines on the trainer's GPUs and on other GPUs")
+        found[1] = Finding("rollouts", "none", "only saved samples can be replayed", "install vllm")
+    return found
 
 
 def _rewards() -> Finding:

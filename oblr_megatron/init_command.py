@@ -10,10 +10,8 @@ import argparse
 import json
 import re
 import tomllib
-from collections.abc import Sequence
-from itertools import groupby
 from pathlib import Path
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING
 
 from oblr_megatron.errors import EXIT_OK, UserError
 
@@ -35,14 +33,8 @@ KEPT = 0.99  # share of rows that data.max_prompt_tokens keeps
 RESPONSE_TOKENS = 512
 TINY, TINY_RATE, RATE = 50_000_000, 5e-4, 1e-6  # parameters, and learning rates below and above
 
-
-class Setting(NamedTuple):
-    """One key of the file. Example: Setting("", "num_steps", 100, "Optimizer steps.")"""
-
-    section: str
-    key: str
-    value: str | int | float
-    comment: str
+Sections = dict[str, dict[str, tuple[str | int | float, str]]]
+"""Value and comment of the keys of each section. Example: {"": {"num_steps": (100, "Optimizer steps.")}}"""
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -119,7 +111,7 @@ def _data(path: str, question: str | None, answer: str | None) -> DataConfig:
     return DataConfig(train=(source,), **columns)
 
 
-def settings(model: HFDir, data: DataConfig, out: Path) -> list[Setting]:
+def settings(model: HFDir, data: DataConfig, out: Path) -> Sections:
     """The keys of a first config.
 
     Raises:
@@ -135,35 +127,31 @@ def settings(model: HFDir, data: DataConfig, out: Path) -> list[Setting]:
     changes = {"template": template, "chat_template": chat, "max_prompt_tokens": max(1, positions // 2)}
     data = data.model_copy(update=changes)
     lengths = sorted(len(one.token_ids) for one in read_prompts(data.train[0], data, tokenizer, training=True))
-    longest = min(data.max_prompt_tokens, _power_above(lengths[int(KEPT * (len(lengths) - 1))]))
+    kept = lengths[int(KEPT * (len(lengths) - 1))]
+    longest = min(data.max_prompt_tokens, max(16, 1 << (kept - 1).bit_length()))  # up to a power of two
     rate = TINY_RATE if total_parameters(model.config) < TINY else RATE
-    columns = [
-        Setting("data", f"{name}_column", value, f"Column of the {name}.")
-        for name, value in (("question", data.question_column), ("answer", data.answer_column))
-        if value != name
-    ]
-    return [
-        Setting("", "run_dir", f"run/{out.stem}", "Output: metrics, report, checkpoints, trained model. Must be new."),
-        Setting("", "num_steps", 100, "Optimizer steps."),
-        Setting("", "num_prompts", 32, "Prompts of a step, a multiple of algo.snr.num_folds (4)."),
-        Setting("", "group_size", 8, "Responses to each prompt."),
-        Setting("model", "path", str(model.path), "The model to start from."),
-        Setting("data", "train", data.train[0].path, "Training rows."),
-        *columns,
-        Setting("data", "template", template, "The prompt around a row's question."),
-        *([Setting("data", "chat_template", chat, "The template is a user's turn for a chat model.")] if chat else []),
-        Setting("data", "max_prompt_tokens", longest, f"Tokens. Longer prompts are dropped; here up to {lengths[-1]}."),
-        Setting(
-            "rollout",
-            "max_response_tokens",
-            max(1, min(RESPONSE_TOKENS, positions - longest)),
-            f"Tokens. Longer responses are cut. Prompt and response share the model's {positions} positions.",
-        ),
-        Setting("reward", "name", reward, why),
-        Setting(
-            "optimizer", "lr", rate, "Learning rate: 1e-6 for 0.6B parameters and more, up to 5e-4 for tiny models."
-        ),
-    ]
+    columns = {"question": data.question_column, "answer": data.answer_column}
+    response = max(1, min(RESPONSE_TOKENS, positions - longest))
+    shared = f"Tokens. Longer responses are cut. Prompt and response share the model's {positions} positions."
+    return {
+        "": {
+            "run_dir": (f"run/{out.stem}", "Output: metrics, report, checkpoints, trained model. Must be new."),
+            "num_steps": (100, "Optimizer steps."),
+            "num_prompts": (32, "Prompts of a step, a multiple of algo.snr.num_folds (4)."),
+            "group_size": (8, "Responses to each prompt."),
+        },
+        "model": {"path": (str(model.path), "The model to start from.")},
+        "data": {
+            "train": (data.train[0].path, "Training rows."),
+            **{f"{one}_column": (name, f"Column of the {one}.") for one, name in columns.items() if name != one},
+            "template": (template, "The prompt around a row's question."),
+            **({"chat_template": (chat, "The template is a user's turn for a chat model.")} if chat else {}),
+            "max_prompt_tokens": (longest, f"Tokens. Longer prompts are dropped; here up to {lengths[-1]}."),
+        },
+        "rollout": {"max_response_tokens": (response, shared)},
+        "reward": {"name": (reward, why)},
+        "optimizer": {"lr": (rate, "Learning rate: 1e-6 for 0.6B parameters and more, up to 5e-4 for tiny models.")},
+    }
 
 
 def _reward(data: DataConfig, tokenizer: PreTrainedTokenizerBase) -> tuple[str, str, str]:
@@ -186,16 +174,11 @@ def _reward(data: DataConfig, tokenizer: PreTrainedTokenizerBase) -> tuple[str, 
     return "exact_match", f"1 if the whole response is the answer, else 0. {own}", "{question}"
 
 
-def _power_above(length: int) -> int:
-    """The smallest power of two that is at least `length`, from 16 on."""
-    return max(16, 1 << (length - 1).bit_length())
-
-
-def document(found: Sequence[Setting]) -> str:
-    """The TOML file: each key below its comment, keys of a section together."""
+def document(sections: Sections) -> str:
+    """The TOML file: each key below its comment."""
     lines = ["# Written by `oblr-megatron init`. docs/config.md lists every key; paths start at the current directory."]
-    for section, keys in groupby(found, key=lambda one: one.section):
+    for section, keys in sections.items():
         lines += ["", f"[{section}]"] if section else []
-        for one in keys:
-            lines += [f"# {one.comment}", f"{one.key} = {json.dumps(one.value, ensure_ascii=False)}"]
+        for key, (value, comment) in keys.items():
+            lines += [f"# {comment}", f"{key} = {json.dumps(value, ensure_ascii=False)}"]
     return "\n".join(lines) + "\n"

@@ -111,10 +111,7 @@ def attention(query: Tensor, key: Tensor, value: Tensor, scale: float, lengths: 
 def rotary_table(length: int, head_dim: int, parameters: Mapping[str, Any]) -> tuple[Tensor, Tensor]:
     """(cosines, sines), fp32 [length, head_dim / 2], of the angle at each position and frequency.
 
-    Args:
-        length: number of positions.
-        head_dim: of a head.
-        parameters: `rope_parameters` of the model's configuration, of type "default" or "llama3".
+    `parameters` are `rope_parameters` of the model's configuration, of type "default" or "llama3".
     """
     frequencies = [_frequency(2 * i / head_dim, parameters) for i in range(head_dim // 2)]
     angles = [[place * frequency for frequency in frequencies] for place in range(length)]

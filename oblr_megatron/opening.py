@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import os
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from datetime import timedelta
 from typing import TYPE_CHECKING, Any
@@ -20,7 +20,6 @@ from oblr_megatron.checkpoint.resume import Checkpoint, changes, choose
 from oblr_megatron.checks.layout import check_port
 from oblr_megatron.checks.run_dir import check_run_dir
 from oblr_megatron.config.checks import biases
-from oblr_megatron.engine.protocol import RolloutEngine
 from oblr_megatron.errors import RunError, UserError
 from oblr_megatron.evaluation.items import RunItems
 from oblr_megatron.formatting import flatten
@@ -31,7 +30,7 @@ from oblr_megatron.model import parallel as layout
 from oblr_megatron.observe.alarm_window import planned
 from oblr_megatron.observe.alarms import LiveAlarms
 from oblr_megatron.observe.console import open_display
-from oblr_megatron.observe.performance.profiler import Profiler, open_profiler
+from oblr_megatron.observe.performance.profiler import open_profiler
 from oblr_megatron.observe.performance.ranks import RankLog
 from oblr_megatron.observe.performance.utilization import Utilization
 from oblr_megatron.observe.report import write_report
@@ -74,11 +73,12 @@ def open_sampling(config: Config) -> Iterator[Sampling]:
         collectives = Collectives(rank)
         collectives.settle(own, what="their checks", seconds=config.parallel.distributed_timeout_s)
         inputs: Inputs = own.value
-        rows = collectives.objects(inputs.rows(), what="rows", seconds=config.parallel.distributed_timeout_s)
-        check_same_rows(rows)
+        found = (inputs.rows(), inputs.norms)
+        shared = collectives.objects(found, what="rows", seconds=config.parallel.distributed_timeout_s)
+        check_same_rows([rows for rows, _ in shared])
+        norms: ModeChoice | None = shared[0][1]  # ranks may see different amounts of free memory, so rank 0 decides
         parallel = layout.initialize(config.parallel, seed=config.seed)
         resumed = choose(inputs.checkpoints, parallel.rank, world_size)
-        norms = _of_first_rank(inputs.norms)
         if norms is not None:
             config = with_mode(config, norms.mode)
         first = parallel.tp_rank == parallel.pp_rank == parallel.cp_rank == 0  # of the ranks of a replica
@@ -91,12 +91,15 @@ def open_sampling(config: Config) -> Iterator[Sampling]:
         stack.enter_context(display)
         for line in _opening_lines(config, inputs.model.config, world_size, norms, resumed):
             display.message(line)
-        until = _metrics_until(config, resumed)
+        until = None if config.checkpoint.resume == "none" else -1  # the step up to which metrics.jsonl is kept
+        if resumed is not None:  # a run that never saved starts over
+            until = resumed.step
         metrics = stack.enter_context(
             MetricsWriter(config.run_dir, rank=parallel.rank, world_size=world_size, resume_step=until)
         )
         trackers = stack.enter_context(Trackers(config, display.message, rank=parallel.rank, resume_step=until))
-        stream = _prompt_source(inputs, engines)
+        stream: PromptSource | None = engines if isinstance(engines, ReplayEngine) else inputs.stream
+        assert stream is not None, "only a replay has no data stream"
         settings = past_settings = planned(flatten(config.model_dump(mode="json")).get)
         past: list[Record] = []
         if resumed is not None:
@@ -108,6 +111,7 @@ def open_sampling(config: Config) -> Iterator[Sampling]:
         profiler = stack.enter_context(open_profiler(config, parallel.rank, display.message))
         control_group = dist.new_group(backend="gloo", timeout=timedelta(seconds=parallel.timeout_s))
         alarms = LiveAlarms(config.run_dir, settings, display.message, past, past_settings) if rank == 0 else None
+        own_clock = None if torch.cuda.is_available() else time.thread_time  # it excludes waits for other ranks
         yield Sampling(
             config=config,
             parallel=parallel,
@@ -121,7 +125,8 @@ def open_sampling(config: Config) -> Iterator[Sampling]:
             trackers=trackers,
             display=display,
             alarms=alarms,
-            timer=_timer(display.phase, profiler),
+            timer=PhaseTimer(display.phase, _synchronize, own_clock=own_clock, context=profiler.phase),
+            profiler=profiler,
             utilization=Utilization.of(inputs.model.config, config, world_size),
             ranks=RankLog(config.run_dir, control_group, until),
             failed_steps=FailedSteps(config.reward),
@@ -180,20 +185,6 @@ def _records_until(run_dir: Path, step: int) -> list[Record]:
     return [record for record in records if (record["step"] or 0) <= step]
 
 
-def _metrics_until(config: Config, resumed: Checkpoint | None) -> int | None:
-    """Step up to which metrics.jsonl is kept; None for a new file. A run that never saved starts over."""
-    if resumed is not None:
-        return resumed.step
-    return None if config.checkpoint.resume == "none" else -1
-
-
-def _prompt_source(inputs: Inputs, engines: RolloutEngine) -> PromptSource:
-    if isinstance(engines, ReplayEngine):
-        return engines
-    assert inputs.stream is not None, "only a replay has no data stream"
-    return inputs.stream
-
-
 def _opening_lines(
     config: Config, hf_config: Mapping[str, Any], world_size: int, norms: ModeChoice | None, resumed: Checkpoint | None
 ) -> Iterator[str]:
@@ -218,19 +209,6 @@ def _opening_lines(
         yield f"rollout.only: samples {config.num_steps} batches from {config.model.path}, trains and evaluates nothing"
     if config.rollout.replay is not None:
         yield f"replay: samples come from {config.rollout.replay}; nothing is sampled or evaluated"
-
-
-def _of_first_rank(norms: ModeChoice | None) -> ModeChoice | None:
-    """The mode that rank 0 selected, on every rank: ranks may see different amounts of free memory."""
-    shared = [norms]
-    dist.broadcast_object_list(shared, src=0)
-    return shared[0]
-
-
-def _timer(on_phase: Callable[[str | None], None], profiler: Profiler) -> PhaseTimer:
-    """A timer of phases. On a CPU it also takes this thread's CPU time, which excludes waits for other ranks."""
-    own = None if torch.cuda.is_available() else time.thread_time
-    return PhaseTimer(on_phase, _synchronize, own_clock=own, observer=profiler)
 
 
 def _synchronize() -> None:

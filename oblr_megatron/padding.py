@@ -96,16 +96,10 @@ def padded_vocab_size(vocab_size: int, divisible_by: int, tp_size: int) -> int:
 
 def padding_of(model: Precision, parallel: LayoutSizes, *, transformer_engine: bool = False) -> Padding:
     """The padding of a run; `transformer_engine`: whether the layers are Transformer Engine's."""
-    recipe = None if model.fp8 == "none" else model.fp8_recipe
-    return padding_of_layout(parallel, recipe, planned=transformer_engine and parallel.packing == "rows")
-
-
-def padding_of_layout(parallel: LayoutSizes, recipe: str | None = None, *, planned: bool = False) -> Padding:
-    """The padding of a layout, with FP8 if a recipe is given, and with attention by plans."""
     return Padding.of(
         tp_size=parallel.tensor_model_parallel_size,
         cp_size=parallel.context_parallel_size,
         sequence_parallel=parallel.sequence_parallel,
-        recipe=recipe,
-        planned=planned,
+        recipe=None if model.fp8 == "none" else model.fp8_recipe,
+        planned=transformer_engine and parallel.packing == "rows",
     )

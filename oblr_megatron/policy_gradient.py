@@ -8,6 +8,7 @@ from dataclasses import asdict, replace
 from typing import TYPE_CHECKING
 
 import torch
+from torch.nn.utils.rnn import pad_sequence
 
 from oblr_megatron.engine.protocol import call_seed
 from oblr_megatron.errors import BrokenStepError
@@ -30,14 +31,9 @@ MAX_NONFINITE = 3  # norms of a step; more of them mean a broken model, and the 
 
 
 class PolicyGradient:
-    """Adds up the gradient of a step's prompts, which come in one wave or in several.
+    """Adds up the gradient of a step's prompts, which come in one wave (`whole`) or in several.
 
-    Args:
-        gradients: of the model.
-        sampling: provides config, timer and rank.
-        momentum: average of earlier gradients, for the estimator with this name.
-        record: of the step.
-        whole: whether all prompts come in one wave.
+    `momentum` is the average of earlier gradients, for the estimator with this name.
     """
 
     def __init__(
@@ -169,8 +165,8 @@ class PolicyGradient:
             with self._timer("gradient"):
                 stats = replace(stats, momentum_dot=self._momentum.take(stats.sq_norm))
         if self._energies:
-            parts = [self._energies[position] for position in sorted(self._energies)]
-            record.energies = _padded(parts).flatten(0, 1)
+            parts = [self._energies[position].T for position in sorted(self._energies)]  # [T, G] of each prompt
+            record.energies = pad_sequence(parts, batch_first=True).mT.flatten(0, 1)
         record.stats = stats
         return stats, self._norms_sq.view(self._config.num_prompts, -1)
 
@@ -218,9 +214,3 @@ class PolicyGradient:
         except OSError as error:  # the other ranks are about to save the state together with this one
             return f"; the samples cannot be written to {path}: {error.strerror}"
         return f"; the samples are in {path}"
-
-
-def _padded(parts: Sequence[Tensor]) -> Tensor:
-    """Stack energies [G, T_k] of prompts with zeros behind the shorter ones: [k, G, T]."""
-    longest = max(part.shape[-1] for part in parts)
-    return torch.stack([torch.nn.functional.pad(part, (0, longest - part.shape[-1])) for part in parts])

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from oblr_megatron.algo.rate_controls import check_source
-from oblr_megatron.algo.snr_estimators import check_estimator
+from oblr_megatron.algo.snr import check_estimator
 from oblr_megatron.checkpoint import resume
 from oblr_megatron.checkpoint.hf_dir import HFDir, check_hf_dir
 from oblr_megatron.checkpoint.partials import disk_bytes
@@ -77,10 +77,7 @@ class Inputs:
 def preflight(config: Config, world_size: int, *, owns_run_dir: bool = True) -> Inputs:
     """Check a run and open its inputs.
 
-    Args:
-        config: the resolved configuration.
-        world_size: ranks of the run.
-        owns_run_dir: whether this process checks the run directory; one rank does, because it will write there.
+    One rank `owns_run_dir`: it checks the run directory, because it will write there.
 
     Raises:
         UserError: the first problem.
@@ -112,10 +109,9 @@ def preflight(config: Config, world_size: int, *, owns_run_dir: bool = True) -> 
 
 
 def check_same_rows(by_rank: Sequence[Mapping[str, str]]) -> None:
-    """Refuse ranks that read other rows than the first one: a file on a node's own disk may be of another version.
+    """Refuse ranks that read other rows than the first one, from `Inputs.rows` of all ranks.
 
-    Args:
-        by_rank: `Inputs.rows` of all ranks.
+    A file on a node's own disk may be of another version.
 
     Raises:
         UserError: names the first such rank.
@@ -149,7 +145,9 @@ def check_settings(
     if config.rollout.own_engines:
         check_head_size(hf_config, config.model.path, on_gpu=on_gpu)
         place(config, world_size, per_node, on_gpu=on_gpu)
-        check_heads(hf_config, config)
+        size = config.rollout.tensor_parallel_size  # vLLM divides the heads among an engine's devices
+        if problem := heads_problem(hf_config, size, "rollout.tensor_parallel_size"):
+            raise UserError(problem[0], where="config: rollout", fix=problem[1])
     check_pushable(hf_config, config, on_gpu=on_gpu)
     check_invariant(hf_config, config, on_gpu=on_gpu)
     check_profile(config.log, world_size, on_gpu=on_gpu)
@@ -158,39 +156,20 @@ def check_settings(
     check_positions(config, hf_config)
 
 
-def check_heads(hf_config: Mapping[str, Any], config: Config) -> None:
-    """An engine's heads divide among its devices, as vLLM requires.
-
-    Raises:
-        UserError: names both numbers.
-    """
-    if problem := heads_problem(hf_config, config.rollout.tensor_parallel_size, "rollout.tensor_parallel_size"):
-        raise UserError(problem[0], where="config: rollout", fix=problem[1])
-
-
 def choose_mode(model: HFDir, config: Config, checkpoints: Sequence[Checkpoint], world_size: int) -> ModeChoice:
     """The norm mode of a run. A resumed run keeps its mode if other settings still allow it.
 
     Raises:
-        UserError: see `check_gradient`.
+        UserError: see `select_mode` and `check_dealing`.
     """
     kept = with_saved_mode(config, checkpoints)
     try:
-        return check_gradient(model, kept, world_size)
+        norms = select_mode(model, kept, world_size)
+        check_dealing(model.config, with_mode(kept, norms.mode), world_size)
     except UserError:
         if kept is config:
             raise
-    return check_gradient(model, config, world_size)  # the user asks for "auto", so another mode is no error
-
-
-def check_gradient(model: HFDir, config: Config, world_size: int) -> ModeChoice:
-    """Choose the norm mode, and check that the folds divide among the ranks.
-
-    Raises:
-        UserError: see `select_mode` and `check_dealing`.
-    """
-    norms = select_mode(model, config, world_size)
-    check_dealing(model.config, with_mode(config, norms.mode), world_size)
+        return choose_mode(model, config, (), world_size)  # the user asks for "auto", so another mode is no error
     return norms
 
 
@@ -211,20 +190,18 @@ def select_mode(model: HFDir, config: Config, world_size: int) -> ModeChoice:
     Raises:
         UserError: the mode is impossible in this layout or does not fit.
     """
-    on_gpu = torch.cuda.is_available()
+    if on_gpu := torch.cuda.is_available():  # the next call creates no CUDA context, so the launcher may make it, too
+        free_bytes = int(torch.cuda.get_device_properties(local_rank()).total_memory)
+    else:
+        free_bytes = free_memory(local_world_size(world_size))
     return resolve(
         model.config,
         config,
         world_size,
-        free_bytes=_device_bytes() if on_gpu else free_memory(local_world_size(world_size)),
+        free_bytes=free_bytes,
         on_gpu=on_gpu,
         transformer_engine=transformer_engine_chosen(config.model, this_machine()),
     )
-
-
-def _device_bytes() -> int:
-    """Total memory of this rank's GPU. This call creates no CUDA context, so the launcher may make it, too."""
-    return int(torch.cuda.get_device_properties(local_rank()).total_memory)
 
 
 def with_saved_mode(config: Config, checkpoints: Sequence[Checkpoint]) -> Config:

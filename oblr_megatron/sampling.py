@@ -24,6 +24,7 @@ from oblr_megatron.metrics import MetricsWriter
 from oblr_megatron.observe import step_metrics
 from oblr_megatron.observe.alarms import LiveAlarms
 from oblr_megatron.observe.console import Display
+from oblr_megatron.observe.performance.profiler import Profiler
 from oblr_megatron.observe.performance.ranks import RankLog
 from oblr_megatron.observe.performance.utilization import Utilization
 from oblr_megatron.observe.step_metrics import StepRecord
@@ -70,6 +71,7 @@ class Sampling:
     display: Display
     alarms: LiveAlarms | None  # of the first rank
     timer: PhaseTimer
+    profiler: Profiler
     utilization: Utilization
     ranks: RankLog
     failed_steps: FailedSteps
@@ -89,9 +91,9 @@ class Sampling:
         return 0 if self.resumed is None else self.resumed.step
 
     def begin_step(self, step: int) -> StepRecord:
-        """Start the clock of a step, counted from 0; its record."""
+        """The record of a step, counted from 0."""
         self.stop.stepping = True
-        self.timer.begin_step(step)
+        self.profiler.begin_step(step)
         return StepRecord(done=step + 1)
 
     @property
@@ -106,10 +108,7 @@ class Sampling:
     def rollout(self, prompts: list[Prompt], record: StepRecord, batch: int = 0) -> list[Sample]:
         """G samples for every prompt in prompt-major order, the same on every rank.
 
-        Args:
-            prompts: Q of them, or fewer in a further `batch` of dynamic sampling.
-            record: of the step.
-            batch: of the step; every batch has its own seeds.
+        Each further `batch` of a step with dynamic sampling has fewer prompts, and its own seeds.
 
         Raises:
             StaleSampleError: a sample's weights are more than rollout.max_staleness updates old.
@@ -197,13 +196,9 @@ class Sampling:
     def score(
         self, prompts: list[Prompt], samples: list[Sample], record: StepRecord, known: Sequence[RewardResult] = ()
     ) -> Scored:
-        """Rewards [Q, G] of samples in prompt-major order, the same on every rank.
+        """Rewards [Q, G] of Q * G samples in prompt-major order, the same on every rank.
 
-        Args:
-            prompts: Q of them.
-            samples: [Q * G].
-            record: of the step.
-            known: the results of each prompt, if the engines' ranks have scored them; empty: all replicas score now.
+        `known` are the results of each prompt, if the engines' ranks have scored them. Else all replicas score now.
         """
         group = group_size(prompts, samples)
         with self.timer("reward"):
@@ -253,24 +248,22 @@ class Sampling:
         writes = self.parallel.rank == 0
         samples = self.with_routes(batch.samples, range(len(batch.samples)) if writes else ())
 
-        def write() -> None:
-            if not writes:
-                return
-            saved = SavedStep(
-                step=record.done,
-                temperature=rollout.temperature,
-                epoch=self.stream.epoch,
-                skipped=self.stream.num_skipped,
-                prompts=batch.prompts,
-                samples=samples,
-                rewards=batch.scored.rewards.flatten().tolist(),
-                model=self.model.fingerprint,
-                position=self.position,
-            )
-            write_step(self.config.run_dir / ROLLOUTS, saved)
-
-        seconds = self.config.parallel.distributed_timeout_s
-        self.collectives.together(write, what="the samples to be written", seconds=seconds)
+        saved = SavedStep(
+            step=record.done,
+            temperature=rollout.temperature,
+            epoch=self.stream.epoch,
+            skipped=self.stream.num_skipped,
+            prompts=batch.prompts,
+            samples=samples,
+            rewards=batch.scored.rewards.flatten().tolist(),
+            model=self.model.fingerprint,
+            position=self.position,
+        )
+        self.collectives.together(
+            lambda: write_step(self.config.run_dir / ROLLOUTS, saved) if writes else None,
+            what="the samples to be written",
+            seconds=self.config.parallel.distributed_timeout_s,
+        )
 
     def with_routes(self, samples: list[Sample], wanted: Iterable[int]) -> list[Sample]:
         """With model.moe_routing_replay, the samples with the routes of the wanted ones; see `rollout.routes`."""
@@ -306,6 +299,7 @@ class Sampling:
     def log(self, record: StepRecord) -> None:
         """Complete the record of a step and write it to metrics.jsonl, trackers and console."""
         timing = self.timer.finish_step()
+        self.profiler.end_step()
         self.longest_step_s = max(self.longest_step_s, timing["timing_s/step"])
         samples, scored = record.samples, record.scored
         assert scored is not None, "a step has rewards"

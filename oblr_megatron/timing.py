@@ -5,34 +5,8 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from typing import Protocol
 
 PHASES = ("rollout", "reward", "gradnorm", "gradient", "optimizer", "push", "evaluate", "checkpoint")
-
-
-class StepObserver(Protocol):
-    """Notified of steps and phases; implemented by the profiler (observe/performance/profiler.py)."""
-
-    def begin_step(self, step: int) -> None:
-        """Step `step` begins, counted from 0."""
-
-    def end_step(self) -> None:
-        """The step's metrics have been collected."""
-
-    def phase(self, name: str) -> AbstractContextManager[object]:
-        """A context that is open during the phase."""
-        ...
-
-
-class _Unobserved:
-    def begin_step(self, step: int) -> None:
-        pass
-
-    def end_step(self) -> None:
-        pass
-
-    def phase(self, name: str) -> AbstractContextManager[object]:
-        return nullcontext()
 
 
 class PhaseTimer:
@@ -54,7 +28,7 @@ class PhaseTimer:
             that launched it.
         clock: seconds, monotonic.
         own_clock: seconds that exclude waiting (time.thread_time); None: same as `clock`.
-        observer: notified of steps and phases.
+        context: a context that is open during each phase.
     """
 
     def __init__(
@@ -63,19 +37,15 @@ class PhaseTimer:
         synchronize: Callable[[], object] = lambda: None,
         clock: Callable[[], float] = time.perf_counter,
         own_clock: Callable[[], float] | None = None,
-        observer: StepObserver | None = None,
+        context: Callable[[str], AbstractContextManager[object]] = lambda _: nullcontext(),
     ) -> None:
         self.own: dict[str, float] = {}  # own seconds by phase, of the last finished step
         self._on_phase, self._synchronize, self._clock, self._own_clock = on_phase, synchronize, clock, own_clock
-        self._observer: StepObserver = observer or _Unobserved()
+        self._context = context
         self._seconds: dict[str, float] = {}
         self._own_seconds: dict[str, float] = {}
         self._current: str | None = None
         self._step_start: float | None = None
-
-    def begin_step(self, step: int) -> None:
-        """Notify the observer; the step's time starts with its first phase."""
-        self._observer.begin_step(step)
 
     @contextmanager
     def __call__(self, phase: str) -> Iterator[None]:
@@ -89,7 +59,7 @@ class PhaseTimer:
         self._current = phase
         self._on_phase(phase)
         try:
-            with self._observer.phase(phase):
+            with self._context(phase):
                 yield
                 self._synchronize()
         finally:
@@ -105,7 +75,6 @@ class PhaseTimer:
         seconds = {**self._seconds, "step": now - (now if self._step_start is None else self._step_start)}
         self.own = self._own_seconds
         self._seconds, self._own_seconds, self._step_start = {}, {}, None
-        self._observer.end_step()
         return {f"timing_s/{phase}": value for phase, value in seconds.items()}
 
     def _now(self) -> tuple[float, float]:

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from oblr_megatron.algo.baseline import advantages
-from oblr_megatron.algo.history import NO_HISTORY, History
+from oblr_megatron.algo.formulas import NO_HISTORY, History
 from oblr_megatron.algo.kl import kl_slope
 from oblr_megatron.algo.loss import sample_coefficients
 from oblr_megatron.algo.token_baseline import token_advantages

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from importlib import import_module
 from typing import Any
 
-from oblr_megatron.runtime.arguments import Parser
+from oblr_megatron.runtime.command_line import Parser
 
 STUDIES = {
     "task": "write a task's model, data and config, to train it on the real stack",

@@ -19,7 +19,7 @@ from typing import Self
 import torch
 from pydantic import Field, model_validator
 
-from oblr_megatron.algo.history import NO_HISTORY
+from oblr_megatron.algo.formulas import NO_HISTORY
 from oblr_megatron.algo.noise_split import NoiseSplit
 from oblr_megatron.algo.pools import pools_of
 from oblr_megatron.algo.schedule import Schedule, build_schedule

@@ -33,14 +33,14 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from oblr_megatron.algo.baseline import advantages
-from oblr_megatron.algo.history import NO_HISTORY, History
+from oblr_megatron.algo.formulas import NO_HISTORY, History
 from oblr_megatron.algo.token_baseline import otb
 from oblr_megatron.algo.weighting import sum_of_others
 from oblr_megatron.config.algo import AlgoConfig
 from oblr_megatron.config.baselines import BASELINES, Baseline, BaselineName
 from oblr_megatron.errors import EXIT_OK, UserError
 from oblr_megatron.metrics import write_whole
-from oblr_megatron.runtime.arguments import count
+from oblr_megatron.runtime.command_line import count
 from studies.estimator import energies
 from studies.policy import Drawn, ToyPolicy
 from studies.start import load, prepare, task_named

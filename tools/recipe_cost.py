@@ -31,8 +31,7 @@ from oblr_megatron.memory.select_mode import ModeChoice, resolve
 from oblr_megatron.model.published import published
 from oblr_megatron.observe.performance.flops import total_parameters, training_flops
 from oblr_megatron.observe.performance.hardware import device_named
-from oblr_megatron.runtime.arguments import Parser, count
-from oblr_megatron.runtime.command_line import guarded
+from oblr_megatron.runtime.command_line import Parser, count, guarded
 
 ROOT = Path(__file__).resolve().parent.parent
 GPU_BYTES = 75 * 2**30  # memory available to a rank, of 80 GB

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING
 import torch
 
 from oblr_megatron.algo.baseline import active_groups, advantages
-from oblr_megatron.algo.history import NO_HISTORY, History
+from oblr_megatron.algo.formulas import NO_HISTORY, History
 from oblr_megatron.algo.loss import sample_coefficients
 from oblr_megatron.algo.token_baseline import token_advantages
 
@@ -37,31 +37,31 @@ class AdvantageRule:
         usual_norm: mean w of earlier steps, used as the norm of the prompts that a call leaves out. A baseline reads it
             only to decide whether a group's norms are negligible. It depends on no sample of this step.
         history: what earlier steps tell about the step's prompts, for baselines with a `pool`.
+        own: the prompts of a mini-batch, see `of_update`; None: all.
     """
 
-    def __init__(self, scored: Scored, config: Config, usual_norm: float, history: History = NO_HISTORY) -> None:
+    def __init__(
+        self,
+        scored: Scored,
+        config: Config,
+        usual_norm: float,
+        history: History = NO_HISTORY,
+        own: Sequence[int] | None = None,
+    ) -> None:
         self._scored, self._config, self._usual, self._history = scored, config, usual_norm, history
-        self._own: Sequence[int] | None = None  # prompts of a mini-batch; None: all
+        self._own = list(range(len(scored.rewards)) if own is None else own)
 
     def of_update(self, own: Sequence[int]) -> AdvantageRule:
         """The rule of an update on some of the prompts (`algo.updates_per_batch`), which counts them from 0.
 
         Baselines read the whole batch; divisors count only the update's own prompts.
         """
-        rule = AdvantageRule(self._scored, self._config.per_update, self._usual, self._history)
-        rule._own = own
-        return rule
-
-    @property
-    def history(self) -> History:
-        """What earlier steps tell about the step's prompts."""
-        return self._history
+        return AdvantageRule(self._scored, self._config.per_update, self._usual, self._history, own)
 
     @property
     def active(self) -> Tensor:
         """[Q] bool: groups with a gradient. In the other groups A = 0 for every w, so their passes are skipped."""
-        active = active_groups(self._config.algo.baseline, self._scored.rewards)
-        return active if self._own is None else active[list(self._own)]
+        return active_groups(self._config.algo.baseline, self._scored.rewards)[self._own]
 
     def __call__(self, prompts: Sequence[int], norms_sq: Tensor) -> Tensor:
         """Coefficients of k prompts.
@@ -74,13 +74,12 @@ class AdvantageRule:
             c [k, G] fp64.
         """
         rewards, lengths, config = self._scored.rewards, self._scored.lengths, self._config
-        own = list(range(len(rewards)) if self._own is None else self._own)
-        chosen = [own[prompt] for prompt in prompts]
+        chosen = [self._own[prompt] for prompt in prompts]
         norms = torch.full_like(rewards, self._usual)
         norms[chosen] = norms_sq
         values = advantages(config.algo.baseline, rewards, norms, lengths, config.algo, self._history)
         values = values.masked_fill(~norms.isfinite(), 0.0)
-        scaled = self._scaled(values[own].flatten(), lengths[own].flatten()).view(len(own), -1)
+        scaled = self._scaled(values[self._own].flatten(), lengths[self._own].flatten()).view(len(self._own), -1)
         return scaled[list(prompts)]
 
     def of_tokens(self, energies: Tensor) -> Tensor:

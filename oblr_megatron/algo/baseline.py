@@ -6,7 +6,7 @@ E[s_i] = 0, so g is unbiased for every b_i that is independent of o_i, such as t
 the least variance is E[w r] / E[w] (OBLR-PO, arXiv 2511.23310, Theorem 7). `optimal` estimates it from the other
 responses of the group.
 
-Shapes: rewards, norms_sq, lengths and every result are [Q, G]: Q prompts, G responses each.
+Shapes: rewards r, norms_sq w, lengths (tokens) and every result are [Q, G]: Q prompts, G responses each.
 """
 
 from __future__ import annotations
@@ -14,8 +14,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from oblr_megatron.algo.formulas import FORMULAS
-from oblr_megatron.algo.history import NO_HISTORY, History
+from oblr_megatron.algo.formulas import FORMULAS, NO_HISTORY, History
 from oblr_megatron.algo.weighting import mean_of_others
 from oblr_megatron.config.algo import AlgoConfig
 from oblr_megatron.config.baselines import BASELINES, BaselineName
@@ -32,15 +31,10 @@ def baseline_values(
     options: AlgoConfig,
     history: History = NO_HISTORY,
 ) -> Tensor:
-    """b [Q, G] fp64 of the named baseline. Checks the inputs and replaces norms that are not finite.
+    """b [Q, G] fp64 of the named baseline, a key of FORMULAS. Checks the inputs and replaces norms that are not finite.
 
-    Args:
-        name: a key of FORMULAS: a baseline with one value for each response.
-        rewards: [Q, G].
-        norms_sq: [Q, G] squared score norms w; read only by baselines with `needs_norms`.
-        lengths: [Q, G] response tokens.
-        options: prior_strength and length_exponent are read.
-        history: of these prompts, for baselines with a `pool`.
+    w is read only by baselines with `needs_norms`, and `history` by those with a `pool`. Of the options,
+    prior_strength and length_exponent are read.
 
     Raises:
         UserError: a reward is not finite, or a baseline of the group has G = 1.
@@ -71,16 +65,9 @@ def advantages(
     """A = (r - b) / divisor [Q, G] fp64. Arguments and errors as in `baseline_values`."""
     rewards = rewards.to(torch.float64)
     centred = rewards - baseline_values(name, rewards, norms_sq, lengths, options, history)
-    match BASELINES[name].divisor:
-        case "group_std":
-            spread = rewards  # [Q, G]
-        case "batch_std":
-            spread = rewards.reshape(1, -1)
-        case "centred_std":
-            spread = centred.reshape(1, -1)
-        case "one":
-            return centred
-    if spread.shape[1] == 1:  # a single response has no std, and A = 0
+    divisors = {"group_std": rewards, "batch_std": rewards.reshape(1, -1), "centred_std": centred.reshape(1, -1)}
+    spread = divisors.get(BASELINES[name].divisor)
+    if spread is None or spread.shape[1] == 1:  # "one"; or a single response, which has no std, and A = 0
         return centred
     return centred / (spread.std(dim=-1, keepdim=True) + STD_EPS)
 
@@ -127,11 +114,10 @@ def variance_ratio_vs_rloo(rewards: Tensor, norms_sq: Tensor, baseline: Tensor) 
     squared mean ||grad J||^2 (equal for all unbiased baselines), importance ratios, and any scale on A (grpo's std). It
     also ignores the covariance between responses that share a baseline, and cannot rank baselines that differ by less.
 
-    NaN if rloo's sum is 0 (every group has equal rewards) or G = 1.
+    NaN if rloo's sum is 0 (every group has equal rewards) or G = 1. Inputs are fp64, norms finite.
     """
-    rewards, (weights, _) = rewards.to(torch.float64), sanitize_norms(norms_sq)
     if rewards.shape[1] == 1:
         return float("nan")
     rloo = mean_of_others(rewards, torch.ones_like(rewards))
-    ours, of_rloo = (((rewards - b) ** 2 * weights).sum() for b in (baseline.to(torch.float64), rloo))
+    ours, of_rloo = (((rewards - b) ** 2 * norms_sq).sum() for b in (baseline, rloo))
     return float(ours / of_rloo) if of_rloo > 0 else float("nan")

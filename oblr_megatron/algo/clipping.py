@@ -26,7 +26,7 @@ from typing import TYPE_CHECKING, NamedTuple
 import torch
 from torch import Tensor
 
-from oblr_megatron.algo.importance import geometric_means, log_ratios
+from oblr_megatron.algo.importance import log_ratios, of_samples
 
 if TYPE_CHECKING:
     from oblr_megatron.config.algo import AlgoConfig
@@ -66,7 +66,7 @@ def clipped_ratios(
     """
     difference = log_ratios(logprobs, old_logprobs, mask)
     if algo.ratio == "sequence":
-        difference = geometric_means(difference, mask, cu_seqlens, reduce)
+        difference = of_samples(difference, mask, cu_seqlens, reduce, mean=True)
     ratios = difference.exp()
     low = -math.inf if algo.clip_low is None else 1 - algo.clip_low
     high = math.inf if algo.clip_high is None else 1 + algo.clip_high

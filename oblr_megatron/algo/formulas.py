@@ -2,17 +2,18 @@
 
 Q prompts, G responses each; `history` is what earlier steps tell (algo/pools.py). `baseline.baseline_values` checks the
 inputs. `config/baselines.py` has each baseline's facts: what it reads, and the divisor of A = r - b. Baselines that
-leave o_i out are unbiased; the docstrings of the others give the bias.
+leave o_i out are unbiased; the docstrings of the others give the bias. Those that read the mean of the other prompts
+raise a UserError if Q = 1.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
-from oblr_megatron.algo.history import History
 from oblr_megatron.algo.weighting import first_guess, mean_of_others, sum_of_others, weighted_mean
 from oblr_megatron.config.algo import AlgoConfig
 from oblr_megatron.config.baselines import BaselineName
@@ -20,6 +21,20 @@ from oblr_megatron.errors import UserError
 
 JAMES_STEIN_EPS = 1e-6  # as in the authors' code
 
+
+@dataclass(frozen=True, slots=True)
+class History:
+    """What earlier steps tell about Q prompts.
+
+    Example: History(expected=tensor([0.31, nan]), pull=0.9)
+    """
+
+    expected: Tensor | None = None  # b_t [Q] fp64; NaN where no earlier step tells anything; None: for no prompt
+    pull: float = 0.0  # alpha of `optimal_pooled`
+    by_position: Tensor | None = None  # b [Q, B] fp64 by bin of positions (pools.TokenPools); NaN and None as above
+
+
+NO_HISTORY = History()
 BaselineFn = Callable[[Tensor, Tensor, Tensor, AlgoConfig, History], Tensor]
 
 
@@ -35,6 +50,12 @@ def group_mean(rewards: Tensor, norms_sq: Tensor, lengths: Tensor, options: Algo
     because A would be 0; verl takes b = 0 there, which is `none`.
     `grpo` (DeepSeekMath, arXiv 2402.03300) has the same b and divides A by the group's standard deviation (denominator
     G - 1). That depends on o_i and biases the direction too.
+
+    `reinforce_pp_baseline` (REINFORCE++ with the group's mean, arXiv 2501.03262; verl's
+    `reinforce_plus_plus_baseline`) has the same b and divides A by the standard deviation of r - b over the batch
+    (denominator Q G - 1). That depends on o_i and biases the direction, less as the batch grows. verl whitens tokens:
+    responses count by their length, and the mean of r - b over tokens, which is not 0, is subtracted. Here every
+    response counts once, the mean is 0, and a group of equal rewards has A = 0.
     """
     return weighted_mean(rewards, torch.ones_like(rewards))
 
@@ -49,19 +70,6 @@ def batch_mean(rewards: Tensor, norms_sq: Tensor, lengths: Tensor, options: Algo
     term in the reward; here set algo.kl_coefficient.
     """
     return weighted_mean(rewards.reshape(1, -1), torch.ones_like(rewards).reshape(1, -1)).reshape(rewards.shape)
-
-
-def reinforce_pp_baseline(
-    rewards: Tensor, norms_sq: Tensor, lengths: Tensor, options: AlgoConfig, history: History
-) -> Tensor:
-    """b_i = mean_j r_j, o_i included, as `group_mean`; A is divided by the standard deviation of r - b over the batch.
-
-    REINFORCE++ with the group's mean (arXiv 2501.03262; verl's `reinforce_plus_plus_baseline`). The divisor
-    (denominator Q G - 1) depends on o_i and biases the direction, less as the batch grows. verl whitens tokens:
-    responses count by their length, and the mean of r - b over tokens, which is not 0, is subtracted. Here every
-    response counts once, the mean is 0, and a group of equal rewards has A = 0.
-    """
-    return group_mean(rewards, norms_sq, lengths, options, history)
 
 
 def rloo(rewards: Tensor, norms_sq: Tensor, lengths: Tensor, options: AlgoConfig, history: History) -> Tensor:
@@ -118,9 +126,6 @@ def rloo_prior(rewards: Tensor, norms_sq: Tensor, lengths: Tensor, options: Algo
     """`rloo` pulled towards the other prompts' mean, to measure the prior's effect without norms.
 
     b_i = (sum_{j != i} r_j + lam p) / (G - 1 + lam): `optimal_prior` with all norms equal.
-
-    Raises:
-        UserError: Q = 1, where there is no other prompt.
     """
     return _pulled_to_prior(rloo(rewards, norms_sq, lengths, options, history), rewards, options)
 
@@ -134,9 +139,6 @@ def james_stein(rewards: Tensor, norms_sq: Tensor, lengths: Tensor, options: Alg
     m_q come from the other prompts alone, so that b_i is unbiased. The formula is that of the authors' code
     (arXiv 2511.03710, `compute_jspo_outcome_advantage`), which adds 1e-6 to the divisor of lam_q. With one other
     prompt, s_q is 0 and lam_q is 1. A is not 0 in a group of equal rewards.
-
-    Raises:
-        UserError: Q = 1, where there is no other prompt.
     """
     means, elsewhere = rewards.mean(-1), _mean_of_other_prompts(rewards)  # [Q]
     count = len(rewards) - 1
@@ -152,9 +154,6 @@ def optimal_prior(rewards: Tensor, norms_sq: Tensor, lengths: Tensor, options: A
     wbar = mean_{j != i} w_j, p = mean reward of the other prompts, lam = options.prior_strength. Dividing by wbar:
     b_i = ((G - 1) b_i^optimal + lam p) / (G - 1 + lam). This pulls the group's own estimate, noisy at small G, towards
     p. It is unbiased: neither part depends on o_i. lam = 0 is `optimal`. A is not 0 in a group of equal rewards.
-
-    Raises:
-        UserError: Q = 1, where there is no other prompt.
     """
     return _pulled_to_prior(optimal(rewards, norms_sq, lengths, options, history), rewards, options)
 
@@ -187,7 +186,7 @@ FORMULAS: dict[BaselineName, BaselineFn] = {
     "grpo": group_mean,
     "batch_mean": batch_mean,
     "reinforce_pp": batch_mean,
-    "reinforce_pp_baseline": reinforce_pp_baseline,
+    "reinforce_pp_baseline": group_mean,
     "rloo": rloo,
     "rloo_prior": rloo_prior,
     "james_stein": james_stein,

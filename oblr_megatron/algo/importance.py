@@ -58,7 +58,7 @@ def truncated_ratios(
     if level == "none":
         difference = torch.zeros_like(difference)
     elif level == "sequence":
-        difference = sample_totals(difference, cu_seqlens, reduce)
+        difference = of_samples(difference, mask, cu_seqlens, reduce)
     ratios = difference.exp()
     cut = (ratios > cap) & mask
     return ratios.clamp(max=cap) * mask, cut.sum()
@@ -70,23 +70,23 @@ def log_ratios(logprobs: Tensor, other: Tensor, mask: Tensor) -> Tensor:
     return torch.where(mask, difference, 0.0)
 
 
-def sample_totals(difference: Tensor, cu_seqlens: Tensor | None, reduce: Callable[[Tensor], Tensor] | None) -> Tensor:
-    """[b, t] log-ratios -> [b, t], each token's sum over its sample; -inf if pi(o_t) = 0 for a token of the sample."""
-    sample, (totals, excluded) = sample_sums(torch.stack([difference, difference == -torch.inf]), cu_seqlens, reduce)
-    return totals.masked_fill(excluded > 0, -torch.inf).to(difference.dtype)[sample]
-
-
-def geometric_means(
-    difference: Tensor, mask: Tensor, cu_seqlens: Tensor | None, reduce: Callable[[Tensor], Tensor] | None
+def of_samples(
+    difference: Tensor,
+    mask: Tensor,
+    cu_seqlens: Tensor | None,
+    reduce: Callable[[Tensor], Tensor] | None,
+    *,
+    mean: bool = False,
 ) -> Tensor:
-    """[b, t] log-ratios -> [b, t], each token's mean over its sample, the logarithm of the ratios' geometric mean.
+    """[b, t] log-ratios -> [b, t], the logarithm of the product of the ratios of each token's sample.
 
-    -inf if a token of the sample has the ratio 0.
+    With `mean` it is their geometric mean. Either is -inf if a token of the sample has the ratio 0.
     """
     values = torch.stack([difference, difference == -torch.inf, mask])
     sample, (totals, excluded, tokens) = sample_sums(values, cu_seqlens, reduce)
-    means = (totals / tokens.clamp(min=1)).masked_fill(excluded > 0, -torch.inf)
-    return means.to(difference.dtype)[sample]
+    if mean:
+        totals = totals / tokens.clamp(min=1)
+    return totals.masked_fill(excluded > 0, -torch.inf).to(difference.dtype)[sample]
 
 
 def sample_sums(

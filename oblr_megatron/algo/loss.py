@@ -32,7 +32,6 @@ def sample_coefficients(
         lengths: [N] response tokens; as a divisor an empty response counts as one token.
         num_prompts: Q, prompts of the step, skipped groups included.
         group_size: G.
-        aggregation: one of the three above.
         token_scale: L of "constant", so that the gradient's unit is that of a mean over tokens.
     """
     num_samples = num_prompts * group_size

@@ -9,7 +9,7 @@ step have the noise (G between + V_w G phi(G)) / N, which is least at
     G = 1 + sqrt(V_w / between) leave-one-out,    G = 1 if b reads no response of its own step
 
 The mean product of two responses' terms of one prompt has the expectation between + signal. Two estimates of the signal
-give it (snr_estimators.py): `folds`, unbiased, and `samples`, which counts such products as signal:
+give it (snr.py): `folds`, unbiased, and `samples`, which counts such products as signal:
 
     cross = (S_folds + Q (S_samples - S_folds)) G / (G - 1) / c,    between = cross - S_folds
 
@@ -25,8 +25,7 @@ from __future__ import annotations
 import math
 from typing import Any
 
-from oblr_megatron.algo.snr import decay_of
-from oblr_megatron.algo.snr_estimators import folds, samples
+from oblr_megatron.algo.snr import decay_of, folds, samples
 from oblr_megatron.config.algo import AlgoConfig
 from oblr_megatron.config.baselines import BASELINES
 from oblr_megatron.types import GradientStats

@@ -8,8 +8,7 @@ from __future__ import annotations
 from torch import Tensor
 
 from oblr_megatron.algo.baseline import baseline_values
-from oblr_megatron.algo.formulas import FORMULAS
-from oblr_megatron.algo.history import NO_HISTORY, History
+from oblr_megatron.algo.formulas import FORMULAS, NO_HISTORY, History
 from oblr_megatron.config.algo import AlgoConfig
 from oblr_megatron.config.baselines import BASELINES, BaselineName
 
@@ -34,17 +33,12 @@ def variance_ratios(
 ) -> dict[str, float]:
     """sum A_i^2 w_i relative to rloo's, for each baseline of the PANEL. Below 1 the baseline beats rloo.
 
-    This estimates the ratio of E||A s||^2, the second moment of one response's term of the gradient (see
-    `baseline.variance_ratio_vs_rloo` for its limits). A baseline that includes o_i shrinks A by o_i's share in it: on
-    average 1/G for a group's mean and 1/(Q G) for the batch's. A learning rate would compensate for that scale, so A is
-    divided by 1 - share. group_mean then equals rloo. Sums run over the groups with measured norms.
+    `baseline.variance_ratio_vs_rloo` says what this estimates, and its limits. A baseline that includes o_i shrinks A
+    by o_i's share in it: on average 1/G for a group's mean and 1/(Q G) for the batch's. A learning rate would
+    compensate for that scale, so A is divided by 1 - share. group_mean then equals rloo. Sums run over the groups with
+    measured norms.
 
-    Args:
-        rewards: fp64.
-        norms_sq: w, finite; a row of zeros marks a group that was not measured.
-        lengths: response tokens, fp64.
-        options: prior_strength and length_exponent are read.
-        history: of the prompts.
+    Arguments as for `baseline_values`, floats in fp64. A row of zeros in w marks a group that was not measured.
 
     Returns:
         name -> ratio; {} if G = 1, no norm is known, or rloo's sum is 0 (every measured group has equal rewards).
@@ -99,14 +93,7 @@ def self_dependence(
     Evaluates the baseline again with one reward changed. That response has the largest w, or the greatest length if no
     norm was measured, because it has the largest weight in a weighted mean.
 
-    Args:
-        name: the run's baseline.
-        baseline: [Q, G] its values.
-        rewards: fp64.
-        norms_sq: w, finite; zeros if not measured.
-        lengths: response tokens.
-        options: as for the baseline.
-        history: as for the baseline.
+    Arguments as for `baseline_values`, and the values `baseline` [Q, G] that it returned.
     """
     probe = int((norms_sq if norms_sq.any() else lengths).argmax())
     changed = rewards.clone()

@@ -22,13 +22,13 @@ baseline from here is exactly unbiased, for any w: exact, measured on some promp
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 import torch
 
-from oblr_megatron.algo.history import History
-from oblr_megatron.algo.token_pools import TokenPools, means_of
+from oblr_megatron.algo.formulas import History
+from oblr_megatron.algo.token_baseline import NUM_BINS, path_energies, position_bins
 from oblr_megatron.algo.weighting import mean_of_others
 from oblr_megatron.config.baselines import BASELINES
 
@@ -38,8 +38,10 @@ if TYPE_CHECKING:
     from oblr_megatron.config.algo import AlgoConfig
     from oblr_megatron.types import Prompt, Scored
 
+MOST_LOGGED = 16  # sources
 
-def pools_of(algo: AlgoConfig) -> AnyPools | None:
+
+def pools_of(algo: AlgoConfig) -> Pools | TokenPools | None:
     """The pools of a run; None if its baseline reads no earlier step."""
     facts = BASELINES[algo.baseline]
     if not facts.pool:
@@ -69,19 +71,18 @@ class Pools:
         return History(expected, _least_squares(self._pull))
 
     def observe(self, prompts: Sequence[Prompt], scored: Scored, weights: Tensor, history: History) -> None:
-        """Add a step.
+        """Add a step, with the history of its prompts before it.
 
-        Args:
-            prompts: Q.
-            scored: their rewards and lengths [Q, G].
-            weights: w [Q, G]; a response with w <= 0 or not finite was not measured and is left out.
-            history: that of these prompts before the step.
+        `weights` are w [Q, G]. A response with w <= 0 or not finite was not measured and is left out.
         """
         rewards = scored.rewards.to(torch.float64)
         known = torch.ones_like(rewards) if self._facts.pool == "plain" else weights.to(torch.float64)
         weights = torch.where(known.isfinite() & (known > 0), known, 0.0)
         if self._facts.over == "others" and history.expected is not None:
-            self._observe_pull(rewards, weights, mean_of_others(rewards, weights), history.expected)
+            own = mean_of_others(rewards, weights)
+            away = (history.expected[:, None] - own).nan_to_num(nan=0.0)  # 0: no pool yet
+            found = [float((weights * (rewards - own) * away).sum()), float((weights * away**2).sum())]
+            self._pull = self._added(self._pull, found)
         self._observe_trust(prompts, rewards, weights)
         if bool(weights.any()):  # or the mean would be 0 / 0 where older steps do not count
             self._usual = self._added(self._usual, [float(weights.sum()), float((weights > 0).sum())])
@@ -89,7 +90,7 @@ class Pools:
         by_source: dict[str, list[float]] = {}
         for prompt, found in zip(prompts, sums, strict=True):
             if found[1] > 0:
-                total = by_source.setdefault(prompt.source, [0.0, 0.0])
+                total = by_source.get(prompt.source, [0.0, 0.0])
                 by_source[prompt.source] = [total[0] + found[0], total[1] + found[1]]
                 self._prompts[_key(prompt)] = self._added(self._prompts.get(_key(prompt), [0.0] * 2), found)
         for source, total in by_source.items():
@@ -134,11 +135,6 @@ class Pools:
         total, weight = self._prompts.get(_key(prompt), (0.0, 0.0))
         return (total - weight * pool) / (weight + self._usual[0] / self._usual[1]) if weight > 0 else 0.0
 
-    def _observe_pull(self, rewards: Tensor, weights: Tensor, own: Tensor, expected: Tensor) -> None:
-        away = (expected[:, None] - own).nan_to_num(nan=0.0)  # 0: no pool yet
-        found = [float((weights * (rewards - own) * away).sum()), float((weights * away**2).sum())]
-        self._pull = self._added(self._pull, found)
-
     def _observe_trust(self, prompts: Sequence[Prompt], rewards: Tensor, weights: Tensor) -> None:
         found = [0.0, 0.0]
         for row, prompt in enumerate(prompts):
@@ -156,10 +152,77 @@ def _key(prompt: Prompt) -> str:
     return f"{prompt.source}/{prompt.id}"
 
 
-AnyPools = Pools | TokenPools
+class TokenPools:
+    """Pools by position in the response, for the baseline `pooled_token`; used like `Pools`.
+
+        b(k) = N_k / D_k,    N_k = decayed sum of W_{i,t} r_i,    D_k = decayed sum of W_{i,t},    t in bin k
+
+    W_{i,t} is the energy of response i up to token t (token_baseline.py). A token's gradient A_{i,t} grad log pi(o_t)
+    has the least variance near b = E[W_t r] / E[W_t], which changes along a response. Bins grow by powers of two,
+    because W_t changes by factors early and hardly at all late: bin k holds the tokens 2^k - 1 to 2^(k+1) - 2, counted
+    from 0. So bins need no setting, and a longer response limit changes none of them.
+
+    Each data source has its own pools. A prompt has no history of its own here. Nothing reads the current step.
+    """
+
+    def __init__(self, algo: AlgoConfig) -> None:
+        self._algo = algo
+        self._sources: dict[str, Tensor] = {}  # [2, B] fp64: N, D
+
+    def history(self, prompts: Sequence[Prompt]) -> History:
+        """What the steps so far tell about these prompts."""
+        if not prompts:
+            return History()
+        return History(by_position=torch.stack([self._expected(prompt.source) for prompt in prompts]))
+
+    def observe(self, prompts: Sequence[Prompt], scored: Scored, weights: Tensor, history: History) -> None:
+        """Add a step; its history is not read.
+
+        `weights` are energies [N, T] of the response tokens. A response with one that is not finite is left out.
+        """
+        known = weights.isfinite().all(-1, keepdim=True)
+        path, _ = path_energies(weights.masked_fill(~known, 0.0), scored.lengths)  # [Q, G, T]
+        both = torch.stack([(path * scored.rewards.to(torch.float64)[..., None]).sum(1), path.sum(1)], 1)  # [Q, 2, T]
+        bins = torch.zeros(len(prompts), 2, NUM_BINS, dtype=torch.float64)
+        bins.index_add_(2, position_bins(both.shape[-1]), both)
+        for source in dict.fromkeys(prompt.source for prompt in prompts):
+            found = bins[[row for row, prompt in enumerate(prompts) if prompt.source == source]].sum(0)
+            if found[1].sum() > 0:
+                before = self._sources.get(source, torch.zeros_like(found))
+                self._sources[source] = self._algo.pool_decay * before + found
+
+    def metrics(self) -> dict[str, float]:
+        """The pools' means over all positions, see `means_of`."""
+        return means_of({name: sums.sum(-1).tolist() for name, sums in self._sources.items()})
+
+    def state_dict(self) -> dict[str, Any]:
+        """JSON-compatible; `load_state_dict` restores it to the bit."""
+        return {"positions": {name: sums.tolist() for name, sums in self._sources.items()}}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Continue from `state_dict`. The state of another kind of pools is ignored, and the pools begin empty."""
+        kept = state.get("positions", {})
+        self._sources = {name: torch.tensor(sums, dtype=torch.float64) for name, sums in kept.items()}
+
+    def _expected(self, source: str) -> Tensor:
+        """b [B] of a source; of all sources if it is new; a bin without energy has the mean of all bins."""
+        pools = [self._sources[source]] if source in self._sources else list(self._sources.values())
+        if not pools:
+            return torch.full((NUM_BINS,), torch.nan, dtype=torch.float64)
+        sums = torch.stack(pools).sum(0)
+        return torch.where(sums[1] > 0, sums[0] / sums[1], sums[0].sum() / sums[1].sum())
 
 
 def _least_squares(sums: Sequence[float]) -> float:
     """above / below, between 0 and 1; 0 while nothing is known."""
     above, below = sums
     return min(1.0, max(0.0, above / below)) if below > 0 else 0.0
+
+
+def means_of(pools: Mapping[str, Sequence[float]]) -> dict[str, float]:
+    """The metrics pool/<source>/mean of the MOST_LOGGED sources with the largest weights, from N and D of each.
+
+    A column `source` of the data may name each row's own.
+    """
+    largest = sorted(pools, key=lambda name: (-pools[name][1], name))[:MOST_LOGGED]
+    return {f"pool/{name or 'data'}/mean": pools[name][0] / pools[name][1] for name in largest}

@@ -25,7 +25,7 @@ from typing import Literal
 import torch
 from torch import Tensor
 
-from oblr_megatron.algo.importance import geometric_means, log_ratios, sample_sums, sample_totals
+from oblr_megatron.algo.importance import log_ratios, of_samples, sample_sums
 
 RejectionLevel = Literal["none", "token", "sequence", "geometric"]
 
@@ -66,10 +66,8 @@ def kept_tokens(
     if level == "none":
         return mask, nothing, nothing
     difference = log_ratios(logprobs, rollout_logprobs, mask)
-    if level == "sequence":
-        difference = sample_totals(difference, cu_seqlens, reduce)
-    elif level == "geometric":
-        difference = geometric_means(difference, mask, cu_seqlens, reduce)
+    if level != "token":
+        difference = of_samples(difference, mask, cu_seqlens, reduce, mean=level == "geometric")
     ratios = difference.exp()
     rejected = ((ratios < low) | (ratios > high)) & mask
     _, (lost, tokens) = sample_sums(torch.stack([rejected, mask]), cu_seqlens, reduce)

@@ -1,62 +1,134 @@
-"""Learning-rate schedules with one protocol. To add one, write a curve or a class and name it in `build_schedule`."""
+"""Learning-rate schedules. To add one, write a curve or a subclass of `Schedule` and name it in `build_schedule`."""
 
 from __future__ import annotations
 
 import math
 from collections.abc import Callable
-from typing import Protocol
 
 from oblr_megatron.algo.rate_controls import control_rates
-from oblr_megatron.algo.snr import ScheduleState, SnrAverages, SnrSchedule, check_schedule, ramp
+from oblr_megatron.algo.snr import ScheduleState, SnrAverages
 from oblr_megatron.config import OptimizerConfig
-from oblr_megatron.config.algo import AlgoConfig
+from oblr_megatron.config.algo import AlgoConfig, SnrConfig
+from oblr_megatron.errors import UserError
 from oblr_megatron.types import GradientStats
 
 
-class Schedule(Protocol):
-    """Each step calls `rate(step)`, then the optimizer, then `observe(stats)` with the same step's gradient."""
+class Schedule:
+    """A rate that depends only on the step. Signal and noise are still estimated for the log.
+
+    Each step calls `rate(step)`, then the optimizer, then `observe(stats)` with the same step's gradient.
+    """
+
+    def __init__(self, name: str, curve: Callable[[int], float], averages: SnrAverages) -> None:
+        self._name, self._curve, self._averages = name, curve, averages
 
     def rate(self, step: int) -> float:
         """Learning rate of step `step`, counted from 0; depends only on the gradients of earlier steps."""
+        return self._curve(step)
 
     def observe(self, stats: GradientStats) -> None:
         """Record the gradient of the step that `rate` was last called for."""
-
-    def metrics(self) -> dict[str, float]:
-        """The snr/* metrics: the last step's estimates and the averages, without undefined values."""
-
-    def state_dict(self) -> ScheduleState:
-        """Everything that `load_state_dict` needs to continue exactly: JSON-compatible values."""
-
-    def load_state_dict(self, state: ScheduleState) -> None:
-        """Restore `state_dict`; UserError if it belongs to another schedule."""
-
-
-class CurveSchedule:
-    """A rate that depends only on the step. Signal and noise are still estimated for the log."""
-
-    def __init__(self, name: str, curve: Callable[[int], float], averages: SnrAverages) -> None:
-        self._name, self._averages = name, averages
-        self.rate = curve
-
-    def observe(self, stats: GradientStats) -> None:
         self._averages.observe(stats)
 
     def metrics(self) -> dict[str, float]:
+        """The snr/* metrics, after `observe`; see `SnrAverages.metrics`."""
         return self._averages.metrics()
 
     def state_dict(self) -> ScheduleState:
+        """Everything that the next rate depends on: JSON-compatible values."""
         return {"schedule": self._name, **self._averages.state_dict()}
 
     def load_state_dict(self, state: ScheduleState) -> None:
-        check_schedule(state, self._name)
+        """Restore `state_dict`.
+
+        Raises:
+            UserError: the state belongs to another schedule.
+        """
+        if state.get("schedule") != self._name:
+            raise UserError(
+                f"the checkpoint has the state of schedule {state.get('schedule')!r}, but the run uses {self._name!r}",
+                where="algo.schedule",
+                fix="resume with the checkpoint's schedule, or start a new run from its weights",
+            )
         self._averages.load_state_dict(state)
 
 
-def cosine(step: int, *, lr: float, min_lr_ratio: float, num_steps: int) -> float:
-    """Half a cosine from lr at step 0 to min_lr_ratio * lr at the last step (num_steps - 1); constant after it."""
-    progress = min(1.0, step / max(1, num_steps - 1))
-    return lr * (min_lr_ratio + (1 - min_lr_ratio) * 0.5 * (1 + math.cos(math.pi * progress)))
+class SnrSchedule(Schedule):
+    """eta_t = eta_0 * ramp(t) * (shrink / shrink_ref)^alpha, from averages over the steps before t.
+
+    - ramp: over optimizer.lr_warmup_steps, as in every schedule.
+    - In the first warmup_steps steps the averages are collected but not used: the rate is eta_0.
+    - shrink is the ratio of the averages, clamped to [floor, 1].
+    - shrink_ref is 1, or the shrink at the end of the warm-up, so that eta_0 is the rate at that step.
+    - alpha is 1 for SGD and 0.5 for Adam, which already divides by sqrt(v).
+    - After the warm-up the rate changes by at most max_change in a step, and holds after a step without an estimate.
+
+    The rate of step t must not depend on g_t, or the update is biased. So `rate(t)` comes first and `observe` after it;
+    calling `rate(t)` again returns the same rate. Call it for steps in order.
+    """
+
+    def __init__(self, config: SnrConfig, optimizer: OptimizerConfig, num_prompts: int) -> None:
+        super().__init__("snr", ramped(optimizer), SnrAverages(config, num_prompts))
+        self._config = config
+        self._exponent = config.exponent or (1.0 if optimizer.name == "sgd" else 0.5)
+        self._shrink_ref = 1.0 if config.reference == "one" else None
+        self._factor = 1.0  # (shrink / shrink_ref)^alpha, limited by max_change
+        self._fresh = False  # the averages have changed since the factor did
+        self._latest: tuple[int, float] | None = None  # the last step passed to `rate`, and its rate
+        self._awaiting = False  # that step's gradient has not been observed yet
+
+    def rate(self, step: int) -> float:
+        if self._latest is not None and self._latest[0] == step:
+            return self._latest[1]
+        if step >= self._config.warmup_steps and self._fresh:
+            self._move_factor()
+        self._fresh = False
+        self._latest, self._awaiting = (step, self._curve(step) * self._factor), True
+        return self._latest[1]
+
+    def observe(self, stats: GradientStats) -> None:
+        assert self._awaiting, "observe() before rate(): the rate would depend on its own gradient"
+        self._awaiting = False
+        self._fresh = self._averages.observe(stats)
+
+    def state_dict(self) -> ScheduleState:
+        own: ScheduleState = {"factor": self._factor, "reference": self._shrink_ref, "fresh": self._fresh}
+        return super().state_dict() | own
+
+    def load_state_dict(self, state: ScheduleState) -> None:
+        super().load_state_dict(state)
+        self._factor, self._fresh = float(state["factor"] or 1.0), bool(state["fresh"])
+        self._shrink_ref = None if state["reference"] is None else float(state["reference"])
+        self._latest, self._awaiting = None, False
+
+    def _move_factor(self) -> None:
+        shrink = self._averages.shrink
+        if self._shrink_ref is None:
+            self._shrink_ref = shrink
+        target = (shrink / self._shrink_ref) ** self._exponent
+        step = self._config.max_change
+        self._factor = min(max(target, self._factor / step), self._factor * step)
+
+
+def ramp(step: int, warmup_steps: int) -> float:
+    """Warm-up factor of step `step`, counted from 0: (step + 1) / warmup_steps, at most 1."""
+    return min(1.0, (step + 1) / warmup_steps) if warmup_steps else 1.0
+
+
+def ramped(optimizer: OptimizerConfig) -> Callable[[int], float]:
+    """optimizer.lr after the warm-up."""
+    return lambda step: optimizer.lr * ramp(step, optimizer.lr_warmup_steps)
+
+
+def cosine(optimizer: OptimizerConfig, num_steps: int) -> Callable[[int], float]:
+    """After the warm-up half a cosine, from lr at step 0 to min_lr_ratio * lr at the last step; constant after it."""
+
+    def rate(step: int) -> float:
+        progress, least = min(1.0, step / max(1, num_steps - 1)), optimizer.min_lr_ratio
+        share = least + (1 - least) * 0.5 * (1 + math.cos(math.pi * progress))
+        return optimizer.lr * share * ramp(step, optimizer.lr_warmup_steps)
+
+    return rate
 
 
 def build_schedule(
@@ -75,17 +147,13 @@ def build_schedule(
     Raises:
         UserError: a control's source is invalid, see `rate_controls.source_rates`.
     """
-    averages, warmup = SnrAverages(algo.snr, num_prompts), optimizer.lr_warmup_steps
     match algo.schedule:
-        case "constant":
-            return CurveSchedule("constant", lambda step: optimizer.lr * ramp(step, warmup), averages)
-        case "cosine":
-            options = {"lr": optimizer.lr, "min_lr_ratio": optimizer.min_lr_ratio}
-            return CurveSchedule(
-                "cosine", lambda step: cosine(step, num_steps=num_steps, **options) * ramp(step, warmup), averages
-            )
         case "snr":
             return SnrSchedule(algo.snr, optimizer, num_prompts)
+        case "constant":
+            curve = ramped(optimizer)
+        case "cosine":
+            curve = cosine(optimizer, num_steps)
         case "shuffled" | "matched_decay":
-            rates = control_rates(algo, num_steps=num_steps, seed=seed)
-            return CurveSchedule(algo.schedule, lambda step: rates[step], averages)
+            curve = control_rates(algo, num_steps=num_steps, seed=seed).__getitem__
+    return Schedule(algo.schedule, curve, SnrAverages(algo.snr, num_prompts))

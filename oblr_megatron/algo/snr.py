@@ -1,24 +1,137 @@
-"""The learning rate from the signal and noise of the gradient.
+"""Signal and noise of the gradient: estimates of one step, and their averages over steps.
 
-OBLR-PO (arXiv 2511.23310, Theorem 4): eta = (1/C) N SNR / (1 + N SNR), SNR = ||grad J||^2 / tr(H), with H the
-covariance of one prompt's gradient and N prompts. The factor after 1/C is shrink = ||grad J||^2 / E||g||^2, in [0, 1].
-It equals 1 / (1 + B_simple / N) of McCandlish et al. (arXiv 1812.06162). C is unknown; eta_0 replaces 1/C.
+    signal = ||grad J||^2
+    noise  = tr(H), H the covariance of one prompt's gradient
+    E||g||^2 = signal + noise / Q
 
-One step's estimates (snr_estimators.py) are averaged over steps, numerator and denominator separately, because the mean
-of clamped ratios is biased. Everything is measured on the unclipped gradient.
+With B = ||g||^2 known, an estimate of the signal gives one of the noise, and vice versa. To remove an estimator, delete
+its function, its line in ESTIMATORS and its name in `config.algo.SnrConfig`.
+
+OBLR-PO (arXiv 2511.23310, Theorem 4): eta = (1/C) N SNR / (1 + N SNR), SNR = signal / noise and N prompts. The factor
+after 1/C is shrink = ||grad J||^2 / E||g||^2, in [0, 1]. It equals 1 / (1 + B_simple / N) of McCandlish et al.
+(arXiv 1812.06162). C is unknown; eta_0 replaces 1/C (schedule.py).
+
+Numerator and denominator of shrink are averaged separately, because the mean of clamped ratios is biased. Everything is
+measured on the unclipped gradient.
 """
 
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
+from dataclasses import dataclass
 
-from oblr_megatron.algo.snr_estimators import ESTIMATORS, UNDEFINED, Estimate
-from oblr_megatron.config import OptimizerConfig
-from oblr_megatron.config.algo import SnrConfig
+from oblr_megatron.config.algo import AlgoConfig, SnrConfig
 from oblr_megatron.errors import UserError
 from oblr_megatron.types import GradientStats
 
 ScheduleState = dict[str, str | float | int | bool | None]
+
+
+@dataclass(frozen=True, slots=True)
+class Estimate:
+    """One step's estimates; NaN if undefined. signal <= 0 is common if the noise dominates.
+
+    Example: Estimate(signal=0.02, noise=4.1, second_moment=0.08)
+    """
+
+    signal: float  # of ||grad J||^2
+    noise: float  # of tr(H), the covariance of one prompt's gradient
+    second_moment: float  # of E||g||^2
+
+    @property
+    def shrink_raw(self) -> float:
+        """signal / second_moment; NaN if second_moment is 0."""
+        return self.signal / self.second_moment if self.second_moment else math.nan
+
+    @property
+    def defined(self) -> bool:
+        """False with one fold, without any active group (B = 0), or if a norm overflowed."""
+        return math.isfinite(self.shrink_raw)
+
+
+UNDEFINED = Estimate(math.nan, math.nan, math.nan)
+Estimator = Callable[[GradientStats, int], Estimate]
+
+
+def folds(stats: GradientStats, num_prompts: int) -> Estimate:
+    """Unbiased estimates of signal and noise from R equal folds of whole prompts; "prompts" has R = Q.
+
+        signal = (R B - M) / (R - 1),   noise = (M - B) R / (R - 1) * Q / R,   second_moment = B
+
+    since E[B] = signal + noise / Q and E[M] = signal + noise R / Q. M = mean_f ||g_f||^2, g the mean of all g_f. Under
+    pure noise the signal's standard deviation is sqrt(R / (R - 1)) times that of many folds (R = 4: 1.15).
+
+    Folds must be independent. They are for every within-group baseline; `optimal_prior` couples them through the other
+    prompts' mean reward, to order 1 / (Q G)^2.
+
+    Example: R = 2 orthogonal fold gradients of norm 1, Q = 2: B = 0.5, M = 1 -> signal 0, noise 1, shrink_raw 0.
+    """
+    sq_norm, mean, count = stats.sq_norm, stats.fold_sq_norm_mean, stats.num_folds
+    if count < 2 or not (0 < sq_norm < math.inf and math.isfinite(mean)):
+        return UNDEFINED
+    signal = (count * sq_norm - mean) / (count - 1)
+    noise = (mean - sq_norm) * num_prompts / (count - 1)
+    return Estimate(signal, noise, sq_norm)
+
+
+def momentum(stats: GradientStats, num_prompts: int) -> Estimate:
+    """signal = <g_t, m_{t-1}>, m the bias-corrected average of earlier raw gradients; the rest of B is noise.
+
+    Given the weights, g_t is independent of m_{t-1}, so that E[signal] = <grad J_t, m_{t-1}>. That is close to the
+    signal if the gradient's direction changes slower than the average forgets (snr.momentum_horizon), and too small if
+    it changes faster. Needs no folds. Undefined in the first step.
+    """
+    return _from_signal(stats.momentum_dot, stats.sq_norm, num_prompts)
+
+
+def samples(stats: GradientStats, num_prompts: int) -> Estimate:
+    """noise / Q = sum_n c_n^2 w_n, c the samples' coefficients and w their squared norms; the rest of B is signal.
+
+    The bias is ((G - 1) / G E<A_i s_i, A_j s_j> - ||grad J||^2) / Q, with i != j of one prompt: E||g||^2 has a term for
+    every such pair, and this estimator counts all of them as signal. The gradient of a KL penalty or of a router loss
+    is in B but not in the squares, so it also counts as signal. For comparison only.
+    """
+    return _from_signal(stats.sq_norm - stats.sample_sq_norm, stats.sq_norm, num_prompts)
+
+
+def plugin(stats: GradientStats, num_prompts: int) -> Estimate:
+    """signal = B, the paper's likely form (arXiv 2511.23310, Theorem 4): shrink = B / (B + noise / Q), noise by folds.
+
+    Under pure noise B is noise / Q, so that shrink is near 1/2 instead of 0. For comparison only.
+    """
+    noise = folds(stats, num_prompts).noise
+    return Estimate(stats.sq_norm, noise, stats.sq_norm + noise / num_prompts)
+
+
+def _from_signal(signal: float, sq_norm: float, num_prompts: int) -> Estimate:
+    """The estimate with noise / Q = B - signal."""
+    if not (0 < sq_norm < math.inf and math.isfinite(signal)):
+        return UNDEFINED
+    return Estimate(signal, (sq_norm - signal) * num_prompts, sq_norm)
+
+
+ESTIMATORS: dict[str, Estimator] = {
+    "folds": folds,
+    "prompts": folds,
+    "momentum": momentum,
+    "samples": samples,
+    "plugin": plugin,
+}
+
+
+def check_estimator(algo: AlgoConfig, *, norms: bool) -> None:
+    """Refuse an estimator that needs gradient norms in a run without `norms`.
+
+    Raises:
+        UserError: the estimator is "samples", and the run measures no norms of its responses' gradients.
+    """
+    if algo.snr.estimator == "samples" and not norms:
+        raise UserError(
+            f"estimator 'samples' needs gradient norms, but baseline {algo.baseline!r} measures none",
+            where="algo.snr.estimator",
+            fix="set gradnorm.always to true and gradnorm.source to exact or sketch, or select another estimator",
+        )
 
 
 def decay_of(config: SnrConfig) -> float:
@@ -114,92 +227,3 @@ class SnrAverages:
         if num_prompts != self._num_prompts:
             noise = (self._sq_norm_sum - self._signal_sum) * num_prompts
             self._sq_norm_sum = self._signal_sum + noise / self._num_prompts
-
-
-class SnrSchedule:
-    """eta_t = eta_0 * ramp(t) * (shrink / shrink_ref)^alpha, from averages over the steps before t.
-
-    - ramp: over optimizer.lr_warmup_steps, as in every schedule.
-    - In the first warmup_steps steps the averages are collected but not used: the rate is eta_0.
-    - shrink is the ratio of the averages, clamped to [floor, 1].
-    - shrink_ref is 1, or the shrink at the end of the warm-up, so that eta_0 is the rate at that step.
-    - alpha is 1 for SGD and 0.5 for Adam, which already divides by sqrt(v).
-    - After the warm-up the rate changes by at most max_change in a step, and holds after a step without an estimate.
-
-    The rate of step t must not depend on g_t, or the update is biased. So `rate(t)` comes first and `observe` after it;
-    calling `rate(t)` again returns the same rate.
-    """
-
-    def __init__(self, config: SnrConfig, optimizer: OptimizerConfig, num_prompts: int) -> None:
-        self._config, self._lr, self._ramp_steps = config, optimizer.lr, optimizer.lr_warmup_steps
-        self._exponent = config.exponent or (1.0 if optimizer.name == "sgd" else 0.5)
-        self._averages = SnrAverages(config, num_prompts)
-        self._shrink_ref = 1.0 if config.reference == "one" else None
-        self._factor = 1.0  # (shrink / shrink_ref)^alpha, limited by max_change
-        self._fresh = False  # the averages have changed since the factor did
-        self._latest: tuple[int, float] | None = None  # the last step passed to `rate`, and its rate
-        self._awaiting = False  # that step's gradient has not been observed yet
-
-    def rate(self, step: int) -> float:
-        """Learning rate of step `step`, counted from 0; call it for steps in order."""
-        if self._latest is not None and self._latest[0] == step:
-            return self._latest[1]
-        if step >= self._config.warmup_steps and self._fresh:
-            self._move_factor()
-        self._fresh = False
-        self._latest, self._awaiting = (step, self._lr * ramp(step, self._ramp_steps) * self._factor), True
-        return self._latest[1]
-
-    def observe(self, stats: GradientStats) -> None:
-        """Record the gradient of the step that `rate` was last called for."""
-        assert self._awaiting, "observe() before rate(): the rate would depend on its own gradient"
-        self._awaiting = False
-        self._fresh = self._averages.observe(stats)
-
-    def metrics(self) -> dict[str, float]:
-        """The metrics to log each step, after `observe`."""
-        return self._averages.metrics()
-
-    def state_dict(self) -> ScheduleState:
-        """Everything that the next rate depends on: JSON-compatible values."""
-        own: ScheduleState = {"factor": self._factor, "reference": self._shrink_ref, "fresh": self._fresh}
-        return {"schedule": "snr", **own, **self._averages.state_dict()}
-
-    def load_state_dict(self, state: ScheduleState) -> None:
-        """Restore `state_dict`.
-
-        Raises:
-            UserError: the state belongs to another schedule.
-        """
-        check_schedule(state, "snr")
-        self._averages.load_state_dict(state)
-        self._factor, self._fresh = float(state["factor"] or 1.0), bool(state["fresh"])
-        self._shrink_ref = None if state["reference"] is None else float(state["reference"])
-        self._latest, self._awaiting = None, False
-
-    def _move_factor(self) -> None:
-        shrink = self._averages.shrink
-        if self._shrink_ref is None:
-            self._shrink_ref = shrink
-        target = (shrink / self._shrink_ref) ** self._exponent
-        step = self._config.max_change
-        self._factor = min(max(target, self._factor / step), self._factor * step)
-
-
-def ramp(step: int, warmup_steps: int) -> float:
-    """Warm-up factor of step `step`, counted from 0: (step + 1) / warmup_steps, at most 1."""
-    return min(1.0, (step + 1) / warmup_steps) if warmup_steps else 1.0
-
-
-def check_schedule(state: ScheduleState, name: str) -> None:
-    """Refuse to resume from the state of another schedule.
-
-    Raises:
-        UserError: the state belongs to another schedule.
-    """
-    if state.get("schedule") != name:
-        raise UserError(
-            f"the checkpoint has the state of schedule {state.get('schedule')!r}, but the run uses {name!r}",
-            where="algo.schedule",
-            fix="resume with the checkpoint's schedule, or start a new run from its weights",
-        )

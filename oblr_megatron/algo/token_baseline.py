@@ -4,7 +4,7 @@
     A_{i,t} = r_i - b_t
 
     otb             b_t = sum_i W_{i,t} r_i / sum_i W_{i,t}, over the responses of the group that have a token at t
-    pooled_token    the same ratio over all responses of earlier steps and the positions near t (token_pools.py)
+    pooled_token    the same ratio over all responses of earlier steps and the positions near t (pools.py)
 
 e is the squared norm of the score at the logits (`vocab_parallel_energy`). W sums it up to token t and approximates the
 squared norm of the gradient that the token's advantage multiplies.
@@ -27,7 +27,7 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
-from oblr_megatron.algo.history import NO_HISTORY, History
+from oblr_megatron.algo.formulas import NO_HISTORY, History
 from oblr_megatron.algo.weighting import first_guess
 from oblr_megatron.config.baselines import BaselineName
 

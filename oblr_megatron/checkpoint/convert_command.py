@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from oblr_megatron.errors import EXIT_OK, UserError
-from oblr_megatron.runtime.arguments import count
+from oblr_megatron.runtime.command_line import count
 
 if TYPE_CHECKING:
     import torch

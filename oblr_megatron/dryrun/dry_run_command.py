@@ -11,7 +11,7 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 from oblr_megatron.errors import EXIT_OK
-from oblr_megatron.runtime.arguments import amount, count
+from oblr_megatron.runtime.command_line import amount, count
 
 if TYPE_CHECKING:
     from oblr_megatron.config import Config

@@ -34,7 +34,7 @@ from oblr_megatron.engine.protocol import EngineSpec
 from oblr_megatron.engine.speculation import METHODS, check_installed
 from oblr_megatron.errors import UserError
 from oblr_megatron.families import head_dim
-from oblr_megatron.runtime.arguments import LARGEST, amount, count, port_number, whole
+from oblr_megatron.runtime.command_line import LARGEST, amount, count, port_number, whole
 
 MIN_KEY_LENGTH = 16
 PLUGIN = "oblr_megatron"

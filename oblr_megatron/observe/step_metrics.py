@@ -11,7 +11,7 @@ from torch import Tensor
 
 from oblr_megatron.algo import panel
 from oblr_megatron.algo.baseline import baseline_values, mixed_groups, sanitize_norms, variance_ratio_vs_rloo
-from oblr_megatron.algo.history import NO_HISTORY, History
+from oblr_megatron.algo.formulas import NO_HISTORY, History
 from oblr_megatron.config.algo import AlgoConfig
 from oblr_megatron.observe.performance.utilization import working_s
 from oblr_megatron.rewards.base import RewardResult

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from oblr_megatron.errors import EXIT_OK, UserError
-from oblr_megatron.runtime.arguments import amount, count
+from oblr_megatron.runtime.command_line import amount, count
 
 TABLE_WIDTH = 150
 OVERLAPS = ("stream", "one_step")

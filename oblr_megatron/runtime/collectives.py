@@ -98,21 +98,14 @@ class Collectives:
     """All-gather of CPU objects over a separate gloo group, with a deadline for each call."""
 
     def __init__(self, rank: int) -> None:
-        """Create the group; all ranks must call this. Without a process group the rank is alone.
-
-        Args:
-            rank: of this process, for messages.
-        """
+        """Create the group; all ranks must call this, each with its rank. Without a process group a rank is alone."""
         self.rank = rank
         self._group = dist.new_group(backend="gloo", timeout=GROUP_TIMEOUT) if dist.is_initialized() else None
 
     def together(self, call: Callable[[], Value], *, what: str, seconds: float) -> Value:
         """Run a call on every rank; if it fails on one, all raise the same error. Values are not sent.
 
-        Args:
-            call: of this rank; it must not wait for other ranks.
-            what: as for `gather`.
-            seconds: as for `gather`.
+        The call must not wait for other ranks. `what` and `seconds` are as for `gather`.
 
         Raises:
             UserError, RunError: see `raise_first`.
@@ -137,8 +130,7 @@ class Collectives:
         Raises:
             DeadlineError: a rank missed the deadline.
         """
-        message = replace(own, exception=None)
-        return [message] if self._group is None else self.objects(message, what=what, seconds=seconds)
+        return self.objects(replace(own, exception=None), what=what, seconds=seconds)
 
     def objects(self, value: Any, *, what: str, seconds: float) -> list[Any]:
         """`gather` for any picklable value. Only the ranks of this run send to each other, so unpickling is safe.
@@ -179,7 +171,7 @@ class Collectives:
         Args:
             sent: (rank, tensor) pairs; no pair of ranks depends on another pair.
             received: (rank, tensor) pairs, in the order in which that rank sends them.
-            what: as for `gather`.
+            what: what the ranks wait for, for the error message.
             seconds: deadline for all of them together.
 
         Raises:

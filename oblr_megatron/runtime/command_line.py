@@ -1,14 +1,16 @@
-"""Shared parts of all commands: arguments of a run, overrides, exit statuses. Imports no torch."""
+"""Shared parts of all commands: parser, arguments of a run, overrides, exit statuses. Imports no torch."""
 
 from __future__ import annotations
 
 import argparse
 import json
+import math
 import os
 import signal
 import sys
 from collections.abc import Callable, Sequence
 from pathlib import Path
+from typing import NoReturn
 
 from oblr_megatron.errors import EXIT_RUN, EXIT_SIGNAL, EXIT_USER, NO_SPACE, RunError, UserError
 from oblr_megatron.runtime.processes import launched
@@ -16,6 +18,56 @@ from oblr_megatron.runtime.temporary import own_tmpdir
 
 PEER_LOST = ("Connection closed by peer", "Connection reset by peer", "Broken pipe", "Timed out waiting")
 """Messages of a lost peer; torch.distributed has no exception class for it. The lost rank itself says more."""
+LARGEST = 2**31 - 1
+
+
+class Parser(argparse.ArgumentParser):
+    """An ArgumentParser with errors of one line, without the usage text; its subcommands are such parsers, too."""
+
+    def error(self, message: str) -> NoReturn:
+        """Refuse the arguments.
+
+        Raises:
+            UserError: always.
+        """
+        raise UserError(message, where="command line", fix=f"see `{self.prog} --help`")
+
+
+def count(text: str) -> int:
+    """An option's type: a whole number of 1 or more.
+
+    >>> count("8")
+    8
+    """
+    return whole(text, 1, LARGEST)
+
+
+def whole(text: str, least: int, most: int) -> int:
+    """An option's value: a whole number from `least` to `most`, decimal digits only."""
+    if not text.isdecimal() or not least <= int(text[:20]) <= most:
+        bounds = f"of {least} or more" if most == LARGEST else f"from {least} to {most}"
+        raise argparse.ArgumentTypeError(f"{text!r} is not a whole number {bounds}")
+    return int(text)
+
+
+def port_number(text: str) -> int:
+    """An option's type: a port."""
+    return whole(text, 1, 2**16 - 1)
+
+
+def amount(text: str) -> float:
+    """An option's type: a number above 0.
+
+    >>> amount("79.5")
+    79.5
+    """
+    try:
+        value = float(text)
+    except ValueError:
+        value = math.nan
+    if not 0 < value < math.inf:
+        raise argparse.ArgumentTypeError(f"{text!r} is not a number above 0")
+    return value
 
 
 def parse(parser: argparse.ArgumentParser, arguments: Sequence[str] | None) -> argparse.Namespace:

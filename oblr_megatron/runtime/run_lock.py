@@ -155,8 +155,6 @@ def _lock(descriptor: int, kind: int) -> None:
     """
     try:
         fcntl.flock(descriptor, kind | fcntl.LOCK_NB)
-    except BlockingIOError:
-        raise
     except OSError as error:
         if error.errno not in NO_LOCKS:
             raise

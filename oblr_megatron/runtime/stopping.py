@@ -24,7 +24,7 @@ import signal
 import threading
 import time
 from collections.abc import Callable, Mapping
-from types import FrameType, TracebackType
+from types import FrameType
 from typing import TYPE_CHECKING, Any
 
 from oblr_megatron.errors import EXIT_RUN, EXIT_SIGNAL, UserError
@@ -87,9 +87,7 @@ class StopRequest:
             threading.Thread(target=self._listen, args=(self._pipe[0],), name="signals", daemon=True).start()
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         if self._pipe is None:
             return
         signal.set_wakeup_fd(self._former_fd)
@@ -99,11 +97,7 @@ class StopRequest:
         self._former, self._pipe = {}, None
 
     def due(self, longest_step_s: float) -> str | None:
-        """Reason for this rank to stop now, or None.
-
-        Args:
-            longest_step_s: longest step so far, seconds; the next one may take as long.
-        """
+        """Reason for this rank to stop now, or None. The next step may take as long as the longest one so far."""
         if self._received is not None:
             return self._received.name
         if self._end is not None and self._margin_s and time.time() + longest_step_s + self._margin_s > self._end:
@@ -113,9 +107,7 @@ class StopRequest:
     def agreed(self, longest_step_s: float, group: ProcessGroup | None) -> str | None:
         """Reason for the run to stop now, or None; the same on every rank if any rank has a reason.
 
-        Args:
-            longest_step_s: as for `due`.
-            group: process group of all ranks that reduces CPU tensors; None for a single rank.
+        The group has all ranks and reduces CPU tensors; None for a single rank.
         """
         import torch
         import torch.distributed as dist

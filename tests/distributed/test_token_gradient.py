@@ -25,7 +25,7 @@ from transformers import AutoConfig
 from oblr_megatron.algo import token_baseline
 from oblr_megatron.algo.advantage import AdvantageRule
 from oblr_megatron.algo.baseline import active_groups
-from oblr_megatron.algo.history import History
+from oblr_megatron.algo.formulas import History
 from oblr_megatron.algo.token_baseline import NUM_BINS, position_bins
 from oblr_megatron.checkpoint.hf import load_hf_weights
 from oblr_megatron.config import Config, parse_config

@@ -19,7 +19,7 @@ from oblr_megatron.data.packing import microbatches, one_per_microbatch
 from oblr_megatron.memory.rank_shapes import RankSizes
 from oblr_megatron.model.published import published
 from oblr_megatron.model.sequence import local_part
-from oblr_megatron.padding import FP8_GATHERED_TOKENS, FP8_TOKENS, Padding, padding_of, padding_of_layout
+from oblr_megatron.padding import FP8_GATHERED_TOKENS, FP8_TOKENS, Padding, padding_of
 from oblr_megatron.types import Sample
 
 RECIPES = get_args(ModelConfig.model_fields["fp8_recipe"].annotation)
@@ -86,7 +86,7 @@ def test_the_bound_on_tokens_holds_after_padding(
         packing="packed" if packed else "rows",
         micro_batch_tokens=bound,
     )
-    padding = padding_of_layout(options, "tensorwise")
+    padding = Padding.of(tp_size=tp, cp_size=cp, sequence_parallel=sequence_parallel, recipe="tensorwise")
     samples = [sample(length) for length in lengths]
     of_first: Any = SimpleNamespace(tp_size=tp, cp_size=cp, cp_rank=0, sequence_parallel=sequence_parallel)
     batches = microbatches(samples, range(len(samples)), options, padding)

@@ -96,7 +96,7 @@ class NsysProfile:
 
 
 class Profiler:
-    """A step observer that profiles steps `start` to `end` - 1, counted from 0.
+    """Profiles steps `start` to `end` - 1, counted from 0.
 
     Without a backend it does nothing. A run resumed in the middle of these steps is profiled from there.
     """

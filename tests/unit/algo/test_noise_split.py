@@ -13,7 +13,7 @@ import pytest
 import torch
 
 from oblr_megatron.algo.baseline import advantages
-from oblr_megatron.algo.history import History
+from oblr_megatron.algo.formulas import History
 from oblr_megatron.algo.noise_split import NoiseSplit
 from oblr_megatron.config.algo import AlgoConfig
 from oblr_megatron.types import GradientStats

@@ -11,8 +11,7 @@ from torch import Tensor
 
 from oblr_megatron.algo import panel
 from oblr_megatron.algo.baseline import baseline_values, variance_ratio_vs_rloo
-from oblr_megatron.algo.formulas import FORMULAS
-from oblr_megatron.algo.history import History
+from oblr_megatron.algo.formulas import FORMULAS, History
 from oblr_megatron.config.algo import AlgoConfig
 from oblr_megatron.config.baselines import BASELINES, Baseline, BaselineName
 

@@ -13,7 +13,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from oblr_megatron.algo.history import NO_HISTORY
+from oblr_megatron.algo.formulas import NO_HISTORY
 from oblr_megatron.algo.pools import Pools, pools_of
 from oblr_megatron.algo.weighting import mean_of_others
 from oblr_megatron.config.algo import AlgoConfig

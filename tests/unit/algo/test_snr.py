@@ -12,8 +12,7 @@ import pytest
 import torch
 
 from oblr_megatron.algo.baseline import advantages
-from oblr_megatron.algo.snr import SnrAverages
-from oblr_megatron.algo.snr_estimators import fold_estimate
+from oblr_megatron.algo.snr import SnrAverages, folds
 from oblr_megatron.config.algo import AlgoConfig, SnrConfig
 from oblr_megatron.types import GradientStats
 
@@ -22,6 +21,10 @@ OPTIONS = AlgoConfig()
 
 def stats(sq_norm: float, fold_sq_norm_mean: float, num_folds: int = 4) -> GradientStats:
     return GradientStats(0.0, sq_norm, fold_sq_norm_mean, num_folds, 0.0, 0.0, 0.0, 1)
+
+
+def fold_estimate(sq_norm: float, fold_sq_norm_mean: float, num_folds: int, num_prompts: int):
+    return folds(stats(sq_norm, fold_sq_norm_mean, num_folds), num_prompts)
 
 
 def averages_over(horizon: float, num_prompts: int = 8) -> SnrAverages:

@@ -13,8 +13,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from oblr_megatron.algo.snr import SnrAverages
-from oblr_megatron.algo.snr_estimators import ESTIMATORS, check_estimator
+from oblr_megatron.algo.snr import ESTIMATORS, SnrAverages, check_estimator
 from oblr_megatron.config.algo import AlgoConfig, SnrConfig
 from oblr_megatron.errors import UserError
 from oblr_megatron.types import GradientStats

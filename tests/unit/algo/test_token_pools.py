@@ -11,10 +11,9 @@ import math
 import torch
 from torch import Tensor
 
-from oblr_megatron.algo.history import NO_HISTORY, History
-from oblr_megatron.algo.pools import Pools, pools_of
+from oblr_megatron.algo.formulas import NO_HISTORY, History
+from oblr_megatron.algo.pools import Pools, TokenPools, pools_of
 from oblr_megatron.algo.token_baseline import NUM_BINS, position_bins, token_advantages
-from oblr_megatron.algo.token_pools import TokenPools
 from oblr_megatron.config.algo import AlgoConfig
 from oblr_megatron.types import Prompt, Scored
 

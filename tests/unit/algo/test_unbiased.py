@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from oblr_megatron.algo.baseline import advantages
-from oblr_megatron.algo.history import History
+from oblr_megatron.algo.formulas import History
 from oblr_megatron.algo.loss import sample_coefficients
 from oblr_megatron.algo.token_baseline import NUM_BINS, token_advantages
 from oblr_megatron.config.algo import AlgoConfig

@@ -14,7 +14,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from oblr_megatron.algo.snr_estimators import ESTIMATORS
+from oblr_megatron.algo.snr import ESTIMATORS
 from oblr_megatron.checks.layout import check_recompute
 from oblr_megatron.checks.machine import Machine, check_machine
 from oblr_megatron.config import Config, ModelConfig, ParallelConfig, parse_config

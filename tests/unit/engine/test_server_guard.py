@@ -26,7 +26,7 @@ from oblr_megatron.engine.serve_command import (
 )
 from oblr_megatron.engine.server_guard import KEY_VARIABLE, PATHS, Guard, is_loopback, refuse
 from oblr_megatron.errors import UserError
-from oblr_megatron.runtime.arguments import Parser
+from oblr_megatron.runtime.command_line import Parser
 from tests.tiny import SIZES
 
 KEY = "0123456789abcdef"

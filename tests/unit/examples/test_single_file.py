@@ -19,7 +19,7 @@ from torch.func import functional_call, jacrev
 from oblr_megatron.algo.baseline import active_groups, advantages
 from oblr_megatron.algo.loss import policy_gradient_loss, sample_coefficients
 from oblr_megatron.algo.schedule import build_schedule
-from oblr_megatron.algo.snr_estimators import fold_estimate
+from oblr_megatron.algo.snr import folds
 from oblr_megatron.config import OptimizerConfig
 from oblr_megatron.config.algo import AlgoConfig, SnrConfig
 from oblr_megatron.types import GradientStats
@@ -97,8 +97,9 @@ def test_learning_rates_agree(single):
         sq_norm = rng.uniform(0.5, 2.0)
         fold_sq_norm = sq_norm * rng.uniform(1.0, 5.0)
         others.observe(sq_norm, fold_sq_norm)
-        ours.observe(GradientStats(0.0, sq_norm, fold_sq_norm, 4, 0.0, 0.0, 0.0, 1))
-        assert fold_estimate(sq_norm, fold_sq_norm, 4, 8).signal == pytest.approx((4 * sq_norm - fold_sq_norm) / 3)
+        stats = GradientStats(0.0, sq_norm, fold_sq_norm, 4, 0.0, 0.0, 0.0, 1)
+        ours.observe(stats)
+        assert folds(stats, 8).signal == pytest.approx((4 * sq_norm - fold_sq_norm) / 3)
 
 
 def test_norms_are_those_of_torch_func_gradients(single, model):

@@ -36,16 +36,17 @@ def asked_in(steps: range, start: int, end: int) -> list[str]:
     """The backend's calls in a run of these steps; each step has one phase and ends with a checkpoint."""
     diary, said = Diary(), list[str]()
     profiler = Profiler(diary, start, end, said.append)
-    timer = PhaseTimer(observer=profiler)
+    timer = PhaseTimer(context=profiler.phase)
     with timer("push"):
         pass
     timer.finish_step()
     for step in steps:
-        timer.begin_step(step)
+        profiler.begin_step(step)
         diary.asked.append(str(step))
         with timer("gradient"):
             pass
         timer.finish_step()
+        profiler.end_step()
         with timer("checkpoint"):
             pass
     profiler.close()
