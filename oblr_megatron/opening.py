@@ -41,7 +41,6 @@ from oblr_megatron.preflight import Inputs, check_same_rows, preflight, write_co
 from oblr_megatron.rewards.registry import build_reward
 from oblr_megatron.rewards.shared import FailedSteps, SharedReward
 from oblr_megatron.rollout import open_engines
-from oblr_megatron.rollout.prompt_source import PromptSource
 from oblr_megatron.rollout.replay import ReplayEngine
 from oblr_megatron.runtime.collectives import Collectives, attempt, raise_first
 from oblr_megatron.runtime.run_lock import run_lock
@@ -53,6 +52,7 @@ if TYPE_CHECKING:
     from pathlib import Path
 
     from oblr_megatron.config import Config
+    from oblr_megatron.data.prompts import PromptStream
 
 
 @contextmanager
@@ -187,7 +187,7 @@ def _metrics_until(config: Config, resumed: Checkpoint | None) -> int | None:
     return None if config.checkpoint.resume == "none" else -1
 
 
-def _prompt_source(inputs: Inputs, engines: RolloutEngine) -> PromptSource:
+def _prompt_source(inputs: Inputs, engines: RolloutEngine) -> PromptStream | ReplayEngine:
     if isinstance(engines, ReplayEngine):
         return engines
     assert inputs.stream is not None, "only a replay has no data stream"
