@@ -10,12 +10,7 @@ from oblr_megatron.engine.speculation import vllm_options
 
 
 def vllm_arguments(spec: EngineSpec, backend: str) -> dict[str, Any]:
-    """The fields of vLLM's `EngineArgs` that differ from its defaults; `spec.vllm` comes last.
-
-    Args:
-        spec: of the engine.
-        backend: name of the weight-transfer backend.
-    """
+    """The fields of vLLM's `EngineArgs` that differ from its defaults; `backend` is that of weight transfers."""
     on_gpu = spec.device == "cuda"
     found: dict[str, Any] = {
         "model": str(spec.model),

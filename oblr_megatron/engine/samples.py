@@ -53,9 +53,8 @@ def to_sample(
         prompt: its token ids.
         completion: vLLM's `CompletionOutput`.
         version: of the weights that are served.
-        tokenizer: for the text.
+        tokenizer, routes: for the text; whether the sample holds the routes of its tokens.
         vocab_size: rows of the checkpoint's embedding. vLLM pads them, and no token may come from the padding.
-        routes: whether the sample holds the routes of its tokens.
 
     Raises:
         RunError: a check failed.

@@ -304,11 +304,7 @@ def server_environment(
 ) -> dict[str, str]:
     """The server process's environment: that of an engine process, plus our plugins' names and the guard's key.
 
-    Args:
-        environment: of this process.
-        spec: of the engine.
-        key: the API key; empty for none.
-        own_key_variable: the variable that the key came from, to be removed.
+    The key is empty for none. It came from `own_key_variable`, which is removed.
     """
     from oblr_megatron.engine.handle import child_environment
     from oblr_megatron.engine.server_guard import KEY_VARIABLE

@@ -67,12 +67,7 @@ class Guard:
 
 
 async def read_body(receive: Receive, most: int) -> bytes | tuple[int, str] | None:
-    """A request's body; or status and reason of a refusal; or None if the client has gone.
-
-    Args:
-        receive: the request's messages, as ASGI defines them.
-        most: bytes.
-    """
+    """A request's body of at most `most` bytes; or status and reason of a refusal; or None if the client has gone."""
     body = bytearray()
     try:
         async with asyncio.timeout(BODY_SECONDS):
@@ -105,12 +100,7 @@ def _received(body: bytes, receive: Receive) -> Receive:
 
 
 def refuse(scope: Scope, key: str) -> tuple[int, str] | None:
-    """Status and reason of a refusal; None lets the request pass.
-
-    Args:
-        scope: of the request, as ASGI defines it.
-        key: the API key; empty for none.
-    """
+    """Status and reason of a refusal; None lets the request pass. The key is empty for none."""
     headers = {name.lower(): value for name, value in scope.get("headers", ())}
     path = scope["path"]
     if path not in OPEN_PATHS:

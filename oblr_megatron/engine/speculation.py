@@ -13,6 +13,7 @@ from dataclasses import dataclass, field
 from importlib.util import find_spec
 from typing import Any, Literal, get_args
 
+from oblr_megatron.engine.http_messages import Report
 from oblr_megatron.errors import UserError
 
 Method = Literal["ngram", "suffix"]
@@ -40,13 +41,7 @@ OUTLIER = 4.0
 
 
 def vllm_options(method: Method, below: int | None, max_num_seqs: int) -> dict[str, Any]:
-    """vLLM's own options for an engine that speculates.
-
-    Args:
-        method: where drafts come from.
-        below: most sequences that are sampled with drafts; None: the engine measures it.
-        max_num_seqs: most sequences of the engine.
-    """
+    """vLLM's own options for an engine that speculates, up to `below` sequences; None: the engine measures it."""
     drafts = OPTIONS[method]["num_speculative_tokens"]
     # The scheduler overrules this table. It names both widths, so that vLLM captures CUDA graphs for both.
     table = [[1, max_num_seqs - 1, drafts], [max_num_seqs, max_num_seqs, 0]] if max_num_seqs > 1 else [[1, 1, drafts]]
@@ -152,19 +147,6 @@ class BreakEven:
             (size, drafts) in self._steps and len(self._steps[size, drafts].seconds) >= ENOUGH
             for drafts in (True, False)
         )
-
-
-@dataclass(frozen=True, slots=True)
-class Report:
-    """What an engine's speculation did since the last report.
-
-    Example: Report(drafts=120, proposed=540, accepted=310, below=7)
-    """
-
-    drafts: int  # of one sequence in one step
-    proposed: int  # tokens in them
-    accepted: int  # of these tokens
-    below: int  # see `BreakEven.below`
 
 
 def metrics_of(reports: list[Report]) -> dict[str, float]:

@@ -139,11 +139,7 @@ class WeightState:
 
 
 def check_reset(done: bool) -> None:
-    """Refuse to serve a push if vLLM could not drop the prefixes that it computed with the old weights.
-
-    Args:
-        done: what vLLM's `reset_prefix_cache` returned.
-    """
+    """Refuse to serve a push if `reset_prefix_cache` could not drop the prefixes of the old weights."""
     if not done:
         raise Refusal("vLLM kept cached prefixes of the old weights")
 

@@ -24,8 +24,8 @@ import torch
 
 from oblr_megatron.checks.run_dir import LOGS
 from oblr_megatron.engine.handle import Deadlines, VllmEngine
+from oblr_megatron.engine.http_messages import Report
 from oblr_megatron.engine.protocol import PushStats, SamplingRequest
-from oblr_megatron.engine.speculation import Report
 from oblr_megatron.environments.host import episodes_of
 from oblr_megatron.errors import EngineLostError
 from oblr_megatron.model.parallel import local_world_size
@@ -56,11 +56,6 @@ class ColocatedEngines(RecoveringEngines):
 
         On a CPU the first call waits until they are ready, so the ranks can build their models meanwhile. On GPUs this
         waits: vLLM measures the free memory, and nothing else may allocate while it does.
-
-        Args:
-            config: of the run.
-            parallel: this rank's position.
-            waiting: see `open_engines`.
 
         Raises:
             UserError: the engines do not fit the ranks.

@@ -34,14 +34,7 @@ class Dispatch:
         what: str,
         seconds: float,
     ) -> None:
-        """Args:
-        servers: in the order that `balance` numbers them.
-        balance: assigns the prompts.
-        ask: makes one request.
-        store: gets each result as it comes.
-        what: is sampled, for error messages.
-        seconds: the deadline.
-        """
+        """`balance` numbers the servers in this order; `what` is sampled, for error messages."""
         self._servers, self._balance, self._ask, self._store = servers, balance, ask, store
         self._what, self._seconds = what, seconds
         self._deadline = time.monotonic() + seconds

@@ -9,7 +9,6 @@ When an engine is lost, the others finish their prompts. Then the engine is rest
 
 from __future__ import annotations
 
-import math
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING
 
@@ -62,9 +61,7 @@ class InFlight:
         """Start to sample.
 
         Args:
-            engines: of the run.
-            prompts: of the batch; a prompt's position is its place here.
-            request: how to sample them.
+            engines, prompts, request: a prompt's position is its place in `prompts`.
             reward: scores the groups on the ranks that sample them; not collective.
             whole: whether nobody needs a prompt before the whole batch is complete.
         """
@@ -79,12 +76,10 @@ class InFlight:
         self._running = False
         engines.until_done(self._start)
 
-    def all(self, seconds: float) -> Groups:
-        """All groups that were not taken, when the last one is complete; the engines' deadline is `seconds`."""
-        return self.take(math.inf, seconds=seconds)
-
     def take(self, tokens: float, *, seconds: float = POLL_SECONDS) -> Groups:
         """Wait for finished prompts with at least `tokens` tokens, or for the rest of the batch; {} after its end.
+
+        Ranks share what has come every `seconds`.
 
         Raises:
             EngineLostError: engines were lost, and restarted as often as `rollout.max_restarts` allows.

@@ -42,10 +42,7 @@ class NcclTransport:
     """A `Transport` over NCCL."""
 
     def __init__(self, bucket_bytes: int, device: torch.device) -> None:
-        """Args:
-        bucket_bytes: size of a bucket; it grows to the size of the largest tensor.
-        device: of this rank.
-        """
+        """A bucket has `bucket_bytes`, or the size of the largest tensor if that is more."""
         self._bucket_bytes, self._device = bucket_bytes, device
         self._buffer = DeviceBuffer(device)
         self._links: dict[str, _Link] = {}

@@ -38,13 +38,7 @@ class Placement:
 
 
 def place(config: Config, world_size: int, per_node: int, *, on_gpu: bool) -> Placement:
-    """Spread the engines over the ranks.
-
-    Args:
-        config: the run.
-        world_size: its ranks.
-        per_node: ranks of a node; the devices of an engine must be on one node.
-        on_gpu: whether the ranks have GPUs.
+    """Spread the engines over `world_size` ranks, of which a node has `per_node`.
 
     Raises:
         UserError: there are too many engines, they are too wide, or one crosses nodes.

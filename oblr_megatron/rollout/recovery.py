@@ -6,12 +6,14 @@ All ranks learn the outcome of every call, so all of them count the same losses 
 from __future__ import annotations
 
 import logging
+import math
 from abc import abstractmethod
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any, TypeVar
 
+from oblr_megatron.engine.http_messages import Report
 from oblr_megatron.engine.protocol import PushStats, RolloutEngine, SamplingRequest
-from oblr_megatron.engine.speculation import Report, metrics_of
+from oblr_megatron.engine.speculation import metrics_of
 from oblr_megatron.errors import DamagedError, EngineLostError, RunError
 from oblr_megatron.rollout.in_flight import InFlight
 from oblr_megatron.runtime.collectives import Collectives, Outcome
@@ -35,10 +37,7 @@ class Recovery:
     """
 
     def __init__(self, limit: int, *, logs: bool) -> None:
-        """Args:
-        limit: losses in a row that are followed by a restart (`rollout.max_restarts`); the next one is raised.
-        logs: whether this rank logs restarts.
-        """
+        """`limit` losses in a row are followed by a restart (`rollout.max_restarts`); the next one is raised."""
         self._limit, self._logs, self._in_row = limit, logs, 0
         self.over = False  # the limit was exceeded: nothing is started any more
 
@@ -101,7 +100,8 @@ class RecoveringEngines(RolloutEngine):
     def generate(self, prompts: Sequence[Prompt], request: SamplingRequest) -> list[Sample]:
         if self._unusable is not None:
             raise RunError(self._unusable)
-        groups = InFlight(self, prompts, request, whole=True).all(self._config.rollout.generate_timeout_s)
+        flight = InFlight(self, prompts, request, whole=True)
+        groups = flight.take(math.inf, seconds=self._config.rollout.generate_timeout_s)
         return [sample for group in groups.values() for sample in group]
 
     def begin(self, prompts: Sequence[Prompt], request: SamplingRequest, reward: Reward | None = None) -> InFlight:
@@ -135,11 +135,7 @@ class RecoveringEngines(RolloutEngine):
     ) -> Callable[[Put], None] | None:
         """What samples this rank's share of the prompts at some positions; None on a rank without an engine.
 
-        Args:
-            prompts: of the whole batch.
-            positions: of the prompts to sample, sorted.
-            request: how to sample them.
-            whole: whether nobody needs a prompt before all of them are complete.
+        `positions` are sorted. `whole` says that nobody needs a prompt before all of them are complete.
         """
 
     def sampled(self) -> None:

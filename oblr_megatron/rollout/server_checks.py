@@ -37,19 +37,28 @@ def check_servers(config: Config) -> None:
         _check_url(url)
     if len(set(urls)) < len(urls):
         raise UserError(f"a server is listed twice: {', '.join(urls)}", where=WHERE, fix="list each server once")
-    variable = config.rollout.api_key_env
-    found = asyncio.run(_ask_all(urls, os.environ.get(variable, "")))
-    for url, answer in zip(urls, found, strict=True):
-        _check_info(url, _expect_info(url, answer, variable), config)
+    for url, answer in zip(urls, asyncio.run(_ask_all(urls, config.rollout.api_key_env)), strict=True):
+        if isinstance(answer, BaseException):
+            raise answer
+        _check_info(url, answer, config)
 
 
-async def _ask_all(urls: tuple[str, ...], key: str) -> list[Info | BaseException]:
-    servers = [VllmServer(url, key, owner="the check before the run") for url in urls]
+async def _ask_all(urls: tuple[str, ...], variable: str) -> list[Info | BaseException]:
+    return await asyncio.gather(*(_ask(url, variable) for url in urls), return_exceptions=True)
+
+
+async def _ask(url: str, variable: str) -> Info:
+    """The server's settings."""
+    server = VllmServer(url, os.environ.get(variable, ""), owner="the check before the run")
     try:
-        return await asyncio.gather(*(server.info(ANSWER_SECONDS) for server in servers), return_exceptions=True)
+        return await server.info(ANSWER_SECONDS)
+    except RunError as error:
+        lost = isinstance(error, ServerLostError)
+        what = "cannot be reached" if lost else "does not answer like an oblr-megatron server"
+        fix = f"start it with oblr-megatron serve, and check the address and the key in {variable}"
+        raise UserError(f"{url} {what}: {error}", where=WHERE, fix=fix) from None
     finally:
-        for server in servers:
-            await server.close()
+        await server.close()
 
 
 def _check_url(url: str) -> None:
@@ -60,18 +69,6 @@ def _check_url(url: str) -> None:
         sound = False
     if not sound or parts.path.strip("/") or parts.query:
         raise UserError(f"{url!r} is not the address of a server", where=WHERE, fix="use the form http://HOST:PORT")
-
-
-def _expect_info(url: str, answer: Info | BaseException, variable: str) -> Info:
-    """The server's settings; a failure becomes a `UserError`."""
-    start = f"start it with oblr-megatron serve, and check the address and the key in {variable}"
-    if isinstance(answer, ServerLostError):
-        raise UserError(f"{url} cannot be reached: {answer}", where=WHERE, fix=start)
-    if isinstance(answer, RunError):
-        raise UserError(f"{url} does not answer like an oblr-megatron server: {answer}", where=WHERE, fix=start)
-    if isinstance(answer, BaseException):
-        raise answer
-    return answer
 
 
 def _check_info(url: str, info: Info, config: Config) -> None:

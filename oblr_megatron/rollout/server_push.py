@@ -106,15 +106,7 @@ class ServerReceiver(LockstepReceiver):
         transport: Transport,
         seconds: float,
     ) -> None:
-        """Args:
-        servers: that should get the weights.
-        manifest: of the push.
-        holding: names the weights.
-        model: Hugging Face directory of the model.
-        loop: runs the servers' coroutines.
-        transport: of the buckets.
-        seconds: deadline of the push.
-        """
+        """`loop` runs the servers' coroutines; the push has a deadline of `seconds`."""
         super().__init__(manifest)
         self._asked, self.servers = tuple(servers), list(servers)  # all of them, and those that still take part
         self._faulty: list[VllmServer] = []  # servers that refused something

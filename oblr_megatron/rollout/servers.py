@@ -20,9 +20,8 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, TypeVar
 
-from oblr_megatron.engine.http_messages import GenerateBody, Holding
+from oblr_megatron.engine.http_messages import GenerateBody, Holding, Report
 from oblr_megatron.engine.protocol import PushStats, SamplingRequest
-from oblr_megatron.engine.speculation import Report
 from oblr_megatron.errors import DeadlineError, EngineLostError, EnginesGoneError, RunError
 from oblr_megatron.rollout.balance import MOST_PROMPTS, Balance
 from oblr_megatron.rollout.dispatch import Dispatch
@@ -99,19 +98,20 @@ class ServerEngines(RecoveringEngines):
         return lambda put: servers.sample(ids, request, holding, put, whole=whole, seconds=seconds)
 
     def reports(self) -> list[Report]:
-        return self._from_first_rank(lambda servers: servers.reports(), "the servers' speculation", PROBE_SECONDS)
+        return self._from_first_rank(
+            lambda servers: servers.loop.run(servers.reports()), "the servers' speculation", PROBE_SECONDS
+        )
 
     def _wait_for_servers(self) -> None:
         seconds = self._config.rollout.start_timeout_s
-        self._restarts += self._from_first_rank(lambda servers: servers.wait_for_any(seconds), "the servers", seconds)
+        self._restarts += self._from_first_rank(
+            lambda servers: servers.loop.run(servers.wait_for_any(seconds)), "the servers", seconds
+        )
 
     def _deliver(self, source: Source, version: int, *, check: bool = False) -> PushStats:
         """One push into all servers that are there, and a second one if a bucket arrived damaged.
 
-        Args:
-            source: of the weights.
-            version: of the weights.
-            check: the source must still yield what it did at the first push of these weights.
+        With `check` the source must still yield what it did at the first push of these weights.
         """
         self._wait_for_servers()
         stats, checksums = self._at_most_twice(lambda: self._push_once(source, version))
@@ -169,15 +169,12 @@ class _Servers:
         """Servers that are not known to be lost."""
         return [server for server in self.servers if server.lost is None]
 
-    def wait_for_any(self, seconds: float) -> int:
+    async def wait_for_any(self, seconds: float) -> int:
         """Ask all servers until one answers. Returns how many of the servers that answer had been lost.
 
         Raises:
             EnginesGoneError: none answered in time, or none can be used.
         """
-        return self.loop.run(self._wait_for_any(seconds))
-
-    async def _wait_for_any(self, seconds: float) -> int:
         deadline = time.monotonic() + seconds
         while True:
             back = await asyncio.gather(*map(self._probe, self.servers))
@@ -204,11 +201,8 @@ class _Servers:
             logger.warning("%s is back, and gets the weights again", server.name)
         return returns
 
-    def reports(self) -> list[Report]:
+    async def reports(self) -> list[Report]:
         """Of each server that answers; the next batch notices those that do not."""
-        return self.loop.run(self._reports())
-
-    async def _reports(self) -> list[Report]:
         found = []
         for server in self.present():
             try:

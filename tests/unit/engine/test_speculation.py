@@ -15,8 +15,9 @@ import torch
 
 from oblr_megatron.engine import speculation
 from oblr_megatron.engine.exact_sampling import _rewind, _state, keep
+from oblr_megatron.engine.http_messages import Report
 from oblr_megatron.engine.serve_command import add_arguments, spec_of
-from oblr_megatron.engine.speculation import BreakEven, Report, check_installed, metrics_of, vllm_options
+from oblr_megatron.engine.speculation import BreakEven, check_installed, metrics_of, vllm_options
 from oblr_megatron.errors import UserError
 
 DRAFT = 6
@@ -155,7 +156,7 @@ def test_the_metrics_of_engines_are_put_together() -> None:
         Report(drafts=30, proposed=90, accepted=10, below=15),
     ]
     assert metrics_of(reports) == {"rollout/speculation_below": 11, "rollout/speculation_accepted": 1.0}
-    assert metrics_of([Report(0, 0, 0, 3)]) == {"rollout/speculation_below": 3}
+    assert metrics_of([Report(drafts=0, proposed=0, accepted=0, below=3)]) == {"rollout/speculation_below": 3}
     assert metrics_of([]) == {}
 
 
