@@ -12,18 +12,16 @@ import hashlib
 import json
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict
-from typing import TYPE_CHECKING, Any, Literal
+from typing import Any, Literal
 
 import numpy as np
+from numpy.typing import NDArray
 from pydantic import BaseModel, ConfigDict, Field
 
 from oblr_megatron.engine.protocol import SamplingRequest
 from oblr_megatron.engine.routes import routes_of
 from oblr_megatron.errors import RunError
 from oblr_megatron.types import Sample
-
-if TYPE_CHECKING:
-    from numpy.typing import NDArray
 
 PREFIX = "/oblr"
 INFO, GENERATE, DIGESTS, SPECULATION = (f"{PREFIX}/{name}" for name in ("info", "generate", "digests", "speculation"))

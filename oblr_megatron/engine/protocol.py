@@ -48,18 +48,13 @@ class SamplingRequest:
     siblings: int = 1  # positions of a prompt, one for each response if responses are sampled one by one (G = 1)
 
     def __post_init__(self) -> None:
+        where = "sampling request"
         if self.group_size < 1 or self.max_tokens < 1:
-            raise UserError(
-                f"group_size {self.group_size} and max_tokens {self.max_tokens} must both be at least 1",
-                where="sampling request",
-                fix="raise the one that is below 1",
-            )
+            what = f"group_size {self.group_size} and max_tokens {self.max_tokens} must both be at least 1"
+            raise UserError(what, where=where, fix="raise the one that is below 1")
         if self.temperature != 0 and not self.temperature >= MIN_TEMPERATURE:
-            raise UserError(
-                f"temperature {self.temperature} is below {MIN_TEMPERATURE}, the lowest that vLLM samples at",
-                where="sampling request",
-                fix=f"use 0 for greedy decoding, or at least {MIN_TEMPERATURE}",
-            )
+            what = f"temperature {self.temperature} is below {MIN_TEMPERATURE}, the lowest that vLLM samples at"
+            raise UserError(what, where=where, fix=f"use 0 for greedy decoding, or at least {MIN_TEMPERATURE}")
 
     @classmethod
     def for_training(cls, config: Config, seed: int) -> SamplingRequest:
@@ -103,10 +98,7 @@ class SamplingRequest:
 def call_seed(seed: int, step: int, batch: int = 0) -> int:
     """The seed of one generate call, unique among all batches and evaluations of a run's first million steps.
 
-    Args:
-        seed: of the run.
-        step: counted from 0.
-        batch: of the step; batch 0 has the same seed as without dynamic sampling.
+    Steps count from 0. Batch 0 of a step has the same seed as without dynamic sampling.
     """
     return seed * SEED_STRIDE + step + batch * BATCH_STRIDE
 

@@ -8,14 +8,12 @@ because its scheduler and its store of captured blocks account for them.
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
+from numpy.typing import NDArray
 
 from oblr_megatron.errors import RunError
-
-if TYPE_CHECKING:
-    from numpy.typing import NDArray
 
 WORKER = "oblr_megatron.engine.routes_cpu.RoutesWorker"
 UNKNOWN = -1

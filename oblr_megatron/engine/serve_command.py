@@ -129,13 +129,14 @@ def serve(options: argparse.Namespace) -> int:
 
     import torch
 
-    spec = spec_of(options, "cuda" if torch.cuda.is_available() else "cpu")
+    on_gpu = torch.cuda.is_available()
+    spec = spec_of(options, "cuda" if on_gpu else "cpu")
     check_quantization(spec)
-    check_vllm_options(spec.vllm, on_gpu=spec.device == "cuda", where="--vllm")
-    check_processor(spec.vllm, on_gpu=spec.device == "cuda", where="--vllm")
+    check_vllm_options(spec.vllm, on_gpu=on_gpu, where="--vllm")
+    check_processor(spec.vllm, on_gpu=on_gpu, where="--vllm")
     check_installed(spec.speculation, "--speculation")
     if spec.routes:
-        check_routes(model.config, spec.vllm, spec.speculation, on_gpu=spec.device == "cuda", where="command line")
+        check_routes(model.config, spec.vllm, spec.speculation, on_gpu=on_gpu, where="command line")
     check_sizes(spec, model.config, torch.cuda.device_count())
     model.tokenizer()  # raises if it does not fit the model
     environment = server_environment(os.environ, spec, key, own_key_variable=options.api_key_env)
@@ -155,23 +156,17 @@ def check_exposure(host: str, key: str, variable: str) -> None:
     """
     from oblr_megatron.engine.server_guard import is_loopback
 
-    where = "--host"
     if _is_wildcard(host):
-        raise UserError(
-            f"{host!r} is every interface of this machine", where=where, fix="give the address of one interface"
-        )
+        what = f"{host!r} is every interface of this machine"
+        raise UserError(what, where="--host", fix="give the address of one interface")
     if not is_loopback(host) and not key:
-        raise UserError(
-            f"{host} can be reached from other machines, and every client can replace the weights",
-            where=where,
-            fix=f"set {variable} to a key in the environment, here and where the trainer runs, or listen on 127.0.0.1",
-        )
+        what = f"{host} can be reached from other machines, and every client can replace the weights"
+        fix = f"set {variable} to a key in the environment, here and where the trainer runs, or listen on 127.0.0.1"
+        raise UserError(what, where="--host", fix=fix)
     if key and (len(key) < MIN_KEY_LENGTH or not key.isascii() or not key.isprintable() or " " in key):
-        raise UserError(
-            f"the key in {variable} is not {MIN_KEY_LENGTH} or more printable characters without spaces",
-            where="--api-key-env",
-            fix=f'set it: export {variable}="$(openssl rand -hex 32)"',
-        )
+        what = f"the key in {variable} is not {MIN_KEY_LENGTH} or more printable characters without spaces"
+        fix = f'set it: export {variable}="$(openssl rand -hex 32)"'
+        raise UserError(what, where="--api-key-env", fix=fix)
 
 
 def check_address(host: str, port: int) -> None:
@@ -186,9 +181,8 @@ def check_address(host: str, port: int) -> None:
             probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
             probe.bind(address)
     except (OSError, OverflowError) as error:
-        raise UserError(
-            f"cannot listen on {host}:{port}: {error}", where="--host, --port", fix="choose another port or address"
-        ) from None
+        what = f"cannot listen on {host}:{port}: {error}"
+        raise UserError(what, where="--host, --port", fix="choose another port or address") from None
 
 
 def check_quantization(spec: EngineSpec) -> None:
@@ -197,20 +191,12 @@ def check_quantization(spec: EngineSpec) -> None:
     Raises:
         UserError: with the option to change.
     """
-    if spec.quantization == "none":
-        return
-    if spec.device == "cpu":
-        raise UserError(
-            f"{spec.quantization} needs a GPU: vLLM has no FP8 matrix products on a CPU",
-            where="--quantization",
-            fix="leave the option out",
-        )
-    if spec.dtype != "bfloat16":
-        raise UserError(
-            f"{spec.quantization} needs bfloat16 weights, not {spec.dtype}",
-            where="--quantization",
-            fix="add --dtype bfloat16",
-        )
+    name, where = spec.quantization, "--quantization"
+    if name != "none" and spec.device == "cpu":
+        what = f"{name} needs a GPU: vLLM has no FP8 matrix products on a CPU"
+        raise UserError(what, where=where, fix="leave the option out")
+    if name != "none" and spec.dtype != "bfloat16":
+        raise UserError(f"{name} needs bfloat16 weights, not {spec.dtype}", where=where, fix="add --dtype bfloat16")
 
 
 def check_sizes(spec: EngineSpec, hf_config: Mapping[str, Any], devices: int) -> None:
@@ -221,34 +207,22 @@ def check_sizes(spec: EngineSpec, hf_config: Mapping[str, Any], devices: int) ->
     """
     check_head_size(hf_config, spec.model, on_gpu=spec.device == "cuda")
     positions = int(hf_config.get("max_position_embeddings", spec.max_model_len))
+    if spec.max_model_len > positions:
+        what = f"{spec.max_model_len} exceeds the model's max_position_embeddings {positions}"
+        raise UserError(what, where="--max-model-len", fix=f"give {positions} or less")
+    parallel, where = spec.tensor_parallel_size, "--tensor-parallel-size"
+    if parallel > max(devices, 1):
+        what = f"{parallel} GPUs are needed, but this machine has {devices}"
+        raise UserError(what, where=where, fix=f"give {max(devices, 1)} or less")
+    if (problem := heads_problem(hf_config, parallel, where)) is not None:
+        what, fix = problem
+        raise UserError(what, where=where, fix=fix)
     cache = 2 * spec.max_model_len * hf_config["num_hidden_layers"] * hf_config["num_key_value_heads"]
     cache *= head_dim(hf_config) * cache_bytes(spec.vllm, 4 if spec.dtype == "float32" else 2)
-    parallel = spec.tensor_parallel_size
-    divided = heads_problem(hf_config, parallel, "--tensor-parallel-size")
-    for wrong, option, what, fix in (
-        (
-            spec.max_model_len > positions,
-            "--max-model-len",
-            f"{spec.max_model_len} exceeds the model's max_position_embeddings {positions}",
-            f"give {positions} or less",
-        ),
-        (
-            parallel > max(devices, 1),
-            "--tensor-parallel-size",
-            f"{parallel} GPUs are needed, but this machine has {devices}",
-            f"give {max(devices, 1)} or less",
-        ),
-        (divided is not None, "--tensor-parallel-size", *(divided or ("", ""))),
-        (
-            spec.device == "cpu" and cache > spec.kv_cache_bytes,
-            "--kv-cache-gib",
-            f"one sequence of {spec.max_model_len} tokens needs {cache / 2**30:.3g} GiB, not "
-            f"{spec.kv_cache_bytes / 2**30:.3g}",
-            "raise it, or lower --max-model-len",
-        ),
-    ):
-        if wrong:
-            raise UserError(what, where=option, fix=fix)
+    if spec.device == "cpu" and cache > spec.kv_cache_bytes:
+        held, needed = (f"{size / 2**30:.3g}" for size in (spec.kv_cache_bytes, cache))
+        what = f"one sequence of {spec.max_model_len} tokens needs {needed} GiB, not {held}"
+        raise UserError(what, where="--kv-cache-gib", fix="raise it, or lower --max-model-len")
 
 
 def check_installation() -> None:
@@ -259,11 +233,9 @@ def check_installation() -> None:
     """
     for group in PLUGIN_GROUPS:
         if PLUGIN not in entry_points(group=group).names:
-            raise UserError(
-                f"the installed package names no plugin {PLUGIN!r} for {group}",
-                where="installation",
-                fix="install the package again: pip install --no-deps --no-build-isolation --editable .",
-            )
+            what = f"the installed package names no plugin {PLUGIN!r} for {group}"
+            fix = "install the package again: pip install --no-deps --no-build-isolation --editable ."
+            raise UserError(what, where="installation", fix=fix)
 
 
 def spec_of(options: argparse.Namespace, device: Literal["cpu", "cuda"]) -> EngineSpec:

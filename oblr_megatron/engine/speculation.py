@@ -63,11 +63,9 @@ def check_installed(method: str, where: str) -> None:
         UserError: the package is not installed.
     """
     if method == "suffix" and find_spec(SUFFIX_PACKAGE) is None:
-        raise UserError(
-            "speculation 'suffix' needs the package arctic-inference, which is not installed",
-            where=where,
-            fix="pip install --no-deps arctic-inference==0.3.0 (needs a C++ compiler), or choose 'ngram'",
-        )
+        what = "speculation 'suffix' needs the package arctic-inference, which is not installed"
+        fix = "pip install --no-deps arctic-inference==0.3.0 (needs a C++ compiler), or choose 'ngram'"
+        raise UserError(what, where=where, fix=fix)
 
 
 @dataclass(slots=True)

@@ -86,19 +86,15 @@ class ColocatedEngines(RecoveringEngines):
         """Free GPU memory once these weights are no longer sampled from; does nothing on a CPU, or at level 0.
 
         The next push wakes the weights, and the next generate the KV cache.
-
-        Args:
-            level: 1 keeps the weights in host memory; 2 drops them, and a push must follow.
         """
         if not self._on_gpu or level == 0:
             return
         self._asleep = frozenset((WEIGHTS, KV_CACHE))
         if level > 1:
             self._unusable = f"sleep level {level} dropped the weights; generate again after a push"
+        seconds = self._deadlines.sleep
         try:
-            self._on_owners(
-                lambda engine, _: engine.sleep(level), "the engines to sleep", seconds=self._deadlines.sleep
-            )
+            self._on_owners(lambda engine, _: engine.sleep(level), "the engines to sleep", seconds=seconds)
         except EngineLostError as error:  # its memory is free, too; it is restarted when it is needed
             self._note_loss()
             self._recovery.count(error)
@@ -129,11 +125,9 @@ class ColocatedEngines(RecoveringEngines):
             return
         _free_cached_memory()  # on every rank: an engine may use the devices of several
         self._restarts += sum(self._on_owners(self._start_again, "the engines to be launched", seconds=0))
-        number, logs = len(self._placement.owners), self._config.run_dir / LOGS
+        number, logs, seconds = len(self._placement.owners), self._config.run_dir / LOGS, self._deadlines.start
         with self._waiting(f"starting {number} engine{'s' if number > 1 else ''} (log: {logs}/engine-*.log)"):
-            self._on_owners(
-                lambda engine, _: engine.wait_ready(), "the engines to start", seconds=self._deadlines.start
-            )
+            self._on_owners(lambda engine, _: engine.wait_ready(), "the engines to start", seconds=seconds)
         self._ready = True
 
     def _start_again(self, engine: VllmEngine, index: int) -> bool:

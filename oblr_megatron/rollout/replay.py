@@ -134,20 +134,15 @@ def check_replayed(state: Mapping[str, Any]) -> None:
         UserError: names the option.
     """
     if "replayed" not in state:
-        raise UserError(
-            "the checkpoint is from a run that sampled, but this run replays",
-            where="rollout.replay",
-            fix="resume without --replay",
-        )
+        what = "the checkpoint is from a run that sampled, but this run replays"
+        raise UserError(what, where="rollout.replay", fix="resume without --replay")
 
 
 def check_replay(config: Config, vocab_size: int, model: str = "") -> None:
     """Read every step that the run will take, and refuse samples that do not fit the run.
 
-    Args:
-        config: of the run; without `rollout.replay` nothing is checked.
-        vocab_size: of the model.
-        model: fingerprint of the model's weights (`HFDir.fingerprint`); empty if they are not on this machine.
+    Without `rollout.replay` nothing is checked. `model` is the fingerprint of the model's weights
+    (`HFDir.fingerprint`), or empty if they are not on this machine.
 
     Raises:
         UserError: names the first file that is missing, damaged, or from a run that does not fit.
@@ -160,11 +155,8 @@ def check_replay(config: Config, vocab_size: int, model: str = "") -> None:
     for step in range(1, config.num_steps + 1):
         path = step_path(directory, step)
         if not path.exists() and step_path(directory, 1).exists():
-            raise UserError(
-                f"step {step} of {config.num_steps} was not saved",
-                where=str(path),
-                fix=f"set num_steps to {step - 1}, or save more steps",
-            )
+            what = f"step {step} of {config.num_steps} was not saved"
+            raise UserError(what, where=str(path), fix=f"set num_steps to {step - 1}, or save more steps")
         problem = next(_problems(read_step(path), config, vocab_size, model), None)
         if problem is not None:
             what, fix = problem

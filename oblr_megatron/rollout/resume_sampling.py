@@ -44,11 +44,9 @@ def find(config: Config, model: HFDir) -> list[Checkpoint]:
     if resume == "none":
         return []
     if resume != NEWEST:
-        raise UserError(
-            "a run with rollout.only has no checkpoints, so it cannot begin from one",
-            where=f"config: checkpoint.resume {resume}",
-            fix="set model.path to the checkpoint's hf directory",
-        )
+        what = "a run with rollout.only has no checkpoints, so it cannot begin from one"
+        fix = "set model.path to the checkpoint's hf directory"
+        raise UserError(what, where=f"config: checkpoint.resume {resume}", fix=fix)
     before = _config_of(run_dir)
     steps = [record["step"] or 0 for record in read_metrics(run_dir)] if (run_dir / METRICS_FILE).exists() else []
     if before is not None and steps and not before["rollout"]["only"]:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import os
 import shlex
-from typing import TYPE_CHECKING
 from urllib.parse import urlsplit
 
 import torch
@@ -13,14 +12,12 @@ import torch
 from oblr_megatron.checkpoint.hf_dir import checkpoint_shapes
 from oblr_megatron.checks.lengths import max_model_len
 from oblr_megatron.checks.vllm_options import serve_words
+from oblr_megatron.config import Config
 from oblr_megatron.engine.http_messages import PROTOCOL, Info, shapes_digest
 from oblr_megatron.engine.plugin import NCCL_BACKEND, SERVER_SHM_BACKEND
 from oblr_megatron.errors import RunError, UserError
 from oblr_megatron.rollout.placement import engine_dtype
 from oblr_megatron.rollout.server_client import ServerLostError, VllmServer
-
-if TYPE_CHECKING:
-    from oblr_megatron.config import Config
 
 WHERE = "config: rollout.servers"
 ANSWER_SECONDS = 10.0

@@ -24,7 +24,7 @@ from oblr_megatron.engine.http_messages import GenerateBody, Holding, Report
 from oblr_megatron.engine.protocol import PushStats, SamplingRequest
 from oblr_megatron.errors import DeadlineError, EngineLostError, EnginesGoneError, RunError
 from oblr_megatron.rollout.balance import MOST_PROMPTS, Balance
-from oblr_megatron.rollout.dispatch import Dispatch
+from oblr_megatron.rollout.dispatch import dispatch
 from oblr_megatron.rollout.feed import Put
 from oblr_megatron.rollout.push import Receiver, push
 from oblr_megatron.rollout.recovery import RecoveringEngines
@@ -236,7 +236,7 @@ class _Servers:
             put(positions[item], group)
 
         what = f"{len(ids)} x {request.group_size} samples"
-        self.loop.run(Dispatch(self.servers, balance, ask, store, what=what, seconds=seconds).run())
+        self.loop.run(dispatch(self.servers, balance, ask, store, what=what, seconds=seconds))
 
     def close(self) -> None:
         """Close the connections and the loop."""
