@@ -123,11 +123,7 @@ class Routes(Message):
         return cls.model_construct(dtype=dtype, shape=rows.shape, data=data)
 
     def routes(self, tokens: int) -> NDArray[np.int16]:
-        """`Sample.routes` of a sample of so many tokens.
-
-        Raises:
-            RunError: the data do not fit it.
-        """
+        """`Sample.routes` of a sample of so many tokens; a `RunError` if the data do not fit it."""
         try:
             rows = np.frombuffer(base64.b64decode(self.data, validate=True), self.dtype).reshape(self.shape)
         except ValueError as error:

@@ -182,12 +182,8 @@ class BatchInFlight(Protocol):
     def take(self, tokens: float) -> dict[int, list[Sample]]:
         """Wait for finished prompts with at least `tokens` tokens, or for the rest of the batch.
 
-        Returns:
-            The group of responses of each finished prompt, by its position in the batch. Each group comes once; {} at
-            the end.
-
-        Raises:
-            RunError: an engine failed.
+        Returns the group of responses of each finished prompt, by its position in the batch. Each group comes once; {}
+        at the end. Raises as `RolloutEngine.generate`.
         """
         ...
 
@@ -220,13 +216,7 @@ class RolloutEngine(Protocol):
     def begin(self, prompts: Sequence[Prompt], request: SamplingRequest, reward: Reward | None = None) -> BatchInFlight:
         """Begin to sample what `generate` would return, and return; the engines go on in the background.
 
-        Args:
-            prompts: as for `generate`.
-            request: as for `generate`.
-            reward: of this rank alone, to score groups in the background as they are finished.
-
-        Raises:
-            RunError: as `generate`.
+        The reward is of this rank alone. It scores groups in the background as they are finished.
         """
         ...
 

@@ -53,8 +53,9 @@ def to_sample(
         prompt: its token ids.
         completion: vLLM's `CompletionOutput`.
         version: of the weights that are served.
-        tokenizer, routes: for the text; whether the sample holds the routes of its tokens.
+        tokenizer: for the text.
         vocab_size: rows of the checkpoint's embedding. vLLM pads them, and no token may come from the padding.
+        routes: whether the sample holds the routes of its tokens.
 
     Raises:
         RunError: a check failed.

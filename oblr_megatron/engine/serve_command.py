@@ -149,11 +149,7 @@ def serve(options: argparse.Namespace) -> int:
 
 
 def check_exposure(host: str, key: str, variable: str) -> None:
-    """Refuse to listen where other machines can reach the server without a key.
-
-    Raises:
-        UserError: there is no key, the key is weak, or the address is a wildcard.
-    """
+    """Refuse (UserError) to listen where other machines can reach the server without a key, or with a weak one."""
     from oblr_megatron.engine.server_guard import is_loopback
 
     if _is_wildcard(host):
@@ -170,11 +166,7 @@ def check_exposure(host: str, key: str, variable: str) -> None:
 
 
 def check_address(host: str, port: int) -> None:
-    """Refuse an address that cannot be bound.
-
-    Raises:
-        UserError: the port is taken, or the address belongs to another machine.
-    """
+    """Refuse (UserError) a port that is taken, and an address of another machine."""
     try:
         family, kind, protocol, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
         with socket.socket(family, kind, protocol) as probe:
@@ -186,11 +178,7 @@ def check_address(host: str, port: int) -> None:
 
 
 def check_quantization(spec: EngineSpec) -> None:
-    """Refuse quantization on a CPU, or of weights that are not in bfloat16.
-
-    Raises:
-        UserError: with the option to change.
-    """
+    """Refuse (UserError) quantization on a CPU, and of weights that are not in bfloat16."""
     name, where = spec.quantization, "--quantization"
     if name != "none" and spec.device == "cpu":
         what = f"{name} needs a GPU: vLLM has no FP8 matrix products on a CPU"
@@ -200,11 +188,7 @@ def check_quantization(spec: EngineSpec) -> None:
 
 
 def check_sizes(spec: EngineSpec, hf_config: Mapping[str, Any], devices: int) -> None:
-    """Refuse sizes that the model or the machine does not have.
-
-    Raises:
-        UserError: names the option and the limit.
-    """
+    """Refuse (UserError) sizes that the model or the machine does not have."""
     check_head_size(hf_config, spec.model, on_gpu=spec.device == "cuda")
     positions = int(hf_config.get("max_position_embeddings", spec.max_model_len))
     if spec.max_model_len > positions:
@@ -226,11 +210,7 @@ def check_sizes(spec: EngineSpec, hf_config: Mapping[str, Any], devices: int) ->
 
 
 def check_installation() -> None:
-    """Refuse to start a server that would not find our plugins.
-
-    Raises:
-        UserError: the installed package's metadata does not name a plugin.
-    """
+    """Refuse (UserError) to start a server that would not find our plugins in the installed package's metadata."""
     for group in PLUGIN_GROUPS:
         if PLUGIN not in entry_points(group=group).names:
             what = f"the installed package names no plugin {PLUGIN!r} for {group}"

@@ -152,11 +152,7 @@ class ServedModel:
             return http.DigestsAnswer(workers=await self._client.collective_rpc("oblr_read_back"))
 
     async def speculation(self) -> http.Report:
-        """What speculation did since the last call.
-
-        Raises:
-            Refusal: the server does not speculate.
-        """
+        """What speculation did since the last call; a `Refusal` if the server does not speculate."""
         if self._config.speculative_config is None:
             raise Refusal("it was started without --speculation")
         report = await self._client.engine_core.call_utility_async("oblr_speculation")  # see `engine.tail_scheduler`

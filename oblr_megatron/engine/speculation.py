@@ -57,11 +57,7 @@ def vllm_options(method: Method, below: int | None, max_num_seqs: int) -> dict[s
 
 
 def check_installed(method: str, where: str) -> None:
-    """Refuse a method without its package.
-
-    Raises:
-        UserError: the package is not installed.
-    """
+    """Refuse (UserError) a method without its package."""
     if method == "suffix" and find_spec(SUFFIX_PACKAGE) is None:
         what = "speculation 'suffix' needs the package arctic-inference, which is not installed"
         fix = "pip install --no-deps arctic-inference==0.3.0 (needs a C++ compiler), or choose 'ngram'"

@@ -39,12 +39,7 @@ class Ahead:
         self._samples: list[Sample] | None = None
 
     def finish(self) -> list[Sample]:
-        """Wait for the rest of the samples, and return all of them: N = Q * G, prompt-major.
-
-        Raises:
-            EngineLostError: engines were lost, and restarted as often as `rollout.max_restarts` allows.
-            RunError: an engine refused.
-        """
+        """Wait for the rest, and return all samples: N = Q * G, prompt-major. Raises as `InFlight.take`."""
         if self._samples is None:
             groups = self._flight.take(math.inf)
             self._samples = [sample for group in groups.values() for sample in group]

@@ -72,7 +72,7 @@ class ColocatedEngines(RecoveringEngines):
         self._ready = False  # every engine has started, and none is known to be lost
         self._asleep: frozenset[str] = frozenset()
         self._index = self._placement.engine_of(parallel.rank)
-        self._engine = None if self._index is None else self._launch(self._index)
+        self._engine = None if self._index is None else self._launch()
         self._pusher = Pusher(self._engine, parallel.device, config.weights)
         self._episodes = None if self._index is None else episodes_of(config, self._index, f"rank {parallel.rank}")
         if self._on_gpu:
@@ -94,7 +94,7 @@ class ColocatedEngines(RecoveringEngines):
             self._unusable = f"sleep level {level} dropped the weights; generate again after a push"
         seconds = self._deadlines.sleep
         try:
-            self._on_owners(lambda engine, _: engine.sleep(level), "the engines to sleep", seconds=seconds)
+            self._on_owners(lambda engine: engine.sleep(level), "the engines to sleep", seconds=seconds)
         except EngineLostError as error:  # its memory is free, too; it is restarted when it is needed
             self._note_loss()
             self._recovery.count(error)
@@ -105,7 +105,7 @@ class ColocatedEngines(RecoveringEngines):
         if not tags:
             return
         _free_cached_memory()
-        self._on_owners(lambda engine, _: engine.wake(tags), "the engines to wake", seconds=self._deadlines.sleep)
+        self._on_owners(lambda engine: engine.wake(tags), "the engines to wake", seconds=self._deadlines.sleep)
         self._asleep -= set(tags)
 
     def close(self) -> None:
@@ -127,19 +127,20 @@ class ColocatedEngines(RecoveringEngines):
         self._restarts += sum(self._on_owners(self._start_again, "the engines to be launched", seconds=0))
         number, logs, seconds = len(self._placement.owners), self._config.run_dir / LOGS, self._deadlines.start
         with self._waiting(f"starting {number} engine{'s' if number > 1 else ''} (log: {logs}/engine-*.log)"):
-            self._on_owners(lambda engine, _: engine.wait_ready(), "the engines to start", seconds=seconds)
+            self._on_owners(VllmEngine.wait_ready, "the engines to start", seconds=seconds)
         self._ready = True
 
-    def _start_again(self, engine: VllmEngine, index: int) -> bool:
+    def _start_again(self, engine: VllmEngine) -> bool:
         if not engine.lost or self._recovery.over:
             return False
-        self._engine = self._launch(index, restart=engine.restart + 1)
+        self._engine = self._launch(restart=engine.restart + 1)
         self._pusher = Pusher(self._engine, self._parallel.device, self._config.weights)
         return True
 
-    def _launch(self, index: int, restart: int = 0) -> VllmEngine:
-        spec = engine_spec(self._config, self._parallel, index, self._placement)
-        log = self._config.run_dir / LOGS / f"engine-{index}.log"
+    def _launch(self, restart: int = 0) -> VllmEngine:
+        assert self._index is not None, "this rank owns an engine"
+        spec = engine_spec(self._config, self._parallel, self._index, self._placement)
+        log = self._config.run_dir / LOGS / f"engine-{self._index}.log"
         owner = f"rank {self._parallel.rank}"
         return VllmEngine(spec, owner=owner, log=log, deadlines=self._deadlines, restart=restart)
 
@@ -178,8 +179,8 @@ class ColocatedEngines(RecoveringEngines):
 
     def reports(self) -> list[Report]:
         """See `RecoveringEngines.reports`. An engine that was lost says nothing; the next call restarts it."""
-        call, seconds = (lambda engine, _: engine.speculation()), self._deadlines.sleep
-        outcomes, _own = self._outcomes(call, "the engines' speculation", seconds)
+        what, seconds = "the engines' speculation", self._deadlines.sleep
+        outcomes, _own = self._outcomes(VllmEngine.speculation, what, seconds)
         found = [outcomes[owner] for owner in self._placement.owners]
         if any(outcome.error is not None for outcome in found):
             self._note_loss()
@@ -200,18 +201,18 @@ class ColocatedEngines(RecoveringEngines):
         stats = [outcomes[owner].value for owner in self._placement.owners]
         return replace(stats[0], seconds=max(part.seconds for part in stats))
 
-    def _on_owners(self, call: Callable[[VllmEngine, int], Value], what: str, *, seconds: float) -> list[Value]:
+    def _on_owners(self, call: Callable[[VllmEngine], Value], what: str, *, seconds: float) -> list[Value]:
         """Call on each engine's owner. Every rank gets all results, in the order of the engines."""
         outcomes, own = self._outcomes(call, what, seconds)
         raise_first(outcomes, own)
         return [outcomes[owner].value for owner in self._placement.owners]
 
     def _outcomes(
-        self, call: Callable[[VllmEngine, int], Any], what: str, seconds: float
+        self, call: Callable[[VllmEngine], Any], what: str, seconds: float
     ) -> tuple[list[Outcome[Any]], Outcome[Any]]:
         """(every rank's outcome, this rank's own) of a call that only owners make."""
-        engine, index = self._engine, self._index
-        own = Outcome() if engine is None or index is None else attempt(lambda: call(engine, index))
+        engine = self._engine
+        own = Outcome() if engine is None else attempt(lambda: call(engine))
         return self.gather(own, what, seconds), own
 
 

@@ -77,11 +77,7 @@ def read_shape(model: Path) -> ModelShape:
 
 
 def check_digests(engine: str, expected: Sequence[Digests], found: Sequence[Digests]) -> None:
-    """Compare what an engine read back with what was pushed.
-
-    Raises:
-        WeightError: names the first tensor that differs.
-    """
+    """Raise a `WeightError` about the first tensor that an engine read back otherwise than it was pushed."""
     different = first_difference(expected, found)
     if different is not None:
         raise WeightError(f"{engine}: {different} differs from the pushed tensor (weights.verify)")

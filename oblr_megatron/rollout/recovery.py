@@ -9,21 +9,19 @@ import logging
 import math
 from abc import abstractmethod
 from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import Any, TypeVar
 
+from oblr_megatron.config import Config
 from oblr_megatron.engine.http_messages import Report
 from oblr_megatron.engine.protocol import PushStats, RolloutEngine, SamplingRequest
 from oblr_megatron.engine.speculation import metrics_of
 from oblr_megatron.errors import DamagedError, EngineLostError, RunError
+from oblr_megatron.rewards.base import Reward
+from oblr_megatron.rollout.feed import Put
 from oblr_megatron.rollout.in_flight import InFlight
 from oblr_megatron.runtime.collectives import Collectives, Outcome
-
-if TYPE_CHECKING:
-    from oblr_megatron.config import Config
-    from oblr_megatron.rewards.base import Reward
-    from oblr_megatron.rollout.feed import Put
-    from oblr_megatron.types import Prompt, Sample
-    from oblr_megatron.weights.manifest import Source
+from oblr_megatron.types import Prompt, Sample
+from oblr_megatron.weights.manifest import Source
 
 Value = TypeVar("Value")
 
@@ -42,11 +40,7 @@ class Recovery:
         self.over = False  # the limit was exceeded: nothing is started any more
 
     def until_done(self, call: Callable[[], Value]) -> Value:
-        """Call, and call again after each loss. The call itself knows what is left to do.
-
-        Raises:
-            EngineLostError: the limit was exceeded.
-        """
+        """Call, and call again after each loss. The call itself knows what is left to do. Raises as `count`."""
         while True:
             try:
                 return call()

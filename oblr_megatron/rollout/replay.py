@@ -72,20 +72,12 @@ class ReplayEngine(RolloutEngine):
         return {"replayed": self._step}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Continue with the saved step after it.
-
-        Raises:
-            UserError: the state is from a run that sampled.
-        """
+        """Continue with the saved step after it. Raises as `check_replayed`."""
         check_replayed(state)
         self._step = int(state["replayed"])
 
     def take(self, count: int) -> list[Prompt]:
-        """The prompts of the next saved step.
-
-        Raises:
-            RunError: its file has changed since the run began.
-        """
+        """The prompts of the next saved step; a `RunError` if its file has changed since the run began."""
         self._step += 1
         self._saved = self._read(self._step)
         if len(self._saved.prompts) != count:
@@ -128,11 +120,7 @@ class ReplayEngine(RolloutEngine):
 
 
 def check_replayed(state: Mapping[str, Any]) -> None:
-    """Refuse the data state of a checkpoint from a run that sampled.
-
-    Raises:
-        UserError: names the option.
-    """
+    """Refuse (UserError) the data state of a checkpoint from a run that sampled."""
     if "replayed" not in state:
         what = "the checkpoint is from a run that sampled, but this run replays"
         raise UserError(what, where="rollout.replay", fix="resume without --replay")

@@ -12,19 +12,17 @@ import json
 import logging
 from collections.abc import Iterator
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
+from oblr_megatron.checkpoint.hf_dir import HFDir
 from oblr_megatron.checkpoint.resume import NEWEST, Checkpoint
 from oblr_megatron.checkpoint.store import Manifest
 from oblr_megatron.checks.run_dir import CONFIG_FILE, ROLLOUTS
+from oblr_megatron.config import Config
 from oblr_megatron.errors import Problem, UserError
 from oblr_megatron.metrics import METRICS_FILE, read_metrics
 from oblr_megatron.rollout.replay import other_settings
 from oblr_megatron.rollout.step_file import SavedStep, read_step, step_path
-
-if TYPE_CHECKING:
-    from oblr_megatron.checkpoint.hf_dir import HFDir
-    from oblr_megatron.config import Config
 
 logger = logging.getLogger(__name__)
 

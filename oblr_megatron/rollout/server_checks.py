@@ -24,11 +24,7 @@ ANSWER_SECONDS = 10.0
 
 
 def check_servers(config: Config) -> None:
-    """Ask every server for its settings. Refuse one that does not answer or does not fit the run.
-
-    Raises:
-        UserError: the first fault found.
-    """
+    """Ask every server for its settings. Refuse (UserError) one that does not answer or does not fit the run."""
     urls = config.rollout.servers
     for url in urls:
         _check_url(url)

@@ -104,11 +104,7 @@ class VllmServer:
         await self._ask(path, body, http.Message, what, seconds)
 
     async def watch(self) -> NoReturn:
-        """Check its health until it is lost.
-
-        Raises:
-            ServerLostError: it has not answered for `silence_s`.
-        """
+        """Check its health until it has not answered for `silence_s`; then it is lost (ServerLostError)."""
         heard = time.monotonic()
         while True:
             await asyncio.sleep(min(WATCH_SECONDS, self.silence_s / 2))

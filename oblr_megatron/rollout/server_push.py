@@ -171,11 +171,7 @@ class ServerReceiver(LockstepReceiver):
             self._call(lambda server: self._tell(server, http.PUSH_ABORT, body))
 
     def result(self) -> PushStats | None:
-        """See `Receiver`.
-
-        Raises:
-            EngineLostError: no server is left.
-        """
+        """See `Receiver`; an `EngineLostError` if no server is left."""
         stats = super().result()
         if not self.servers:
             raise EngineLostError(f"push {self._holding.version} reached no server: {reasons(self._asked)}")

@@ -38,11 +38,7 @@ def staleness(versions: Iterable[int], current: int, limit: int) -> int:
 
 
 def check_batch(samples: Sequence[Sample], count: int, version: int) -> None:
-    """Check the number and the version of the samples that the engines returned.
-
-    Raises:
-        BrokenStepError: there are too few or too many samples, or samples of another version.
-    """
+    """Refuse (BrokenStepError) another number of samples than `count`, and samples of another version."""
     stale = {sample.version for sample in samples} - {version}
     if stale or len(samples) != count:
         raise BrokenStepError(
