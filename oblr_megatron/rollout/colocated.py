@@ -27,13 +27,13 @@ from oblr_megatron.engine.handle import Deadlines, VllmEngine
 from oblr_megatron.engine.http_messages import Report
 from oblr_megatron.engine.protocol import PushStats, SamplingRequest
 from oblr_megatron.environments.host import episodes_of
-from oblr_megatron.errors import EngineLostError
+from oblr_megatron.errors import EngineLostError, RunError
 from oblr_megatron.model.parallel import local_world_size
 from oblr_megatron.rollout.feed import Groups, Put
 from oblr_megatron.rollout.placement import engine_spec, place
 from oblr_megatron.rollout.push import Pusher
 from oblr_megatron.rollout.recovery import RecoveringEngines
-from oblr_megatron.runtime.collectives import Outcome, attempt, raise_first
+from oblr_megatron.runtime.collectives import Outcome, attempt
 
 if TYPE_CHECKING:
     from oblr_megatron.config import Config
@@ -97,7 +97,7 @@ class ColocatedEngines(RecoveringEngines):
             self._on_owners(lambda engine: engine.sleep(level), "the engines to sleep", seconds=seconds)
         except EngineLostError as error:  # its memory is free, too; it is restarted when it is needed
             self._note_loss()
-            self._recovery.count(error)
+            self.recovery.count(error)
 
     def wake(self, tags: Sequence[str] | None = None) -> None:
         """Take GPU memory back for those of the tags that are asleep: ("weights",), ("kv_cache",), or None for all."""
@@ -131,7 +131,7 @@ class ColocatedEngines(RecoveringEngines):
         self._ready = True
 
     def _start_again(self, engine: VllmEngine) -> bool:
-        if not engine.lost or self._recovery.over:
+        if not engine.lost or self.recovery.over:
             return False
         self._engine = self._launch(restart=engine.restart + 1)
         self._pusher = Pusher(self._engine, self._parallel.device, self._config.weights)
@@ -179,12 +179,17 @@ class ColocatedEngines(RecoveringEngines):
 
     def reports(self) -> list[Report]:
         """See `RecoveringEngines.reports`. An engine that was lost says nothing; the next call restarts it."""
-        what, seconds = "the engines' speculation", self._deadlines.sleep
-        outcomes, _own = self._outcomes(VllmEngine.speculation, what, seconds)
-        found = [outcomes[owner] for owner in self._placement.owners]
-        if any(outcome.error is not None for outcome in found):
+
+        def told(engine: VllmEngine) -> Report | None:
+            try:
+                return engine.speculation()
+            except RunError:
+                return None
+
+        found = self._on_owners(told, "the engines' speculation", seconds=self._deadlines.sleep)
+        if None in found:
             self._note_loss()
-        return [outcome.value for outcome in found if outcome.error is None]
+        return [report for report in found if report is not None]
 
     def _deliver(self, source: Source, version: int) -> PushStats:
         """One push into all engines, and a second one if a bucket arrived damaged."""
@@ -197,23 +202,15 @@ class ColocatedEngines(RecoveringEngines):
         own = attempt(partial(self._pusher.push, source, version))
         seconds = 2 * self._deadlines.push  # giving up a failed push has a deadline of its own
         outcomes = self.gather(own, f"push {version}", seconds)
-        raise_first(outcomes, own)
         stats = [outcomes[owner].value for owner in self._placement.owners]
         return replace(stats[0], seconds=max(part.seconds for part in stats))
 
     def _on_owners(self, call: Callable[[VllmEngine], Value], what: str, *, seconds: float) -> list[Value]:
         """Call on each engine's owner. Every rank gets all results, in the order of the engines."""
-        outcomes, own = self._outcomes(call, what, seconds)
-        raise_first(outcomes, own)
-        return [outcomes[owner].value for owner in self._placement.owners]
-
-    def _outcomes(
-        self, call: Callable[[VllmEngine], Any], what: str, seconds: float
-    ) -> tuple[list[Outcome[Any]], Outcome[Any]]:
-        """(every rank's outcome, this rank's own) of a call that only owners make."""
         engine = self._engine
-        own = Outcome() if engine is None else attempt(lambda: call(engine))
-        return self.gather(own, what, seconds), own
+        own: Outcome[Any] = Outcome() if engine is None else attempt(lambda: call(engine))
+        outcomes = self.gather(own, what, seconds)
+        return [outcomes[owner].value for owner in self._placement.owners]
 
 
 def _free_cached_memory() -> None:

@@ -99,7 +99,7 @@ class InFlight:
             samples = [sample for group in found.values() for sample in group]
             check_batch(samples, len(found) * self._request.group_size, self._engines.version)
             if not self._left:
-                self._engines.sampled()
+                self._engines.recovery.sampled()
         return dict(sorted(found.items()))
 
     def _start(self) -> None:
@@ -128,7 +128,6 @@ class InFlight:
             if arrived.end is not None:
                 self._own_end, self._feed = arrived.end, None
         outcomes = self._engines.gather(own, self._what, seconds)
-        raise_first(outcomes, own)
         for rank, outcome in enumerate(outcomes):
             if outcome.value is None:
                 continue

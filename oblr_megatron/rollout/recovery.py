@@ -19,7 +19,7 @@ from oblr_megatron.errors import DamagedError, EngineLostError, RunError
 from oblr_megatron.rewards.base import Reward
 from oblr_megatron.rollout.feed import Put
 from oblr_megatron.rollout.in_flight import InFlight
-from oblr_megatron.runtime.collectives import Collectives, Outcome
+from oblr_megatron.runtime.collectives import Collectives, Outcome, raise_first
 from oblr_megatron.types import Prompt, Sample
 from oblr_megatron.weights.manifest import Source
 
@@ -81,7 +81,7 @@ class RecoveringEngines(RolloutEngine):
     def __init__(self, config: Config, rank: int) -> None:
         self._config, self._rank = config, rank
         self._collectives = Collectives(rank)
-        self._recovery = Recovery(config.rollout.max_restarts, logs=rank == 0)
+        self.recovery = Recovery(config.rollout.max_restarts, logs=rank == 0)
         self._source: Source | None = None  # of the weights being served; None: the checkpoint
         self._version = self._restarts = 0
         self._behind = False  # an engine does not hold the weights being served
@@ -132,10 +132,6 @@ class RecoveringEngines(RolloutEngine):
         `positions` are sorted. `whole` says that nobody needs a prompt before all of them are complete.
         """
 
-    def sampled(self) -> None:
-        """Note that the engines have sampled a whole batch."""
-        self._recovery.sampled()
-
     def _at_most_twice(self, push: Callable[[], Value]) -> Value:
         """Push, and once more if a bucket arrived damaged."""
         try:
@@ -164,9 +160,14 @@ class RecoveringEngines(RolloutEngine):
                 self._note_loss()
                 raise
 
-        return self._recovery.until_done(once)
+        return self.recovery.until_done(once)
 
     def gather(self, own: Outcome[Any], what: str, seconds: float) -> list[Outcome[Any]]:
-        """Every rank's outcome. The wait covers the engines' deadline and the skew between the ranks."""
+        """Every rank's outcome; if one failed, all ranks raise the same error.
+
+        The wait covers the engines' deadline and the skew between the ranks.
+        """
         patience = seconds + self._config.parallel.distributed_timeout_s
-        return self._collectives.gather(own, what=what, seconds=patience)
+        outcomes = self._collectives.gather(own, what=what, seconds=patience)
+        raise_first(outcomes, own)
+        return outcomes

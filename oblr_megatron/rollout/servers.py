@@ -30,7 +30,7 @@ from oblr_megatron.rollout.push import Receiver, push
 from oblr_megatron.rollout.recovery import RecoveringEngines
 from oblr_megatron.rollout.server_client import VllmServer, reasons
 from oblr_megatron.rollout.server_push import ServerReceiver, SharedMemoryTransport, Transport
-from oblr_megatron.runtime.collectives import Outcome, attempt, raise_first
+from oblr_megatron.runtime.collectives import Outcome, attempt
 from oblr_megatron.runtime.http_loop import HttpLoop
 from oblr_megatron.weights.manifest import manifest_of
 
@@ -124,9 +124,7 @@ class ServerEngines(RecoveringEngines):
     def _push_once(self, source: Source, version: int) -> tuple[PushStats, list[int | None]]:
         """What rank 0 moved, and the buckets' checksums."""
         own = attempt(lambda: self._send(source, version))
-        outcomes = self.gather(own, f"push {version}", 2 * self._config.rollout.push_timeout_s)
-        raise_first(outcomes, own)
-        stats, checksums = outcomes[0].value
+        stats, checksums = self.gather(own, f"push {version}", 2 * self._config.rollout.push_timeout_s)[0].value
         return stats, checksums
 
     def _send(self, source: Source, version: int) -> tuple[PushStats | None, list[int | None]]:
@@ -151,9 +149,7 @@ class ServerEngines(RecoveringEngines):
         """Call on rank 0; every rank gets its result or its error."""
         servers = self._servers
         own: Outcome[Any] = Outcome() if servers is None else attempt(lambda: call(servers))
-        outcomes = self.gather(own, what, seconds)
-        raise_first(outcomes, own)
-        return outcomes[0].value
+        return self.gather(own, what, seconds)[0].value
 
 
 class _Servers:
