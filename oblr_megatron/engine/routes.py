@@ -20,11 +20,6 @@ UNKNOWN = -1
 """Expert of a position that has no route."""
 
 
-def vllm_options(*, on_gpu: bool) -> dict[str, Any]:
-    """vLLM's options for an engine that returns routes."""
-    return {"enable_return_routed_experts": True} | ({} if on_gpu else {"worker_cls": WORKER})
-
-
 def allow_on_cpu() -> None:
     """Let vLLM accept the option for `RoutesWorker`. May be called any number of times.
 
