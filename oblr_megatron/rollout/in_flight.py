@@ -128,18 +128,16 @@ class InFlight:
             if arrived.end is not None:
                 self._own_end, self._feed = arrived.end, None
         outcomes = self._engines.gather(own, self._what, seconds)
-        for rank, outcome in enumerate(outcomes):
-            if outcome.value is None:
-                continue
-            found |= outcome.value.groups
-            self.rewards |= outcome.value.rewards
-            self._left -= outcome.value.groups.keys()
-            if outcome.value.end is not None:
-                self._ends[rank] = outcome.value.end
+        arrivals = {rank: outcome.value for rank, outcome in enumerate(outcomes) if outcome.value is not None}
+        for rank, part in arrivals.items():
+            found |= part.groups
+            self.rewards |= part.rewards
+            self._left -= part.groups.keys()
+            if part.end is not None:
+                self._ends[rank] = part.end
         if arrived is not None:
             found |= arrived.groups  # with their routes
-        waits = [outcome.value is not None and outcome.value.end is None for outcome in outcomes]
-        if any(waits):
+        if any(part.end is None for part in arrivals.values()):
             return
         self._running = False
         raise_first(list(self._ends.values()), self._own_end)
