@@ -212,7 +212,7 @@ class VllmEngine:
         self.call("sleep", {"level": level}, what=f"{self.spec.name} to sleep", seconds=self.deadlines.sleep)
 
     def wake(self, tags: Sequence[str]) -> None:
-        """See `RolloutEngine.wake`.
+        """Take the memory of these tags back; see `EngineServer.wake`.
 
         Raises:
             EngineLostError: also if the engine could not take all of its memory back. The message has the free memory

@@ -243,10 +243,6 @@ class RolloutEngine(Protocol):
         """
         return
 
-    def wake(self, tags: Sequence[str] | None = None) -> None:
-        """Take the memory back early, in stages ("weights", then "kv_cache") or all at once."""
-        return
-
     def metrics(self) -> dict[str, float]:
         """Metrics since the last call, the same on every rank, e.g. {"rollout/restarts": 1}."""
         return {}

@@ -13,7 +13,7 @@ import argparse
 import os
 import socket
 import sys
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from importlib.metadata import entry_points
 from ipaddress import ip_address
 from pathlib import Path
@@ -48,9 +48,13 @@ _NOT_INHERITED = (
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the command's options."""
+
+    def number(name: str, kind: Callable[[str], float], default: float, what: str) -> None:
+        parser.add_argument(name, type=kind, default=default, help=f"{what} (default: %(default)s)")
+
     parser.add_argument("--model", type=Path, required=True, help="Hugging Face directory")
     parser.add_argument("--host", default="127.0.0.1", help="address to listen on; any other than loopback needs a key")
-    parser.add_argument("--port", type=port_number, default=8000, help="port to listen on (default: %(default)s)")
+    number("--port", port_number, 8000, "port to listen on")
     parser.add_argument(
         "--api-key-env", default="OBLR_API_KEY", metavar="NAME", help="environment variable that holds the API key"
     )
@@ -65,22 +69,11 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         default="none",
         help="rounds the weights when they arrive, on GPUs; must equal the run's rollout.quantization",
     )
-    parser.add_argument(
-        "--max-model-len",
-        type=count,
-        default=1536,
-        help="most tokens of a prompt and its response together (default: %(default)s)",
-    )
-    parser.add_argument(
-        "--max-num-seqs", type=count, default=256, help="sequences decoded at once (default: %(default)s)"
-    )
-    parser.add_argument(
-        "--tensor-parallel-size", type=count, default=1, help="GPUs of the server (default: %(default)s)"
-    )
-    parser.add_argument(
-        "--gpu-memory-utilization", type=_share, default=0.9, help="share of each GPU's memory (default: %(default)s)"
-    )
-    parser.add_argument("--kv-cache-gib", type=amount, default=0.5, help="KV cache on a CPU (default: %(default)s)")
+    number("--max-model-len", count, 1536, "most tokens of a prompt and its response together")
+    number("--max-num-seqs", count, 256, "sequences decoded at once")
+    number("--tensor-parallel-size", count, 1, "GPUs of the server")
+    number("--gpu-memory-utilization", _share, 0.9, "share of each GPU's memory")
+    number("--kv-cache-gib", amount, 0.5, "KV cache on a CPU")
     parser.add_argument("--num-threads", type=count, help="threads on a CPU; default: all cores")
     parser.add_argument(
         "--speculation",
@@ -106,7 +99,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         metavar="NAME=VALUE",
         help="a further option of vLLM's engine, any number of times; must equal the run's rollout.vllm",
     )
-    parser.add_argument("--seed", type=_seed, default=0, help="of requests without their own (default: %(default)s)")
+    number("--seed", _seed, 0, "of requests without their own")
     parser.add_argument(
         "--die-with-parent", action="store_true", help="end together with the process that started the server"
     )

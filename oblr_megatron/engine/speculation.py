@@ -8,7 +8,7 @@ where that changes; `engine.tail_scheduler` asks it before each step.
 from __future__ import annotations
 
 import statistics
-from collections import deque
+from collections import defaultdict, deque
 from dataclasses import dataclass, field
 from importlib.util import find_spec
 from typing import Any, Literal, get_args
@@ -92,7 +92,7 @@ class BreakEven:
         most: sequences that are tried with drafts at most.
         """
         self._fixed, self._most = fixed, most
-        self._steps: dict[tuple[int, bool], _Steps] = {}
+        self._steps: defaultdict[tuple[int, bool], _Steps] = defaultdict(_Steps)
         self._turns: dict[int, int] = {}
 
     @property
@@ -131,16 +131,13 @@ class BreakEven:
             seconds: that it took, the search for drafts included.
             tokens: that it added to all sequences together.
         """
-        steps = self._steps.setdefault((sequences.bit_length(), drafts), _Steps())
+        steps = self._steps[sequences.bit_length(), drafts]
         steps.seconds.append(seconds)
         steps.tokens.append(tokens / sequences)
 
     def _known(self, size: int) -> bool:
         """Whether enough steps of both kinds were seen."""
-        return all(
-            (size, drafts) in self._steps and len(self._steps[size, drafts].seconds) >= ENOUGH
-            for drafts in (True, False)
-        )
+        return all(len(self._steps[size, drafts].seconds) >= ENOUGH for drafts in (True, False))
 
 
 def metrics_of(reports: list[Report]) -> dict[str, float]:

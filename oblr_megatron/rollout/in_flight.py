@@ -33,10 +33,8 @@ class Complete:
     rewards: Mapping[int, RewardResult] = {}
 
     def __init__(self, groups: Groups) -> None:
-        def longest(position: int) -> int:
-            return max(len(sample.response_ids) for sample in groups[position])
-
-        self._groups, self._left = groups, sorted(groups, key=lambda position: (longest(position), position))
+        longest = {position: max(len(one.response_ids) for one in group) for position, group in groups.items()}
+        self._groups, self._left = groups, sorted(sorted(groups), key=longest.__getitem__)
 
     def take(self, tokens: float) -> Groups:
         found: Groups = {}

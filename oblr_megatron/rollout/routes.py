@@ -34,8 +34,6 @@ def with_routes(
     Args:
         samples: the same on every rank, but for their routes.
         wanted: positions of samples that this rank trains on; may be empty.
-        collectives: of all ranks.
-        seconds: deadline.
 
     Raises:
         RunError: on all ranks, if no rank has the routes of a wanted sample.
