@@ -66,7 +66,7 @@ class Balance:
         return task
 
     def finish(self, task: Task) -> None:
-        """Note that a request was answered, which is not of a lost server."""
+        """Note that a request was answered; a KeyError if its server was lost."""
         self._running[task.server].remove(task)
         self._left -= len(task.items)
 

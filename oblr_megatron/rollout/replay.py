@@ -145,9 +145,7 @@ def check_replay(config: Config, vocab_size: int, model: str = "") -> None:
         if not path.exists() and step_path(directory, 1).exists():
             what = f"step {step} of {config.num_steps} was not saved"
             raise UserError(what, where=str(path), fix=f"set num_steps to {step - 1}, or save more steps")
-        problem = next(_problems(read_step(path), config, vocab_size, model), None)
-        if problem is not None:
-            what, fix = problem
+        for what, fix in _problems(read_step(path), config, vocab_size, model):
             raise UserError(what, where=str(path), fix=fix)
 
 
