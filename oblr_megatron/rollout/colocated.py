@@ -101,12 +101,12 @@ class ColocatedEngines(RecoveringEngines):
 
     def wake(self, tags: Sequence[str] | None = None) -> None:
         """Take GPU memory back for those of the tags that are asleep: ("weights",), ("kv_cache",), or None for all."""
-        tags = tuple(sorted(self._asleep.intersection(tags or self._asleep), reverse=True))  # weights first
-        if not tags:
+        asleep = sorted(self._asleep.intersection(tags or self._asleep), reverse=True)  # weights first
+        if not asleep:
             return
         _free_cached_memory()
-        self._on_owners(lambda engine: engine.wake(tags), "the engines to wake", seconds=self._deadlines.sleep)
-        self._asleep -= set(tags)
+        self._on_owners(lambda engine: engine.wake(asleep), "the engines to wake", seconds=self._deadlines.sleep)
+        self._asleep -= set(asleep)
 
     def close(self) -> None:
         """End this rank's engine. Not collective: a rank may close at any time, also after an error."""
