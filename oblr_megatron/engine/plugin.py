@@ -84,7 +84,7 @@ def disable_weight_packing() -> None:
     if missing:
         raise RuntimeError(f"this vLLM has no {' and no '.join(missing)}: CPU weight packing cannot be turned off")
     ops._supports_onednn = False
-    layers.check_cpu_sgl_kernel = lambda *_: False  # type: ignore[assignment]
+    layers.check_cpu_sgl_kernel = lambda *_: False
     logger.info("CPU weight packing is off: weight updates take effect")
 
 
