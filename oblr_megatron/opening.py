@@ -40,7 +40,6 @@ from oblr_megatron.preflight import Inputs, check_same_rows, preflight, write_co
 from oblr_megatron.rewards.registry import build_reward
 from oblr_megatron.rewards.shared import FailedSteps, SharedReward
 from oblr_megatron.rollout import open_engines
-from oblr_megatron.rollout.prompt_source import PromptSource
 from oblr_megatron.rollout.replay import ReplayEngine
 from oblr_megatron.runtime.collectives import Collectives, attempt, raise_first
 from oblr_megatron.runtime.run_lock import run_lock
@@ -52,6 +51,7 @@ if TYPE_CHECKING:
     from pathlib import Path
 
     from oblr_megatron.config import Config
+    from oblr_megatron.data.prompts import PromptStream
 
 
 @contextmanager
@@ -98,7 +98,7 @@ def open_sampling(config: Config) -> Iterator[Sampling]:
             MetricsWriter(config.run_dir, rank=parallel.rank, world_size=world_size, resume_step=until)
         )
         trackers = stack.enter_context(Trackers(config, display.message, rank=parallel.rank, resume_step=until))
-        stream: PromptSource | None = engines if isinstance(engines, ReplayEngine) else inputs.stream
+        stream: PromptStream | ReplayEngine | None = engines if isinstance(engines, ReplayEngine) else inputs.stream
         assert stream is not None, "only a replay has no data stream"
         settings = past_settings = planned(flatten(config.model_dump(mode="json")).get)
         past: list[Record] = []

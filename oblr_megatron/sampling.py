@@ -33,7 +33,6 @@ from oblr_megatron.rewards.base import RewardResult, group_size
 from oblr_megatron.rewards.shared import FailedSteps, SharedReward
 from oblr_megatron.rollout.ahead import Ahead
 from oblr_megatron.rollout.dynamic_sampling import Batch, assembled, refill
-from oblr_megatron.rollout.prompt_source import PromptSource
 from oblr_megatron.rollout.routes import with_routes
 from oblr_megatron.rollout.staleness import staleness
 from oblr_megatron.rollout.step_file import SavedStep, write_step
@@ -48,7 +47,9 @@ if TYPE_CHECKING:
 
     from oblr_megatron.checkpoint.hf_dir import HFDir
     from oblr_megatron.config import Config
+    from oblr_megatron.data.prompts import PromptStream
     from oblr_megatron.model.parallel import Parallel
+    from oblr_megatron.rollout.replay import ReplayEngine
     from oblr_megatron.types import Prompt, Sample
 
 logger = logging.getLogger(__name__)
@@ -63,7 +64,7 @@ class Sampling:
     model: HFDir
     engines: RolloutEngine
     reward: SharedReward
-    stream: PromptSource
+    stream: PromptStream | ReplayEngine
     held_out: dict[str, list[Prompt]]
     evaluations: RunItems
     metrics: MetricsWriter

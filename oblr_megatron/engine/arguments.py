@@ -4,18 +4,13 @@ from __future__ import annotations
 
 from typing import Any
 
-from oblr_megatron.engine import routes
 from oblr_megatron.engine.protocol import EngineSpec
+from oblr_megatron.engine.routes import WORKER
 from oblr_megatron.engine.speculation import vllm_options
 
 
 def vllm_arguments(spec: EngineSpec, backend: str) -> dict[str, Any]:
-    """The fields of vLLM's `EngineArgs` that differ from its defaults; `spec.vllm` comes last.
-
-    Args:
-        spec: of the engine.
-        backend: name of the weight-transfer backend.
-    """
+    """The fields of vLLM's `EngineArgs` that differ from its defaults; `backend` is that of weight transfers."""
     on_gpu = spec.device == "cuda"
     found: dict[str, Any] = {
         "model": str(spec.model),
@@ -29,7 +24,7 @@ def vllm_arguments(spec: EngineSpec, backend: str) -> dict[str, Any]:
     if spec.speculation != "none":
         found |= vllm_options(spec.speculation, spec.speculation_below, spec.max_num_seqs)
     if spec.routes:
-        found |= routes.vllm_options(on_gpu=on_gpu)
+        found |= {"enable_return_routed_experts": True} | ({} if on_gpu else {"worker_cls": WORKER})
     if not on_gpu or spec.batch_invariant:  # in the latter case, because a prompt in parts has other tiles
         found |= {"enable_chunked_prefill": False, "max_num_batched_tokens": spec.cpu_step_tokens}
     if not on_gpu:

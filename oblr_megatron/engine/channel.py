@@ -50,11 +50,7 @@ class Channel:
         self._socket = sock
 
     def send(self, message: object, deadline: float | None = None) -> None:
-        """Write a message.
-
-        Args:
-            message: anything picklable.
-            deadline: value of time.monotonic() at which to give up; None waits without limit.
+        """Write a picklable message, until the deadline: a value of time.monotonic(); None waits without limit.
 
         Raises:
             TimeoutError: the peer did not read in time.
@@ -76,11 +72,7 @@ class Channel:
         return Channel(self._socket.dup())
 
     def receive(self, deadline: float | None = None, alive: Callable[[], bool] | None = None) -> Any:
-        """Read the next message.
-
-        Args:
-            deadline: as for `send`.
-            alive: called every CHECK_SECONDS; False ends the wait.
+        """Read the next message, with a deadline as for `send`. `alive` is asked every CHECK_SECONDS.
 
         Raises:
             TimeoutError: no complete message arrived in time.

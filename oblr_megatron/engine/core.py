@@ -11,10 +11,9 @@ from typing import Any
 from oblr_megatron.checkpoint.hf_dir import checkpoint_shapes
 from oblr_megatron.engine import invariant
 from oblr_megatron.engine.arguments import vllm_arguments
-from oblr_megatron.engine.http_messages import Holding, ended_of
+from oblr_megatron.engine.http_messages import Holding, Report, ended_of
 from oblr_megatron.engine.protocol import EngineSpec, SamplingRequest
 from oblr_megatron.engine.samples import sampling_params, to_sample
-from oblr_megatron.engine.speculation import Report
 from oblr_megatron.engine.state import WeightState, check_reset
 from oblr_megatron.engine.turns import Abandon, Answered, Inbox, Turn, TurnRequest
 from oblr_megatron.errors import RunError
@@ -61,16 +60,13 @@ class EngineServer:
 
         def group_of(output: Any) -> tuple[int, list[Sample]]:
             position, prompt = waiting.pop(output.request_id)
-            responses = output.outputs
             group = [
                 to_sample(position, prompt, one, version, self._tokenizer, self._vocab_size, routes=request.routes)
-                for one in responses
+                for one in output.outputs
             ]
             return position, group * copies
 
-        waiting = {
-            str(position): (position, tuple(prompt)) for position, prompt in zip(positions, prompts, strict=True)
-        }
+        waiting = {str(position): (position, prompt) for position, prompt in zip(positions, prompts, strict=True)}
         try:
             for name, (position, prompt) in waiting.items():
                 tokens = TokensPrompt(prompt_token_ids=list(prompt))
@@ -98,16 +94,12 @@ class EngineServer:
             while (messages := inbox(not waiting)) is not None:
                 for message in messages:
                     if isinstance(message, Abandon):
-                        names = [str(number) for number in message.numbers if str(number) in waiting]
+                        names = [name for name in map(str, message.numbers) if waiting.pop(name, None) is not None]
                         engine.abort_request(names)
-                        for name in names:
-                            waiting.pop(name)
                     else:
-                        waiting[str(message.number)] = message
-                        params = sampling_params(message.request, message.turn, message.stop)
-                        engine.add_request(
-                            str(message.number), TokensPrompt(prompt_token_ids=list(message.ids)), params
-                        )
+                        name, tokens = str(message.number), TokensPrompt(prompt_token_ids=list(message.ids))
+                        waiting[name] = message
+                        engine.add_request(name, tokens, sampling_params(message.request, message.turn, message.stop))
                 if waiting and (found := [answer(output) for output in engine.step() if output.finished]):
                     yield found
         finally:
@@ -152,8 +144,7 @@ class EngineServer:
     def speculation(self) -> Report:
         """What speculation did since the last call; only of an engine that speculates."""
         core: Any = self._llm.llm_engine.engine_core  # in this process
-        report: Report = core.engine_core.scheduler.take_report()
-        return report
+        return core.engine_core.scheduler.take_report()
 
     def abort_push(self, reason: str) -> None:
         """Give up a push. The weights may be mixed until the next complete push."""
@@ -172,9 +163,9 @@ class EngineServer:
         if level > 1:
             self._state.fail(f"its weights were dropped by sleep level {level}")
 
-    def wake(self, tags: list[str] | None) -> None:
+    def wake(self, tags: Sequence[str]) -> None:
         """Take GPU memory back. Only sleeping tags are passed on: vLLM wakes nothing if one of them is awake."""
-        asleep = sorted(self._asleep if tags is None else self._asleep & set(tags))
+        asleep = sorted(self._asleep & set(tags))
         if asleep:
             self._llm.wake_up(tags=asleep)
             self._asleep -= set(asleep)

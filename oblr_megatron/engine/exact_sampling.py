@@ -180,11 +180,7 @@ def _state(generator: torch.Generator) -> Any:
 def _rewind(generator: torch.Generator, state: Any, draws: int, kept: int) -> None:
     """Let the next draw of a request be that of its next token.
 
-    Args:
-        generator: of the request.
-        state: before this step.
-        draws: that this step made, one a row.
-        kept: tokens of them.
+    This step began at `state` and made `draws` draws, one a row, of which `kept` tokens remain.
     """
     if draws == kept:
         return

@@ -26,8 +26,8 @@ from typing import Any
 import torch
 
 from oblr_megatron.engine.channel import CHECK_SECONDS, Call, Channel, PeerGone, Reply
+from oblr_megatron.engine.http_messages import Report
 from oblr_megatron.engine.protocol import EngineSpec, SamplingRequest
-from oblr_megatron.engine.speculation import Report
 from oblr_megatron.engine.turns import Answered, TurnMessage
 from oblr_megatron.errors import EngineDeadlineError, EngineLostError, RunError
 from oblr_megatron.formatting import log_tail
@@ -93,10 +93,8 @@ class VllmEngine:
         """Start the process and return; `wait_ready` waits for the engine in it.
 
         Args:
-            spec: of the engine.
             owner: who waits, for error messages, e.g. "rank 0".
             log: file for the process's output.
-            deadlines: of the waits.
             restart: how often this engine was restarted before.
         """
         self.spec, self.owner, self.log, self.deadlines, self.restart = spec, owner, log, deadlines, restart
@@ -138,13 +136,7 @@ class VllmEngine:
         self._ready = True
 
     def call(self, method: str, arguments: dict[str, Any], *, what: str, seconds: float) -> Any:
-        """Call a method in the engine process and wait for the answer.
-
-        Args:
-            method: of `EngineServer`.
-            arguments: its keyword arguments.
-            what: what is waited for, for error messages.
-            seconds: the deadline.
+        """Call a method of `EngineServer` and wait for the answer; `what` names it in error messages.
 
         Raises:
             EngineLostError: the engine died, or gave no answer in time and was killed (`EngineDeadlineError`).
@@ -183,25 +175,16 @@ class VllmEngine:
     ) -> Iterator[tuple[int, list[Sample]]]:
         """Sample G responses for each prompt; yields (position, group) as soon as a prompt's last response has ended.
 
-        The engine waits while nobody reads, so read it in a thread of its own (`rollout.feed`). `wait_ready` must have
-        returned before.
-
-        Args:
-            prompts: Q of token ids.
-            positions: of the prompts in the step's batch; they decide the seeds.
-            request: how to sample them.
+        The positions of the prompts in the step's batch decide the seeds. The engine waits while nobody reads, so read
+        it in a thread of its own (`rollout.feed`). `wait_ready` must have returned before.
 
         Raises:
             EngineLostError: the engine died, or took longer than `deadlines.generate`.
             RunError: the engine refused.
         """
-        what, begin = f"{len(prompts)} x {request.group_size} samples of {self.spec.name}", time.monotonic()
-        seconds = self.deadlines.generate
-        arguments = {"prompts": prompts, "positions": positions, "request": request}
-        self.post("stream", arguments, what=what, seconds=seconds, begin=begin)
-        self._wait_for = None
-        while (reply := self._receive(what, begin, seconds)).more:
-            yield from reply.value
+        what = f"{len(prompts)} x {request.group_size} samples of {self.spec.name}"
+        for finished in self._replies("stream", what, prompts=prompts, positions=positions, request=request):
+            yield from finished
 
     def begin_turns(self) -> Iterator[Answered]:
         """Begin a call that samples the requests of `ask` (see `engine.turns`); yields the responses as they end.
@@ -209,16 +192,8 @@ class VllmEngine:
         Read it in a thread of its own, and call `ask` in another. `wait_ready` must have returned before. Raises as
         `stream`.
         """
-        what, begin, seconds = f"the turns of {self.spec.name}", time.monotonic(), self.deadlines.generate
-        self.post("turns", {}, what=what, seconds=seconds, begin=begin)
-        self._wait_for = None
-        self._turns_end = begin + seconds
-
-        def replies() -> Iterator[Answered]:
-            while (reply := self._receive(what, begin, seconds)).more:
-                yield reply.value
-
-        return replies()
+        self._turns_end = time.monotonic() + self.deadlines.generate
+        return self._replies("turns", f"the turns of {self.spec.name}")
 
     def ask(self, messages: Sequence[TurnMessage] | None) -> None:
         """Send requests to the open call of `begin_turns`; None ends it.
@@ -230,35 +205,40 @@ class VllmEngine:
 
     def speculation(self) -> Report:
         """What speculation did since the last call; see `EngineServer.speculation`."""
-        what = f"{self.spec.name}'s speculation"
-        report: Report = self.call("speculation", {}, what=what, seconds=self.deadlines.sleep)
-        return report
+        return self.call("speculation", {}, what=f"{self.spec.name}'s speculation", seconds=self.deadlines.sleep)
 
-    def sleep(self, level: int = 1) -> None:
-        """See `RolloutEngine.sleep`. Does nothing on a CPU: vLLM's CPU backend cannot sleep."""
-        if self.spec.device == "cuda":
-            what = f"{self.spec.name} to sleep"
-            self.call("sleep", {"level": level}, what=what, seconds=self.deadlines.sleep)
+    def sleep(self, level: int) -> None:
+        """See `RolloutEngine.sleep`; only on a GPU, because vLLM's CPU backend cannot sleep."""
+        self.call("sleep", {"level": level}, what=f"{self.spec.name} to sleep", seconds=self.deadlines.sleep)
 
-    def wake(self, tags: Sequence[str] | None = None) -> None:
-        """See `RolloutEngine.wake`.
+    def wake(self, tags: Sequence[str]) -> None:
+        """Take the memory of these tags back; see `EngineServer.wake`.
 
         Raises:
             EngineLostError: also if the engine could not take all of its memory back. The message has the free memory
                 and the trainer's share.
         """
-        if self.spec.device != "cuda":
-            return
-        arguments = {"tags": None if tags is None else list(tags)}
-        what = f"{self.spec.name} to wake ({', '.join(tags or ['all'])})"
+        what = f"{self.spec.name} to wake ({', '.join(tags)})"
         try:
-            self.call("wake", arguments, what=what, seconds=self.deadlines.sleep)
+            self.call("wake", {"tags": tags}, what=what, seconds=self.deadlines.sleep)
         except EngineLostError:
             raise
         except RunError as error:
             message = f"{error}; {_free_memory()}, and the engine's share is {self.spec.gpu_memory_utilization:g}"
             self._lose(message)
             raise EngineLostError(message) from error
+
+    def _replies(self, method: str, what: str, **arguments: Any) -> Iterator[Any]:
+        """Begin a call with many replies, within `deadlines.generate`; yields their values as they come."""
+        begin, seconds = time.monotonic(), self.deadlines.generate
+        self.post(method, arguments, what=what, seconds=seconds, begin=begin)
+        self._wait_for = None
+
+        def values() -> Iterator[Any]:
+            while (reply := self._receive(what, begin, seconds)).more:
+                yield reply.value
+
+        return values()
 
     def close(self) -> None:
         """End the process, whatever it is doing. May be called more than once."""

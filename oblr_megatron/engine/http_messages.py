@@ -12,18 +12,16 @@ import hashlib
 import json
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict
-from typing import TYPE_CHECKING, Any, Literal
+from typing import Any, Literal
 
 import numpy as np
+from numpy.typing import NDArray
 from pydantic import BaseModel, ConfigDict, Field
 
 from oblr_megatron.engine.protocol import SamplingRequest
 from oblr_megatron.engine.routes import routes_of
 from oblr_megatron.errors import RunError
 from oblr_megatron.types import Sample
-
-if TYPE_CHECKING:
-    from numpy.typing import NDArray
 
 PREFIX = "/oblr"
 INFO, GENERATE, DIGESTS, SPECULATION = (f"{PREFIX}/{name}" for name in ("info", "generate", "digests", "speculation"))
@@ -125,11 +123,7 @@ class Routes(Message):
         return cls.model_construct(dtype=dtype, shape=rows.shape, data=data)
 
     def routes(self, tokens: int) -> NDArray[np.int16]:
-        """`Sample.routes` of a sample of so many tokens.
-
-        Raises:
-            RunError: the data do not fit it.
-        """
+        """`Sample.routes` of a sample of so many tokens; a `RunError` if the data do not fit it."""
         try:
             rows = np.frombuffer(base64.b64decode(self.data, validate=True), self.dtype).reshape(self.shape)
         except ValueError as error:
@@ -222,13 +216,16 @@ class AbortBody(Message):
     reason: str
 
 
-class SpeculationAnswer(Message):
-    """See `speculation.Report`."""
+class Report(Message):
+    """What an engine's speculation did since the last report.
 
-    drafts: int
-    proposed: int
-    accepted: int
-    below: int
+    Example: Report(drafts=120, proposed=540, accepted=310, below=7)
+    """
+
+    drafts: int  # of one sequence in one step
+    proposed: int  # tokens in them
+    accepted: int  # of these tokens
+    below: int  # see `BreakEven.below`
 
 
 class DigestsAnswer(Message):

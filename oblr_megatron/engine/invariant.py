@@ -5,16 +5,14 @@ On GPUs vLLM has kernels of its own for this, which VLLM_BATCH_INVARIANT turns o
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from oblr_megatron import invariant
+from oblr_megatron.engine.protocol import EngineSpec
 from oblr_megatron.families import head_dim
-
-if TYPE_CHECKING:
-    from oblr_megatron.engine.protocol import EngineSpec
 
 _library: list[Any] = []  # torch drops the replacements when their library object is freed
 

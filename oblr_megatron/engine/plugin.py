@@ -61,7 +61,7 @@ def register_transfer_engines() -> None:
     for name, module, class_name in (
         (SHM_BACKEND, "transfer", "ShmWeightTransferEngine"),
         (IPC_BACKEND, "transfer", "RecoveringIpcWeightTransferEngine"),
-        (SERVER_SHM_BACKEND, "transfer_server", "ServerShmWeightTransferEngine"),
+        (SERVER_SHM_BACKEND, "transfer", "ServerShmWeightTransferEngine"),
         (NCCL_BACKEND, "transfer_nccl", "CheckedNcclWeightTransferEngine"),
     ):
         if name not in WeightTransferEngineFactory._registry:
@@ -85,7 +85,7 @@ def disable_weight_packing() -> None:
     if missing:
         raise RuntimeError(f"this vLLM has no {' and no '.join(missing)}: CPU weight packing cannot be turned off")
     ops._supports_onednn = False
-    layers.check_cpu_sgl_kernel = _never  # type: ignore[assignment]
+    layers.check_cpu_sgl_kernel = lambda *_: False
     logger.info("CPU weight packing is off: weight updates take effect")
 
 
@@ -108,11 +108,6 @@ def _unpacked_experts(backend: Enum) -> list[type]:
 
     assert backend.value == "CPU", f"backend {backend.value!r} for experts on a CPU"
     return [UnpackedExperts]
-
-
-def _never(*_: object) -> bool:
-    """Replaces vLLM's question whether a layer's weight suits the sgl kernel."""
-    return False
 
 
 class ReadBack:

@@ -48,18 +48,13 @@ class SamplingRequest:
     siblings: int = 1  # positions of a prompt, one for each response if responses are sampled one by one (G = 1)
 
     def __post_init__(self) -> None:
+        where = "sampling request"
         if self.group_size < 1 or self.max_tokens < 1:
-            raise UserError(
-                f"group_size {self.group_size} and max_tokens {self.max_tokens} must both be at least 1",
-                where="sampling request",
-                fix="raise the one that is below 1",
-            )
+            what = f"group_size {self.group_size} and max_tokens {self.max_tokens} must both be at least 1"
+            raise UserError(what, where=where, fix="raise the one that is below 1")
         if self.temperature != 0 and not self.temperature >= MIN_TEMPERATURE:
-            raise UserError(
-                f"temperature {self.temperature} is below {MIN_TEMPERATURE}, the lowest that vLLM samples at",
-                where="sampling request",
-                fix=f"use 0 for greedy decoding, or at least {MIN_TEMPERATURE}",
-            )
+            what = f"temperature {self.temperature} is below {MIN_TEMPERATURE}, the lowest that vLLM samples at"
+            raise UserError(what, where=where, fix=f"use 0 for greedy decoding, or at least {MIN_TEMPERATURE}")
 
     @classmethod
     def for_training(cls, config: Config, seed: int) -> SamplingRequest:
@@ -103,10 +98,7 @@ class SamplingRequest:
 def call_seed(seed: int, step: int, batch: int = 0) -> int:
     """The seed of one generate call, unique among all batches and evaluations of a run's first million steps.
 
-    Args:
-        seed: of the run.
-        step: counted from 0.
-        batch: of the step; batch 0 has the same seed as without dynamic sampling.
+    Steps count from 0. Batch 0 of a step has the same seed as without dynamic sampling.
     """
     return seed * SEED_STRIDE + step + batch * BATCH_STRIDE
 
@@ -190,12 +182,8 @@ class BatchInFlight(Protocol):
     def take(self, tokens: float) -> dict[int, list[Sample]]:
         """Wait for finished prompts with at least `tokens` tokens, or for the rest of the batch.
 
-        Returns:
-            The group of responses of each finished prompt, by its position in the batch. Each group comes once; {} at
-            the end.
-
-        Raises:
-            RunError: an engine failed.
+        Returns the group of responses of each finished prompt, by its position in the batch. Each group comes once; {}
+        at the end. Raises as `RolloutEngine.generate`.
         """
         ...
 
@@ -228,13 +216,7 @@ class RolloutEngine(Protocol):
     def begin(self, prompts: Sequence[Prompt], request: SamplingRequest, reward: Reward | None = None) -> BatchInFlight:
         """Begin to sample what `generate` would return, and return; the engines go on in the background.
 
-        Args:
-            prompts: as for `generate`.
-            request: as for `generate`.
-            reward: of this rank alone, to score groups in the background as they are finished.
-
-        Raises:
-            RunError: as `generate`.
+        The reward is of this rank alone. It scores groups in the background as they are finished.
         """
         ...
 
@@ -259,10 +241,6 @@ class RolloutEngine(Protocol):
         Args:
             level: 0 frees nothing; 1 frees the KV cache and moves the weights to host memory; 2 drops the weights.
         """
-        return
-
-    def wake(self, tags: Sequence[str] | None = None) -> None:
-        """Take the memory back early, in stages ("weights", then "kv_cache") or all at once."""
         return
 
     def metrics(self) -> dict[str, float]:

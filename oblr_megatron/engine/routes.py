@@ -8,23 +8,16 @@ because its scheduler and its store of captured blocks account for them.
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
+from numpy.typing import NDArray
 
 from oblr_megatron.errors import RunError
-
-if TYPE_CHECKING:
-    from numpy.typing import NDArray
 
 WORKER = "oblr_megatron.engine.routes_cpu.RoutesWorker"
 UNKNOWN = -1
 """Expert of a position that has no route."""
-
-
-def vllm_options(*, on_gpu: bool) -> dict[str, Any]:
-    """vLLM's options for an engine that returns routes."""
-    return {"enable_return_routed_experts": True} | ({} if on_gpu else {"worker_cls": WORKER})
 
 
 def allow_on_cpu() -> None:

@@ -13,7 +13,7 @@ import argparse
 import os
 import socket
 import sys
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from importlib.metadata import entry_points
 from ipaddress import ip_address
 from pathlib import Path
@@ -48,9 +48,13 @@ _NOT_INHERITED = (
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the command's options."""
+
+    def number(name: str, kind: Callable[[str], float], default: float, what: str) -> None:
+        parser.add_argument(name, type=kind, default=default, help=f"{what} (default: %(default)s)")
+
     parser.add_argument("--model", type=Path, required=True, help="Hugging Face directory")
     parser.add_argument("--host", default="127.0.0.1", help="address to listen on; any other than loopback needs a key")
-    parser.add_argument("--port", type=port_number, default=8000, help="port to listen on (default: %(default)s)")
+    number("--port", port_number, 8000, "port to listen on")
     parser.add_argument(
         "--api-key-env", default="OBLR_API_KEY", metavar="NAME", help="environment variable that holds the API key"
     )
@@ -65,22 +69,11 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         default="none",
         help="rounds the weights when they arrive, on GPUs; must equal the run's rollout.quantization",
     )
-    parser.add_argument(
-        "--max-model-len",
-        type=count,
-        default=1536,
-        help="most tokens of a prompt and its response together (default: %(default)s)",
-    )
-    parser.add_argument(
-        "--max-num-seqs", type=count, default=256, help="sequences decoded at once (default: %(default)s)"
-    )
-    parser.add_argument(
-        "--tensor-parallel-size", type=count, default=1, help="GPUs of the server (default: %(default)s)"
-    )
-    parser.add_argument(
-        "--gpu-memory-utilization", type=_share, default=0.9, help="share of each GPU's memory (default: %(default)s)"
-    )
-    parser.add_argument("--kv-cache-gib", type=amount, default=0.5, help="KV cache on a CPU (default: %(default)s)")
+    number("--max-model-len", count, 1536, "most tokens of a prompt and its response together")
+    number("--max-num-seqs", count, 256, "sequences decoded at once")
+    number("--tensor-parallel-size", count, 1, "GPUs of the server")
+    number("--gpu-memory-utilization", _share, 0.9, "share of each GPU's memory")
+    number("--kv-cache-gib", amount, 0.5, "KV cache on a CPU")
     parser.add_argument("--num-threads", type=count, help="threads on a CPU; default: all cores")
     parser.add_argument(
         "--speculation",
@@ -106,7 +99,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         metavar="NAME=VALUE",
         help="a further option of vLLM's engine, any number of times; must equal the run's rollout.vllm",
     )
-    parser.add_argument("--seed", type=_seed, default=0, help="of requests without their own (default: %(default)s)")
+    number("--seed", _seed, 0, "of requests without their own")
     parser.add_argument(
         "--die-with-parent", action="store_true", help="end together with the process that started the server"
     )
@@ -129,13 +122,14 @@ def serve(options: argparse.Namespace) -> int:
 
     import torch
 
-    spec = spec_of(options, "cuda" if torch.cuda.is_available() else "cpu")
+    on_gpu = torch.cuda.is_available()
+    spec = spec_of(options, "cuda" if on_gpu else "cpu")
     check_quantization(spec)
-    check_vllm_options(spec.vllm, on_gpu=spec.device == "cuda", where="--vllm")
-    check_processor(spec.vllm, on_gpu=spec.device == "cuda", where="--vllm")
+    check_vllm_options(spec.vllm, on_gpu=on_gpu, where="--vllm")
+    check_processor(spec.vllm, on_gpu=on_gpu, where="--vllm")
     check_installed(spec.speculation, "--speculation")
     if spec.routes:
-        check_routes(model.config, spec.vllm, spec.speculation, on_gpu=spec.device == "cuda", where="command line")
+        check_routes(model.config, spec.vllm, spec.speculation, on_gpu=on_gpu, where="command line")
     check_sizes(spec, model.config, torch.cuda.device_count())
     model.tokenizer()  # raises if it does not fit the model
     environment = server_environment(os.environ, spec, key, own_key_variable=options.api_key_env)
@@ -148,122 +142,73 @@ def serve(options: argparse.Namespace) -> int:
 
 
 def check_exposure(host: str, key: str, variable: str) -> None:
-    """Refuse to listen where other machines can reach the server without a key.
-
-    Raises:
-        UserError: there is no key, the key is weak, or the address is a wildcard.
-    """
+    """Refuse (UserError) to listen where other machines can reach the server without a key, or with a weak one."""
     from oblr_megatron.engine.server_guard import is_loopback
 
-    where = "--host"
     if _is_wildcard(host):
-        raise UserError(
-            f"{host!r} is every interface of this machine", where=where, fix="give the address of one interface"
-        )
+        what = f"{host!r} is every interface of this machine"
+        raise UserError(what, where="--host", fix="give the address of one interface")
     if not is_loopback(host) and not key:
-        raise UserError(
-            f"{host} can be reached from other machines, and every client can replace the weights",
-            where=where,
-            fix=f"set {variable} to a key in the environment, here and where the trainer runs, or listen on 127.0.0.1",
-        )
+        what = f"{host} can be reached from other machines, and every client can replace the weights"
+        fix = f"set {variable} to a key in the environment, here and where the trainer runs, or listen on 127.0.0.1"
+        raise UserError(what, where="--host", fix=fix)
     if key and (len(key) < MIN_KEY_LENGTH or not key.isascii() or not key.isprintable() or " " in key):
-        raise UserError(
-            f"the key in {variable} is not {MIN_KEY_LENGTH} or more printable characters without spaces",
-            where="--api-key-env",
-            fix=f'set it: export {variable}="$(openssl rand -hex 32)"',
-        )
+        what = f"the key in {variable} is not {MIN_KEY_LENGTH} or more printable characters without spaces"
+        fix = f'set it: export {variable}="$(openssl rand -hex 32)"'
+        raise UserError(what, where="--api-key-env", fix=fix)
 
 
 def check_address(host: str, port: int) -> None:
-    """Refuse an address that cannot be bound.
-
-    Raises:
-        UserError: the port is taken, or the address belongs to another machine.
-    """
+    """Refuse (UserError) a port that is taken, and an address of another machine."""
     try:
         family, kind, protocol, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
         with socket.socket(family, kind, protocol) as probe:
             probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
             probe.bind(address)
     except (OSError, OverflowError) as error:
-        raise UserError(
-            f"cannot listen on {host}:{port}: {error}", where="--host, --port", fix="choose another port or address"
-        ) from None
+        what = f"cannot listen on {host}:{port}: {error}"
+        raise UserError(what, where="--host, --port", fix="choose another port or address") from None
 
 
 def check_quantization(spec: EngineSpec) -> None:
-    """Refuse quantization on a CPU, or of weights that are not in bfloat16.
-
-    Raises:
-        UserError: with the option to change.
-    """
-    if spec.quantization == "none":
-        return
-    if spec.device == "cpu":
-        raise UserError(
-            f"{spec.quantization} needs a GPU: vLLM has no FP8 matrix products on a CPU",
-            where="--quantization",
-            fix="leave the option out",
-        )
-    if spec.dtype != "bfloat16":
-        raise UserError(
-            f"{spec.quantization} needs bfloat16 weights, not {spec.dtype}",
-            where="--quantization",
-            fix="add --dtype bfloat16",
-        )
+    """Refuse (UserError) quantization on a CPU, and of weights that are not in bfloat16."""
+    name, where = spec.quantization, "--quantization"
+    if name != "none" and spec.device == "cpu":
+        what = f"{name} needs a GPU: vLLM has no FP8 matrix products on a CPU"
+        raise UserError(what, where=where, fix="leave the option out")
+    if name != "none" and spec.dtype != "bfloat16":
+        raise UserError(f"{name} needs bfloat16 weights, not {spec.dtype}", where=where, fix="add --dtype bfloat16")
 
 
 def check_sizes(spec: EngineSpec, hf_config: Mapping[str, Any], devices: int) -> None:
-    """Refuse sizes that the model or the machine does not have.
-
-    Raises:
-        UserError: names the option and the limit.
-    """
+    """Refuse (UserError) sizes that the model or the machine does not have."""
     check_head_size(hf_config, spec.model, on_gpu=spec.device == "cuda")
     positions = int(hf_config.get("max_position_embeddings", spec.max_model_len))
+    if spec.max_model_len > positions:
+        what = f"{spec.max_model_len} exceeds the model's max_position_embeddings {positions}"
+        raise UserError(what, where="--max-model-len", fix=f"give {positions} or less")
+    parallel, where = spec.tensor_parallel_size, "--tensor-parallel-size"
+    if parallel > max(devices, 1):
+        what = f"{parallel} GPUs are needed, but this machine has {devices}"
+        raise UserError(what, where=where, fix=f"give {max(devices, 1)} or less")
+    if (problem := heads_problem(hf_config, parallel, where)) is not None:
+        what, fix = problem
+        raise UserError(what, where=where, fix=fix)
     cache = 2 * spec.max_model_len * hf_config["num_hidden_layers"] * hf_config["num_key_value_heads"]
     cache *= head_dim(hf_config) * cache_bytes(spec.vllm, 4 if spec.dtype == "float32" else 2)
-    parallel = spec.tensor_parallel_size
-    divided = heads_problem(hf_config, parallel, "--tensor-parallel-size")
-    for wrong, option, what, fix in (
-        (
-            spec.max_model_len > positions,
-            "--max-model-len",
-            f"{spec.max_model_len} exceeds the model's max_position_embeddings {positions}",
-            f"give {positions} or less",
-        ),
-        (
-            parallel > max(devices, 1),
-            "--tensor-parallel-size",
-            f"{parallel} GPUs are needed, but this machine has {devices}",
-            f"give {max(devices, 1)} or less",
-        ),
-        (divided is not None, "--tensor-parallel-size", *(divided or ("", ""))),
-        (
-            spec.device == "cpu" and cache > spec.kv_cache_bytes,
-            "--kv-cache-gib",
-            f"one sequence of {spec.max_model_len} tokens needs {cache / 2**30:.3g} GiB, not "
-            f"{spec.kv_cache_bytes / 2**30:.3g}",
-            "raise it, or lower --max-model-len",
-        ),
-    ):
-        if wrong:
-            raise UserError(what, where=option, fix=fix)
+    if spec.device == "cpu" and cache > spec.kv_cache_bytes:
+        held, needed = (f"{size / 2**30:.3g}" for size in (spec.kv_cache_bytes, cache))
+        what = f"one sequence of {spec.max_model_len} tokens needs {needed} GiB, not {held}"
+        raise UserError(what, where="--kv-cache-gib", fix="raise it, or lower --max-model-len")
 
 
 def check_installation() -> None:
-    """Refuse to start a server that would not find our plugins.
-
-    Raises:
-        UserError: the installed package's metadata does not name a plugin.
-    """
+    """Refuse (UserError) to start a server that would not find our plugins in the installed package's metadata."""
     for group in PLUGIN_GROUPS:
         if PLUGIN not in entry_points(group=group).names:
-            raise UserError(
-                f"the installed package names no plugin {PLUGIN!r} for {group}",
-                where="installation",
-                fix="install the package again: pip install --no-deps --no-build-isolation --editable .",
-            )
+            what = f"the installed package names no plugin {PLUGIN!r} for {group}"
+            fix = "install the package again: pip install --no-deps --no-build-isolation --editable ."
+            raise UserError(what, where="installation", fix=fix)
 
 
 def spec_of(options: argparse.Namespace, device: Literal["cpu", "cuda"]) -> EngineSpec:
@@ -304,11 +249,7 @@ def server_environment(
 ) -> dict[str, str]:
     """The server process's environment: that of an engine process, plus our plugins' names and the guard's key.
 
-    Args:
-        environment: of this process.
-        spec: of the engine.
-        key: the API key; empty for none.
-        own_key_variable: the variable that the key came from, to be removed.
+    The key is empty for none. It came from `own_key_variable`, which is removed.
     """
     from oblr_megatron.engine.handle import child_environment
     from oblr_megatron.engine.server_guard import KEY_VARIABLE

@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import asyncio
 import hmac
-import json
 import os
 from collections.abc import Awaitable, Callable, MutableMapping
 from ipaddress import ip_address
@@ -50,6 +49,8 @@ class Guard:
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Pass a request on, or refuse it."""
+        from starlette.responses import JSONResponse
+
         if scope["type"] == "lifespan":
             await self._app(scope, receive, send)
             return
@@ -63,16 +64,13 @@ class Guard:
         if scope["type"] != "http":
             await send({"type": "websocket.close", "code": 1008})
         elif refusal is not None:
-            await _answer(send, *refusal)
+            status, reason = refusal
+            headers = {"connection": "close"}  # the rest of a refused request is not read
+            await JSONResponse({"error": reason}, status, headers)(scope, receive, send)
 
 
 async def read_body(receive: Receive, most: int) -> bytes | tuple[int, str] | None:
-    """A request's body; or status and reason of a refusal; or None if the client has gone.
-
-    Args:
-        receive: the request's messages, as ASGI defines them.
-        most: bytes.
-    """
+    """A request's body of at most `most` bytes; or status and reason of a refusal; or None if the client has gone."""
     body = bytearray()
     try:
         async with asyncio.timeout(BODY_SECONDS):
@@ -105,12 +103,7 @@ def _received(body: bytes, receive: Receive) -> Receive:
 
 
 def refuse(scope: Scope, key: str) -> tuple[int, str] | None:
-    """Status and reason of a refusal; None lets the request pass.
-
-    Args:
-        scope: of the request, as ASGI defines it.
-        key: the API key; empty for none.
-    """
+    """Status and reason of a refusal; None lets the request pass. The key is empty for none."""
     headers = {name.lower(): value for name, value in scope.get("headers", ())}
     path = scope["path"]
     if path not in OPEN_PATHS:
@@ -142,11 +135,3 @@ def _host(header: str) -> str:
     if header.startswith("["):
         return header[1:].partition("]")[0]
     return header.partition(":")[0]
-
-
-async def _answer(send: Send, status: int, reason: str) -> None:
-    body = json.dumps({"error": reason}).encode()
-    headers = [(b"content-type", b"application/json"), (b"content-length", str(len(body)).encode())]
-    headers.append((b"connection", b"close"))  # the rest of a refused request is not read
-    await send({"type": "http.response.start", "status": status, "headers": headers})
-    await send({"type": "http.response.body", "body": body})

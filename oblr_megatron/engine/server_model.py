@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import asyncio
 import secrets
-from collections.abc import Sequence
 from contextlib import suppress
 from itertools import count
 from pathlib import Path
@@ -101,8 +100,17 @@ class ServedModel:
                 asyncio.ensure_future(self._group(prompt, request, position))
                 for prompt, position in zip(body.prompts, body.positions, strict=True)
             ]
-            self._track(tasks)
-        groups = await self._all(tasks, body.holding)
+            self._requests.update(tasks)
+            for task in tasks:
+                task.add_done_callback(self._requests.discard)
+        try:
+            groups = await asyncio.gather(*tasks)
+        except asyncio.CancelledError:
+            self._state.check_usable(body.holding)  # refuses if a push cancelled them; otherwise the client is gone
+            raise
+        finally:  # if one failed, or the client has disconnected
+            for task in tasks:
+                task.cancel()
         copies = request.group_size if request.greedy else 1
         return http.GenerateAnswer.model_construct(
             holding=body.holding, groups=[[http.to_response(one) for one in group] * copies for group in groups]
@@ -114,10 +122,13 @@ class ServedModel:
             await self._weights(self._client.init_weight_transfer_engine(WeightTransferInitRequest(body.init_info)))
 
     async def start_push(self, body: http.StartBody) -> None:
-        """Begin to replace the weights; responses that are being sampled are dropped."""
+        """Begin to replace the weights. Responses that are being sampled are dropped: their weights end with it."""
         async with self._push_lock:
             await self._end_push(f"push {body.holding.version} has not ended")
-            await self._cancel_requests()
+            for task in (sampling := list(self._requests)):
+                task.cancel()
+            if sampling:
+                await asyncio.wait(sampling)
             manifest = tuple(TensorSpec(name, dtype, shape) for name, dtype, shape in body.manifest)
             with self._state.begin(body.holding, manifest):
                 await self._weights(self._client.start_weight_update())
@@ -140,16 +151,12 @@ class ServedModel:
         async with self._push_lock:
             return http.DigestsAnswer(workers=await self._client.collective_rpc("oblr_read_back"))
 
-    async def speculation(self) -> http.SpeculationAnswer:
-        """What speculation did since the last call.
-
-        Raises:
-            Refusal: the server does not speculate.
-        """
+    async def speculation(self) -> http.Report:
+        """What speculation did since the last call; a `Refusal` if the server does not speculate."""
         if self._config.speculative_config is None:
             raise Refusal("it was started without --speculation")
         report = await self._client.engine_core.call_utility_async("oblr_speculation")  # see `engine.tail_scheduler`
-        return http.SpeculationAnswer(**report)
+        return http.Report(**report)
 
     async def abort_push(self, body: http.AbortBody) -> None:
         """Give up a push, if it is the open one or the last one."""
@@ -169,30 +176,6 @@ class ServedModel:
             to_sample(position, prompt, one, version, self._tokenizer, self._vocab_size, routes=request.routes)
             for one in final.outputs
         ]
-
-    async def _all(self, tasks: Sequence[asyncio.Future[Any]], holding: http.Holding) -> list[list[Sample]]:
-        """All groups of a request. If one fails, or the client disconnects, the others are cancelled."""
-        try:
-            return list(await asyncio.gather(*tasks))
-        except asyncio.CancelledError:
-            self._state.check_usable(holding)  # refuses if a push cancelled them; otherwise the client is gone
-            raise
-        finally:
-            for task in tasks:
-                task.cancel()
-
-    def _track(self, tasks: Sequence[asyncio.Future[Any]]) -> None:
-        self._requests.update(tasks)
-        for task in tasks:
-            task.add_done_callback(self._requests.discard)
-
-    async def _cancel_requests(self) -> None:
-        """Abort the responses that are being sampled, so that no sequence continues under other weights."""
-        tasks = list(self._requests)
-        for task in tasks:
-            task.cancel()
-        if tasks:
-            await asyncio.wait(tasks)
 
     async def _end_push(self, reason: str, holding: http.Holding | None = None) -> None:
         """Mark the weights as unusable, and close the update session that a failed push has left open in vLLM."""

@@ -10,7 +10,6 @@ from __future__ import annotations
 import json
 import logging
 from collections.abc import Awaitable, Callable
-from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from oblr_megatron.engine import http_messages as http
@@ -27,7 +26,9 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
-ROUTES: tuple[tuple[str, type[http.Message] | None, Callable[..., Awaitable[http.Message | None]]], ...] = (
+Method = Callable[..., Awaitable[http.Message | None]]
+
+ROUTES: tuple[tuple[str, type[http.Message] | None, Method], ...] = (
     (http.INFO, None, ServedModel.info),
     (http.DIGESTS, None, ServedModel.digests),
     (http.SPECULATION, None, ServedModel.speculation),
@@ -39,8 +40,6 @@ ROUTES: tuple[tuple[str, type[http.Message] | None, Callable[..., Awaitable[http
     (http.PUSH_ABORT, http.AbortBody, ServedModel.abort_push),
 )
 """(path, type of the body or None for GET, method)"""
-
-Handler = Callable[[bytes], Awaitable[http.Message | None]]
 
 
 class ServerRoutes:
@@ -58,8 +57,7 @@ class ServerRoutes:
 
         server_connection.install()
         for path, kind, method in ROUTES:
-            route = self._route(partial(self._call, kind, method))
-            app.add_api_route(path, route, methods=["GET" if kind is None else "POST"])
+            app.add_api_route(path, self._route(kind, method), methods=["GET" if kind is None else "POST"])
 
     async def init_state(self, engine_client: Any, state: Any, args: Namespace) -> None:
         """Called by vLLM when the engine is up."""
@@ -67,15 +65,19 @@ class ServerRoutes:
         await served.warm_up()
         self._served = served
 
-    def _route(self, handler: Handler) -> Callable[[Any], Awaitable[Response]]:
+    def _route(self, kind: type[http.Message] | None, method: Method) -> Callable[[Any], Awaitable[Response]]:
         """A handler in the form that FastAPI takes. It is cancelled when the client disconnects."""
         from starlette.requests import Request
         from starlette.responses import Response
         from vllm.entrypoints.serve.utils.api_utils import with_cancellation
 
+        async def call(body: bytes) -> http.Message | None:
+            assert self._served is not None, "vLLM serves requests only after init_state"
+            return await method(self._served, *([] if kind is None else [kind.model_validate_json(body)]))
+
         @with_cancellation
         async def cancellable(body: bytes, raw_request: Request) -> Response:
-            status, text = await _outcome(handler, body)
+            status, text = await _outcome(call, body)
             return Response(text, status, media_type="application/json")
 
         async def route(raw_request: Request) -> Response:
@@ -86,17 +88,8 @@ class ServerRoutes:
         route.__annotations__ = {"raw_request": Request, "return": Response}
         return route
 
-    async def _call(
-        self,
-        kind: type[http.Message] | None,
-        method: Callable[..., Awaitable[http.Message | None]],
-        body: bytes,
-    ) -> http.Message | None:
-        assert self._served is not None, "vLLM serves requests only after init_state"
-        return await method(self._served, *([] if kind is None else [kind.model_validate_json(body)]))
 
-
-async def _outcome(handler: Handler, body: bytes) -> tuple[int, str]:
+async def _outcome(handler: Method, body: bytes) -> tuple[int, str]:
     """Run a handler; returns the HTTP status and the JSON text."""
     from vllm.exceptions import VLLMClientError
 

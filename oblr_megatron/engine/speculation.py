@@ -8,11 +8,12 @@ where that changes; `engine.tail_scheduler` asks it before each step.
 from __future__ import annotations
 
 import statistics
-from collections import deque
+from collections import defaultdict, deque
 from dataclasses import dataclass, field
 from importlib.util import find_spec
 from typing import Any, Literal, get_args
 
+from oblr_megatron.engine.http_messages import Report
 from oblr_megatron.errors import UserError
 
 Method = Literal["ngram", "suffix"]
@@ -40,13 +41,7 @@ OUTLIER = 4.0
 
 
 def vllm_options(method: Method, below: int | None, max_num_seqs: int) -> dict[str, Any]:
-    """vLLM's own options for an engine that speculates.
-
-    Args:
-        method: where drafts come from.
-        below: most sequences that are sampled with drafts; None: the engine measures it.
-        max_num_seqs: most sequences of the engine.
-    """
+    """vLLM's own options for an engine that speculates, up to `below` sequences; None: the engine measures it."""
     drafts = OPTIONS[method]["num_speculative_tokens"]
     # The scheduler overrules this table. It names both widths, so that vLLM captures CUDA graphs for both.
     table = [[1, max_num_seqs - 1, drafts], [max_num_seqs, max_num_seqs, 0]] if max_num_seqs > 1 else [[1, 1, drafts]]
@@ -62,17 +57,11 @@ def vllm_options(method: Method, below: int | None, max_num_seqs: int) -> dict[s
 
 
 def check_installed(method: str, where: str) -> None:
-    """Refuse a method without its package.
-
-    Raises:
-        UserError: the package is not installed.
-    """
+    """Refuse (UserError) a method without its package."""
     if method == "suffix" and find_spec(SUFFIX_PACKAGE) is None:
-        raise UserError(
-            "speculation 'suffix' needs the package arctic-inference, which is not installed",
-            where=where,
-            fix="pip install --no-deps arctic-inference==0.3.0 (needs a C++ compiler), or choose 'ngram'",
-        )
+        what = "speculation 'suffix' needs the package arctic-inference, which is not installed"
+        fix = "pip install --no-deps arctic-inference==0.3.0 (needs a C++ compiler), or choose 'ngram'"
+        raise UserError(what, where=where, fix=fix)
 
 
 @dataclass(slots=True)
@@ -103,7 +92,7 @@ class BreakEven:
         most: sequences that are tried with drafts at most.
         """
         self._fixed, self._most = fixed, most
-        self._steps: dict[tuple[int, bool], _Steps] = {}
+        self._steps: defaultdict[tuple[int, bool], _Steps] = defaultdict(_Steps)
         self._turns: dict[int, int] = {}
 
     @property
@@ -142,29 +131,13 @@ class BreakEven:
             seconds: that it took, the search for drafts included.
             tokens: that it added to all sequences together.
         """
-        steps = self._steps.setdefault((sequences.bit_length(), drafts), _Steps())
+        steps = self._steps[sequences.bit_length(), drafts]
         steps.seconds.append(seconds)
         steps.tokens.append(tokens / sequences)
 
     def _known(self, size: int) -> bool:
         """Whether enough steps of both kinds were seen."""
-        return all(
-            (size, drafts) in self._steps and len(self._steps[size, drafts].seconds) >= ENOUGH
-            for drafts in (True, False)
-        )
-
-
-@dataclass(frozen=True, slots=True)
-class Report:
-    """What an engine's speculation did since the last report.
-
-    Example: Report(drafts=120, proposed=540, accepted=310, below=7)
-    """
-
-    drafts: int  # of one sequence in one step
-    proposed: int  # tokens in them
-    accepted: int  # of these tokens
-    below: int  # see `BreakEven.below`
+        return all(len(self._steps[size, drafts].seconds) >= ENOUGH for drafts in (True, False))
 
 
 def metrics_of(reports: list[Report]) -> dict[str, float]:

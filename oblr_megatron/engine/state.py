@@ -14,14 +14,15 @@ class:
     state.check_usable()                                       # before each request for samples
 
     event         allowed in   next state   refused if
-    begin         any          pushing      the manifest is not exactly the model's tensors
+    begin         any          pushing      the manifest is not exactly the model's tensors in the engine's dtype
     bucket        pushing      pushing      its parts are not the next ones of the manifest
     finish        pushing      serving      a tensor has not come
     fail          any          unusable     (ignored if it names a push that is neither open nor served)
     check_usable  serving      serving      the caller expects other weights
 
 A step that is refused, or that ends with an error of vLLM, leads to the state unusable; only a new push leads out of
-it. A bucket or a finish of a push that is not open is refused and changes nothing.
+it. A bucket or a finish of a push that is not open is refused and changes nothing. Wrong tensors raise a `WeightError`,
+everything else a `Refusal`.
 """
 
 from __future__ import annotations
@@ -42,10 +43,7 @@ class WeightState:
     """The weights of one engine; not thread-safe."""
 
     def __init__(self, shapes: Mapping[str, tuple[int, ...]], dtype: str) -> None:
-        """Args:
-        shapes: names and shapes of the checkpoint that the engine started from.
-        dtype: of the engine's weights, torch's name without "torch.".
-        """
+        """Shapes by name are those of the checkpoint that the engine started from; `dtype` is torch's name."""
         self._shapes, self._dtype = shapes, dtype
         self.holding = Holding()  # the last complete push
         self.pushing: Holding | None = None  # the open push
@@ -55,11 +53,7 @@ class WeightState:
 
     @contextmanager
     def begin(self, holding: Holding, manifest: Manifest) -> Iterator[None]:
-        """Open a push. From here on the engine may not sample until `finish`.
-
-        Raises:
-            WeightError: the manifest is not exactly the model's tensors in the engine's dtype.
-        """
+        """Open a push. From here on the engine may not sample until `finish`."""
         self.fail(f"push {holding.version} has not ended")
         with self._fails(holding):
             check_manifest(manifest, self._shapes, self._dtype)
@@ -68,28 +62,14 @@ class WeightState:
 
     @contextmanager
     def bucket(self, parts: Sequence[Part], holding: Holding | None = None) -> Iterator[None]:
-        """Load one bucket.
-
-        Args:
-            parts: contents of the bucket.
-            holding: the push it belongs to; None on a connection that carries one push at a time.
-
-        Raises:
-            Refusal: this push is not open.
-            WeightError: the parts are not the next ones of the manifest.
-        """
+        """Load one bucket of the push `holding`; None on a connection that carries one push at a time."""
         with self._fails(self._open(holding)):
             self._ledger.take(parts)
             yield
 
     @contextmanager
     def finish(self, holding: Holding | None = None) -> Iterator[None]:
-        """End the push; the engine may sample from its weights afterwards.
-
-        Raises:
-            Refusal: this push is not open.
-            WeightError: a tensor has not come.
-        """
+        """End the push; the engine may sample from its weights afterwards."""
         pushed = self._open(holding)
         with self._fails(pushed):
             self._ledger.finish()
@@ -97,11 +77,9 @@ class WeightState:
         self.holding, self.pushing, self.unusable, self._session_open = pushed, None, None, False
 
     def fail(self, reason: str, holding: Holding | None = None) -> None:
-        """Make the weights unusable until the next complete push.
+        """Make the weights unusable until the next complete push; `reason` is shown when samples are requested.
 
-        Args:
-            reason: shown when samples are requested.
-            holding: the push that failed; a failure of another push than the open or the last one is ignored.
+        A failure of another push (`holding`) than the open or the last one is ignored.
         """
         if holding in (None, self.pushing, self.holding):
             self.unusable, self.pushing = reason, None
@@ -113,11 +91,7 @@ class WeightState:
         return left
 
     def check_usable(self, holding: Holding | None = None) -> None:
-        """Refuse to sample from incomplete weights, or from other weights than `holding`.
-
-        Raises:
-            Refusal: with the reason.
-        """
+        """Refuse to sample from incomplete weights, or from other weights than `holding`."""
         if self.unusable is not None:
             raise Refusal(f"{self.unusable}; it generates again after a complete push")
         if holding not in (None, self.holding):
@@ -139,11 +113,7 @@ class WeightState:
 
 
 def check_reset(done: bool) -> None:
-    """Refuse to serve a push if vLLM could not drop the prefixes that it computed with the old weights.
-
-    Args:
-        done: what vLLM's `reset_prefix_cache` returned.
-    """
+    """Refuse to serve a push if `reset_prefix_cache` could not drop the prefixes of the old weights."""
     if not done:
         raise Refusal("vLLM kept cached prefixes of the old weights")
 

@@ -12,7 +12,8 @@ from vllm.v1.core.sched.output import SchedulerOutput
 from vllm.v1.core.sched.scheduler import Scheduler
 from vllm.v1.outputs import DraftTokenIds, ModelRunnerOutput
 
-from oblr_megatron.engine.speculation import BELOW, BreakEven, Report
+from oblr_megatron.engine.http_messages import Report
+from oblr_megatron.engine.speculation import BELOW, BreakEven
 
 
 class TailScheduler(Scheduler):
@@ -68,12 +69,12 @@ class TailScheduler(Scheduler):
 
     def take_report(self) -> Report:
         """What speculation did since the last call."""
-        report = Report(self._drafts, self._proposed, self._accepted, self._break_even.below)
+        drafts, proposed, accepted = self._drafts, self._proposed, self._accepted
         self._drafts = self._proposed = self._accepted = 0
-        return report
+        return Report(drafts=drafts, proposed=proposed, accepted=accepted, below=self._break_even.below)
 
 
 def _speculation_of(core: Any) -> dict[str, int]:
     """The method that an API server's front end calls by name; its answer is encoded with msgpack."""
-    report = core.scheduler.take_report()
-    return {name: getattr(report, name) for name in Report.__slots__}
+    report: Report = core.scheduler.take_report()
+    return report.model_dump()

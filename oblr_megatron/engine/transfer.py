@@ -1,8 +1,9 @@
 """vLLM weight-transfer engines for pushes (`vllm.distributed.weight_transfer`): the side that runs inside vLLM.
 
-`oblr_shm`: shared memory, for engines on a CPU. `oblr_ipc`: vLLM's own CUDA IPC engine, made to recover from a broken
-push. A push is a start, any number of updates, and a finish. Each message has its own answer, so neither side ever
-waits while it holds something that the other needs. Completeness and versions are checked in `engine.state`.
+`oblr_shm`: shared memory, for engines on a CPU. `oblr_server_shm`: the same for an API server on the trainer's machine.
+`oblr_ipc`: vLLM's own CUDA IPC engine, made to recover from a broken push. A push is a start, any number of updates,
+and a finish. Each message has its own answer, so neither side ever waits while it holds something that the other needs.
+Completeness and versions are checked in `engine.state`.
 """
 
 from __future__ import annotations
@@ -22,6 +23,7 @@ from vllm.distributed.weight_transfer.ipc_engine import IPCWeightTransferEngine
 from oblr_megatron.errors import WeightError
 from oblr_megatron.weights.engine_view import engine_tensors
 from oblr_megatron.weights.manifest import parts_of
+from oblr_megatron.weights.peer_memory import PeerMemory
 from oblr_megatron.weights.shm import Bucket, SharedBuffer, read_bucket
 
 
@@ -103,6 +105,29 @@ class ShmWeightTransferEngine(WeightTransferEngine[ShmInitInfo, ShmUpdateInfo]):
             self._buffer = None
 
 
+class ServerShmWeightTransferEngine(ShmWeightTransferEngine):
+    """`oblr_server_shm`: a server is not a child of the trainer, so it finds the memory through `PeerMemory`."""
+
+    init_info_cls = PeerMemory  # type: ignore[assignment]
+
+    def __init__(self, *arguments: Any, **options: Any) -> None:
+        super().__init__(*arguments, **options)
+        self._peer: PeerMemory | None = None
+
+    def init_transfer_engine(self, init_info: PeerMemory) -> None:  # type: ignore[override]
+        """Map the trainer's memory; again after it grew or the trainer changed."""
+        check_layers_read_parameters(self.model)
+        if self._peer != init_info:
+            self.shutdown()
+            self._buffer, self._peer = init_info.open(), init_info
+        assert self._buffer is not None, "opened above"
+        self._buffer.map()
+
+    def shutdown(self) -> None:
+        super().shutdown()
+        self._peer = None
+
+
 _NO_PLUGIN = "the plugin 'oblr_megatron' of vllm.general_plugins was not active when the model was loaded"
 
 
@@ -116,9 +141,17 @@ def check_layers_read_parameters(model: nn.Module) -> None:
     Raises:
         WeightError: a layer computes with a packed copy, or would misread what is pushed.
     """
+    from oblr_megatron.engine.experts import UnpackedExperts
+
     for name, layer in model.named_modules():
         if hasattr(layer, "w13_weight"):
-            _check_experts_read_parameters(name, layer)
+            quant_method: Any = layer.quant_method
+            experts = quant_method.moe_kernel.fused_experts
+            if not isinstance(experts, UnpackedExperts):
+                kind = type(experts).__name__
+                raise WeightError(
+                    f"vLLM computes {name} with packed weights ({kind}) and misreads a push: {_NO_PLUGIN}"
+                )
         product: Any = getattr(layer, "cpu_linear", None)
         weight: Any = getattr(layer, "weight", None)
         if product is None or weight is None:
@@ -128,17 +161,6 @@ def check_layers_read_parameters(model: nn.Module) -> None:
             raise WeightError(
                 f"vLLM computes {name} with a packed copy of its weight, which a push does not reach: {_NO_PLUGIN}"
             )
-
-
-def _check_experts_read_parameters(name: str, layer: Any) -> None:
-    """Refuse vLLM's own kernel for experts: it packs their weights in place."""
-    from oblr_megatron.engine.experts import UnpackedExperts
-
-    experts = layer.quant_method.moe_kernel.fused_experts
-    if not isinstance(experts, UnpackedExperts):
-        raise WeightError(
-            f"vLLM computes {name} with packed weights ({type(experts).__name__}) and misreads a push: {_NO_PLUGIN}"
-        )
 
 
 class RestartableReload(WeightTransferEngine[Any, Any]):

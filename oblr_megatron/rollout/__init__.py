@@ -20,11 +20,6 @@ def open_engines(config: Config, parallel: Parallel, waiting: Waiting = nullcont
 
     Each module is imported only if it is used: a replay loads no vllm.
 
-    Args:
-        config: of the run.
-        parallel: this rank's position.
-        waiting: a context that is entered with what a start waits for.
-
     Raises:
         UserError: the engines do not fit the ranks.
         RunError: an engine did not start, or a server does not answer.

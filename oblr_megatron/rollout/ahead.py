@@ -17,21 +17,18 @@ from oblr_megatron.engine.protocol import RolloutEngine, SamplingRequest, call_s
 
 if TYPE_CHECKING:
     from oblr_megatron.config import Config
-    from oblr_megatron.rollout.prompt_source import PromptSource
+    from oblr_megatron.data.prompts import PromptStream
+    from oblr_megatron.rollout.replay import ReplayEngine
     from oblr_megatron.types import Prompt, Sample
 
 
 class Ahead:
     """The batch of a later step. Every rank makes it and calls every method at the same point."""
 
-    def __init__(self, engines: RolloutEngine, stream: PromptSource, config: Config, step: int) -> None:
-        """Take the prompts and start to sample.
+    def __init__(self, engines: RolloutEngine, stream: PromptStream | ReplayEngine, config: Config, step: int) -> None:
+        """Take the prompts of `step`, counted from 0, and start to sample.
 
-        Args:
-            engines: of the run; they must not share memory with the trainer by turns.
-            stream: of prompts.
-            config: of the run.
-            step: that will train on the samples, counted from 0.
+        The engines must not share memory with the trainer by turns.
         """
         self.position: dict[str, Any] = stream.state_dict()
         """Of the data, before the prompts were taken."""
@@ -42,12 +39,7 @@ class Ahead:
         self._samples: list[Sample] | None = None
 
     def finish(self) -> list[Sample]:
-        """Wait for the rest of the samples, and return all of them: N = Q * G, prompt-major.
-
-        Raises:
-            EngineLostError: engines were lost, and restarted as often as `rollout.max_restarts` allows.
-            RunError: an engine refused.
-        """
+        """Wait for the rest, and return all samples: N = Q * G, prompt-major. Raises as `InFlight.take`."""
         if self._samples is None:
             groups = self._flight.take(math.inf)
             self._samples = [sample for group in groups.values() for sample in group]

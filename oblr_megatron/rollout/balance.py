@@ -44,12 +44,12 @@ class Balance:
         self._together = together
         self._pending = list(range(len(costs)))
         self._running: list[set[Task]] = [set() for _ in capacities]
-        self._finished: set[int] = set()
+        self._left = len(costs)
 
     @property
     def finished(self) -> bool:
         """Whether every prompt is finished."""
-        return len(self._finished) == len(self._costs)
+        return self._left == 0
 
     def next(self) -> Task | None:
         """The next request; None while every server is full, or if no prompt is left."""
@@ -65,14 +65,10 @@ class Balance:
         self._running[server].add(task)
         return task
 
-    def finish(self, task: Task) -> bool:
-        """Note that a request was answered. Returns False if it was given up before: its answer must not be used."""
-        if task not in self._running[task.server]:
-            return False
-        self._running[task.server].discard(task)
-        assert self._finished.isdisjoint(task.items), f"a prompt of {task.items} was sampled twice"
-        self._finished.update(task.items)
-        return True
+    def finish(self, task: Task) -> None:
+        """Note that a request was answered; a KeyError if its server was lost."""
+        self._running[task.server].remove(task)
+        self._left -= len(task.items)
 
     def lose(self, server: int) -> None:
         """Take a lost server's prompts back; they are the next ones to be assigned."""

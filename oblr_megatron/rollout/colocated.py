@@ -24,16 +24,16 @@ import torch
 
 from oblr_megatron.checks.run_dir import LOGS
 from oblr_megatron.engine.handle import Deadlines, VllmEngine
+from oblr_megatron.engine.http_messages import Report
 from oblr_megatron.engine.protocol import PushStats, SamplingRequest
-from oblr_megatron.engine.speculation import Report
 from oblr_megatron.environments.host import EpisodeHost
-from oblr_megatron.errors import EngineLostError
+from oblr_megatron.errors import EngineLostError, RunError
 from oblr_megatron.model.parallel import local_world_size
 from oblr_megatron.rollout.feed import Groups, Put
 from oblr_megatron.rollout.placement import engine_spec, place
 from oblr_megatron.rollout.push import Pusher
 from oblr_megatron.rollout.recovery import RecoveringEngines
-from oblr_megatron.runtime.collectives import Outcome, attempt, raise_first
+from oblr_megatron.runtime.collectives import Outcome, attempt
 
 if TYPE_CHECKING:
     from oblr_megatron.config import Config
@@ -57,11 +57,6 @@ class ColocatedEngines(RecoveringEngines):
         On a CPU the first call waits until they are ready, so the ranks can build their models meanwhile. On GPUs this
         waits: vLLM measures the free memory, and nothing else may allocate while it does.
 
-        Args:
-            config: of the run.
-            parallel: this rank's position.
-            waiting: see `open_engines`.
-
         Raises:
             UserError: the engines do not fit the ranks.
             RunError: an engine did not start.
@@ -77,7 +72,7 @@ class ColocatedEngines(RecoveringEngines):
         self._ready = False  # every engine has started, and none is known to be lost
         self._asleep: frozenset[str] = frozenset()
         self._index = self._placement.engine_of(parallel.rank)
-        self._engine = None if self._index is None else self._launch(self._index)
+        self._engine = None if self._index is None else self._launch()
         self._pusher = Pusher(self._engine, parallel.device, config.weights)
         self._episodes: EpisodeHost | None = None
         if self._index is not None and limits.environment.function:
@@ -93,31 +88,27 @@ class ColocatedEngines(RecoveringEngines):
         """Free GPU memory once these weights are no longer sampled from; does nothing on a CPU, or at level 0.
 
         The next push wakes the weights, and the next generate the KV cache.
-
-        Args:
-            level: 1 keeps the weights in host memory; 2 drops them, and a push must follow.
         """
         if not self._on_gpu or level == 0:
             return
         self._asleep = frozenset((WEIGHTS, KV_CACHE))
         if level > 1:
             self._unusable = f"sleep level {level} dropped the weights; generate again after a push"
+        seconds = self._deadlines.sleep
         try:
-            self._on_owners(
-                lambda engine, _: engine.sleep(level), "the engines to sleep", seconds=self._deadlines.sleep
-            )
+            self._on_owners(lambda engine: engine.sleep(level), "the engines to sleep", seconds=seconds)
         except EngineLostError as error:  # its memory is free, too; it is restarted when it is needed
             self._note_loss()
-            self._recovery.count(error)
+            self.recovery.count(error)
 
     def wake(self, tags: Sequence[str] | None = None) -> None:
         """Take GPU memory back for those of the tags that are asleep: ("weights",), ("kv_cache",), or None for all."""
-        tags = tuple(sorted(self._asleep.intersection(tags or self._asleep), reverse=True))  # weights first
-        if not tags:
+        asleep = sorted(self._asleep.intersection(tags or self._asleep), reverse=True)  # weights first
+        if not asleep:
             return
         _free_cached_memory()
-        self._on_owners(lambda engine, _: engine.wake(tags), "the engines to wake", seconds=self._deadlines.sleep)
-        self._asleep -= set(tags)
+        self._on_owners(lambda engine: engine.wake(asleep), "the engines to wake", seconds=self._deadlines.sleep)
+        self._asleep -= set(asleep)
 
     def close(self) -> None:
         """End this rank's engine. Not collective: a rank may close at any time, also after an error."""
@@ -136,23 +127,22 @@ class ColocatedEngines(RecoveringEngines):
             return
         _free_cached_memory()  # on every rank: an engine may use the devices of several
         self._restarts += sum(self._on_owners(self._start_again, "the engines to be launched", seconds=0))
-        number, logs = len(self._placement.owners), self._config.run_dir / LOGS
+        number, logs, seconds = len(self._placement.owners), self._config.run_dir / LOGS, self._deadlines.start
         with self._waiting(f"starting {number} engine{'s' if number > 1 else ''} (log: {logs}/engine-*.log)"):
-            self._on_owners(
-                lambda engine, _: engine.wait_ready(), "the engines to start", seconds=self._deadlines.start
-            )
+            self._on_owners(VllmEngine.wait_ready, "the engines to start", seconds=seconds)
         self._ready = True
 
-    def _start_again(self, engine: VllmEngine, index: int) -> bool:
-        if not engine.lost or self._recovery.over:
+    def _start_again(self, engine: VllmEngine) -> bool:
+        if not engine.lost or self.recovery.over:
             return False
-        self._engine = self._launch(index, restart=engine.restart + 1)
+        self._engine = self._launch(restart=engine.restart + 1)
         self._pusher = Pusher(self._engine, self._parallel.device, self._config.weights)
         return True
 
-    def _launch(self, index: int, restart: int = 0) -> VllmEngine:
-        spec = engine_spec(self._config, self._parallel, index, self._placement)
-        log = self._config.run_dir / LOGS / f"engine-{index}.log"
+    def _launch(self, restart: int = 0) -> VllmEngine:
+        assert self._index is not None, "this rank owns an engine"
+        spec = engine_spec(self._config, self._parallel, self._index, self._placement)
+        log = self._config.run_dir / LOGS / f"engine-{self._index}.log"
         owner = f"rank {self._parallel.rank}"
         return VllmEngine(spec, owner=owner, log=log, deadlines=self._deadlines, restart=restart)
 
@@ -191,12 +181,17 @@ class ColocatedEngines(RecoveringEngines):
 
     def reports(self) -> list[Report]:
         """See `RecoveringEngines.reports`. An engine that was lost says nothing; the next call restarts it."""
-        call, seconds = (lambda engine, _: engine.speculation()), self._deadlines.sleep
-        outcomes, _own = self._outcomes(call, "the engines' speculation", seconds)
-        found = [outcomes[owner] for owner in self._placement.owners]
-        if any(outcome.error is not None for outcome in found):
+
+        def told(engine: VllmEngine) -> Report | None:
+            try:
+                return engine.speculation()
+            except RunError:
+                return None
+
+        found = self._on_owners(told, "the engines' speculation", seconds=self._deadlines.sleep)
+        if None in found:
             self._note_loss()
-        return [outcome.value for outcome in found if outcome.error is None]
+        return [report for report in found if report is not None]
 
     def _deliver(self, source: Source, version: int) -> PushStats:
         """One push into all engines, and a second one if a bucket arrived damaged."""
@@ -209,23 +204,15 @@ class ColocatedEngines(RecoveringEngines):
         own = attempt(partial(self._pusher.push, source, version))
         seconds = 2 * self._deadlines.push  # giving up a failed push has a deadline of its own
         outcomes = self.gather(own, f"push {version}", seconds)
-        raise_first(outcomes, own)
         stats = [outcomes[owner].value for owner in self._placement.owners]
         return replace(stats[0], seconds=max(part.seconds for part in stats))
 
-    def _on_owners(self, call: Callable[[VllmEngine, int], Value], what: str, *, seconds: float) -> list[Value]:
+    def _on_owners(self, call: Callable[[VllmEngine], Value], what: str, *, seconds: float) -> list[Value]:
         """Call on each engine's owner. Every rank gets all results, in the order of the engines."""
-        outcomes, own = self._outcomes(call, what, seconds)
-        raise_first(outcomes, own)
+        engine = self._engine
+        own: Outcome[Any] = Outcome() if engine is None else attempt(lambda: call(engine))
+        outcomes = self.gather(own, what, seconds)
         return [outcomes[owner].value for owner in self._placement.owners]
-
-    def _outcomes(
-        self, call: Callable[[VllmEngine, int], Any], what: str, seconds: float
-    ) -> tuple[list[Outcome[Any]], Outcome[Any]]:
-        """(every rank's outcome, this rank's own) of a call that only owners make."""
-        engine, index = self._engine, self._index
-        own = Outcome() if engine is None or index is None else attempt(lambda: call(engine, index))
-        return self.gather(own, what, seconds), own
 
 
 def _free_cached_memory() -> None:

@@ -61,10 +61,9 @@ class Refilled:
 
 
 def refill(first: Batch, draw: Callable[[int, int], Batch], *, max_batches: int, seed: int) -> Refilled:
-    """Replace the groups of equal rewards.
+    """Replace the groups of equal rewards among the step's Q prompts in `first`.
 
     Args:
-        first: the step's Q prompts.
         draw: (count, batch) -> the next `count` prompts of the data, sampled and scored; `batch` is 1, 2, ...
         max_batches: limit of all batches, including the first. Each has at most Q prompts.
         seed: for the order in which places are filled.

@@ -15,22 +15,20 @@ import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
+from oblr_megatron.rewards.base import RewardResult
 from oblr_megatron.rollout.routes import without_routes
 from oblr_megatron.runtime.collectives import Outcome, attempt
+from oblr_megatron.types import Sample
 
-if TYPE_CHECKING:
-    from oblr_megatron.rewards.base import RewardResult
-    from oblr_megatron.types import Sample
-
-Groups = dict[int, list["Sample"]]
+Groups = dict[int, list[Sample]]
 """The group of responses of each finished prompt, by the prompt's position in the batch."""
 
-Score = Callable[[Groups], list["RewardResult"]]
+Score = Callable[[Groups], list[RewardResult]]
 """Groups -> the rewards of each, in their order."""
 
-Put = Callable[[int, list["Sample"]], None]
+Put = Callable[[int, list[Sample]], None]
 """(position of a prompt, its responses): called once for each finished prompt."""
 
 

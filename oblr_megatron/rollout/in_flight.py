@@ -9,7 +9,6 @@ When an engine is lost, the others finish their prompts. Then the engine is rest
 
 from __future__ import annotations
 
-import math
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING
 
@@ -34,10 +33,8 @@ class Complete:
     rewards: Mapping[int, RewardResult] = {}
 
     def __init__(self, groups: Groups) -> None:
-        def longest(position: int) -> int:
-            return max(len(sample.response_ids) for sample in groups[position])
-
-        self._groups, self._left = groups, sorted(groups, key=lambda position: (longest(position), position))
+        longest = {position: max(len(one.response_ids) for one in group) for position, group in groups.items()}
+        self._groups, self._left = groups, sorted(sorted(groups), key=longest.__getitem__)
 
     def take(self, tokens: float) -> Groups:
         found: Groups = {}
@@ -62,9 +59,7 @@ class InFlight:
         """Start to sample.
 
         Args:
-            engines: of the run.
-            prompts: of the batch; a prompt's position is its place here.
-            request: how to sample them.
+            engines, prompts, request: a prompt's position is its place in `prompts`.
             reward: scores the groups on the ranks that sample them; not collective.
             whole: whether nobody needs a prompt before the whole batch is complete.
         """
@@ -79,12 +74,10 @@ class InFlight:
         self._running = False
         engines.until_done(self._start)
 
-    def all(self, seconds: float) -> Groups:
-        """All groups that were not taken, when the last one is complete; the engines' deadline is `seconds`."""
-        return self.take(math.inf, seconds=seconds)
-
     def take(self, tokens: float, *, seconds: float = POLL_SECONDS) -> Groups:
         """Wait for finished prompts with at least `tokens` tokens, or for the rest of the batch; {} after its end.
+
+        Ranks share what has come every `seconds`.
 
         Raises:
             EngineLostError: engines were lost, and restarted as often as `rollout.max_restarts` allows.
@@ -104,7 +97,7 @@ class InFlight:
             samples = [sample for group in found.values() for sample in group]
             check_batch(samples, len(found) * self._request.group_size, self._engines.version)
             if not self._left:
-                self._engines.sampled()
+                self._engines.recovery.sampled()
         return dict(sorted(found.items()))
 
     def _start(self) -> None:
@@ -133,19 +126,16 @@ class InFlight:
             if arrived.end is not None:
                 self._own_end, self._feed = arrived.end, None
         outcomes = self._engines.gather(own, self._what, seconds)
-        raise_first(outcomes, own)
-        for rank, outcome in enumerate(outcomes):
-            if outcome.value is None:
-                continue
-            found |= outcome.value.groups
-            self.rewards |= outcome.value.rewards
-            self._left -= outcome.value.groups.keys()
-            if outcome.value.end is not None:
-                self._ends[rank] = outcome.value.end
+        arrivals = {rank: outcome.value for rank, outcome in enumerate(outcomes) if outcome.value is not None}
+        for rank, part in arrivals.items():
+            found |= part.groups
+            self.rewards |= part.rewards
+            self._left -= part.groups.keys()
+            if part.end is not None:
+                self._ends[rank] = part.end
         if arrived is not None:
             found |= arrived.groups  # with their routes
-        waits = [outcome.value is not None and outcome.value.end is None for outcome in outcomes]
-        if any(waits):
+        if any(part.end is None for part in arrivals.values()):
             return
         self._running = False
         raise_first(list(self._ends.values()), self._own_end)

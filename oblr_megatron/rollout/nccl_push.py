@@ -12,6 +12,7 @@ import asyncio
 import socket
 import threading
 from collections.abc import Callable, Sequence
+from concurrent.futures import Future
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, TypeVar
 from urllib.parse import urlsplit
@@ -42,10 +43,7 @@ class NcclTransport:
     """A `Transport` over NCCL."""
 
     def __init__(self, bucket_bytes: int, device: torch.device) -> None:
-        """Args:
-        bucket_bytes: size of a bucket; it grows to the size of the largest tensor.
-        device: of this rank.
-        """
+        """A bucket has `bucket_bytes`, or the size of the largest tensor if that is more."""
         self._bucket_bytes, self._device = bucket_bytes, device
         self._buffer = DeviceBuffer(device)
         self._links: dict[str, _Link] = {}
@@ -124,23 +122,17 @@ def _free(joined: asyncio.Future[Any]) -> None:
 
 def _in_thread(call: Callable[[], Value]) -> asyncio.Future[Value]:
     """Run a call in a daemon thread: a failed rendezvous may hang for minutes, and the trainer must be able to end."""
-    loop = asyncio.get_running_loop()
-    future: asyncio.Future[Value] = loop.create_future()
-
-    def settle(setter: Callable[[Any], None], value: Any) -> None:
-        if not future.done():
-            setter(value)
+    found: Future[Value] = Future()
+    found.set_running_or_notify_cancel()  # from here on it cannot be cancelled, so that a result can always be set
 
     def run() -> None:
         try:
-            value = call()
+            found.set_result(call())
         except Exception as error:  # noqa: BLE001  raised again where the future is awaited
-            loop.call_soon_threadsafe(settle, future.set_exception, error)
-        else:
-            loop.call_soon_threadsafe(settle, future.set_result, value)
+            found.set_exception(error)
 
     threading.Thread(target=run, name="nccl rendezvous", daemon=True).start()
-    return future
+    return asyncio.wrap_future(found)
 
 
 def _address_towards(url: str) -> str:

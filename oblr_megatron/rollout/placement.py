@@ -38,50 +38,36 @@ class Placement:
 
 
 def place(config: Config, world_size: int, per_node: int, *, on_gpu: bool) -> Placement:
-    """Spread the engines over the ranks.
-
-    Args:
-        config: the run.
-        world_size: its ranks.
-        per_node: ranks of a node; the devices of an engine must be on one node.
-        on_gpu: whether the ranks have GPUs.
+    """Spread the engines over `world_size` ranks, of which a node has `per_node`.
 
     Raises:
         UserError: there are too many engines, they are too wide, or one crosses nodes.
     """
     rollout, where = config.rollout, "config: rollout"
     if not on_gpu and rollout.tensor_parallel_size > 1:
-        raise UserError(
-            f"tensor_parallel_size {rollout.tensor_parallel_size} needs GPUs",
-            where=where,
-            fix="set rollout.tensor_parallel_size to 1; a CPU engine uses rollout.num_threads cores",
-        )
+        what = f"tensor_parallel_size {rollout.tensor_parallel_size} needs GPUs"
+        fix = "set rollout.tensor_parallel_size to 1; a CPU engine uses rollout.num_threads cores"
+        raise UserError(what, where=where, fix=fix)
     if on_gpu and rollout.overlap != "none" and rollout.takes_turns:
-        raise UserError(
+        what = (
             f"rollout.overlap {rollout.overlap!r} computes gradients while engines sample, but with "
-            f"rollout.sleep_level {rollout.sleep_level} engines on the trainer's GPUs sleep meanwhile",
-            where=where,
-            fix="use engines of their own (rollout.servers), or set rollout.sleep_level to 0 if both fit in memory",
+            f"rollout.sleep_level {rollout.sleep_level} engines on the trainer's GPUs sleep meanwhile"
         )
+        fix = "use engines of their own (rollout.servers), or set rollout.sleep_level to 0 if both fit in memory"
+        raise UserError(what, where=where, fix=fix)
     width = rollout.tensor_parallel_size
-    most = world_size // width
     engines = rollout.engines(world_size, on_gpu=on_gpu)
-    if not 1 <= engines <= most:
-        raise UserError(
-            f"{engines} engine{'s' if engines > 1 else ''} of {width} rank{'s' if width > 1 else ''} do not fit "
-            f"{world_size} ranks",
-            where=where,
-            fix=f"lower num_engines or tensor_parallel_size, or start {max(engines, 1) * width} ranks",
-        )
+    if not 1 <= engines <= world_size // width:
+        several = f"{engines} engine{'s' if engines > 1 else ''} of {width} rank{'s' if width > 1 else ''}"
+        fix = f"lower num_engines or tensor_parallel_size, or start {max(engines, 1) * width} ranks"
+        raise UserError(f"{several} do not fit {world_size} ranks", where=where, fix=fix)
     owners = tuple(engine * width for engine in range(engines))
     crossing = next((owner for owner in owners if owner % per_node + width > per_node), None)
     if crossing is not None:
-        raise UserError(
-            f"rollout.tensor_parallel_size {width} puts an engine on ranks {crossing} to {crossing + width - 1}, but a "
-            f"node has {per_node} ranks",
-            where=where,
-            fix=f"choose a divisor of {per_node}; an engine's devices must be on one node",
-        )
+        ranks = f"ranks {crossing} to {crossing + width - 1}"
+        what = f"rollout.tensor_parallel_size {width} puts an engine on {ranks}, but a node has {per_node} ranks"
+        fix = f"choose a divisor of {per_node}; an engine's devices must be on one node"
+        raise UserError(what, where=where, fix=fix)
     return Placement(owners, width)
 
 

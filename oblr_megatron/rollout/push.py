@@ -20,7 +20,6 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
-from oblr_megatron.config.rollout import WeightsConfig
 from oblr_megatron.engine.protocol import PushStats
 from oblr_megatron.errors import RunError, WeightError
 from oblr_megatron.weights.manifest import Manifest, Source, manifest_of
@@ -31,10 +30,8 @@ from oblr_megatron.weights.verify import Digests, expected_digests, first_differ
 if TYPE_CHECKING:
     from vllm.distributed.weight_transfer.base import TrainerWeightTransferEngine
 
+    from oblr_megatron.config.rollout import WeightsConfig
     from oblr_megatron.engine.handle import VllmEngine
-
-SENDER, OTHER = 0, 1
-"""Rank 0 sends in vLLM's trainer engines. Here every rank that owns an engine sends to its own."""
 
 
 def push(receiver: Receiver, source: Source, capacity: int, *, checksum: bool, verify: bool) -> PushStats | None:
@@ -80,11 +77,7 @@ def read_shape(model: Path) -> ModelShape:
 
 
 def check_digests(engine: str, expected: Sequence[Digests], found: Sequence[Digests]) -> None:
-    """Compare what an engine read back with what was pushed.
-
-    Raises:
-        WeightError: names the first tensor that differs.
-    """
+    """Raise a `WeightError` about the first tensor that an engine read back otherwise than it was pushed."""
     different = first_difference(expected, found)
     if different is not None:
         raise WeightError(f"{engine}: {different} differs from the pushed tensor (weights.verify)")
@@ -157,9 +150,6 @@ class EngineReceiver(LockstepReceiver):
         self, engine: VllmEngine, manifest: Manifest, version: int, *, opened: int = 0, overlap: bool = True
     ) -> None:
         """Args:
-        engine: of this rank.
-        manifest: of the push.
-        version: of the weights.
         opened: bytes of the buckets that the engine is prepared for already.
         overlap: await the answer to an update only before the next message, so that the engine loads one bucket
             while the trainer gathers the next.
@@ -236,24 +226,15 @@ class EngineReceiver(LockstepReceiver):
 class Pusher:
     """All pushes of one rank into the engine that it owns; a rank without one takes part in the gathers."""
 
-    def __init__(self, engine: VllmEngine | None, device: torch.device, options: WeightsConfig | None = None) -> None:
-        """Args:
-        engine: the one this rank owns.
-        device: of the trainer. Weights go by CUDA IPC from a GPU, through shared memory from a CPU.
-        options: bucket size and checks.
-        """
-        self._engine, self._device, self._options = engine, device, options or WeightsConfig()
+    def __init__(self, engine: VllmEngine | None, device: torch.device, options: WeightsConfig) -> None:
+        """Weights go by CUDA IPC from a GPU, through shared memory from a CPU."""
+        self._engine, self._device, self._options = engine, device, options
         self._bucket_bytes = self._options.bucket_mib * 2**20
         self._opened = 0
         self._sender: TrainerWeightTransferEngine[Any] | None = None
 
     def push(self, source: Source, version: int) -> PushStats | None:
-        """See `push`.
-
-        Args:
-            source: collective over the ranks that share its tensors.
-            version: of the weights.
-        """
+        """See `push`."""
         manifest, on_gpu = manifest_of(source), self._device.type == "cuda"
         capacity = bucket_capacity(manifest, self._bucket_bytes)
         if on_gpu:  # vLLM sends whole tensors: the largest one has to fit
@@ -274,7 +255,7 @@ class Pusher:
         from vllm.distributed.weight_transfer.ipc_engine import IPCTrainerInitInfo, IPCTrainerWeightTransferEngine
 
         if self._sender is None or opened != capacity:
-            rank = OTHER if self._engine is None else SENDER
+            rank = int(self._engine is None)  # rank 0 sends; here every rank that owns an engine sends to its own
             info = IPCTrainerInitInfo(rank=rank, packed=True, packed_buffer_size_bytes=capacity)
             self._sender = IPCTrainerWeightTransferEngine.trainer_init(info, client=receiver, source=source)
         self._sender.client, self._sender.source = receiver, source

@@ -6,22 +6,22 @@ All ranks learn the outcome of every call, so all of them count the same losses 
 from __future__ import annotations
 
 import logging
+import math
 from abc import abstractmethod
 from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import Any, TypeVar
 
+from oblr_megatron.config import Config
+from oblr_megatron.engine.http_messages import Report
 from oblr_megatron.engine.protocol import PushStats, RolloutEngine, SamplingRequest
-from oblr_megatron.engine.speculation import Report, metrics_of
+from oblr_megatron.engine.speculation import metrics_of
 from oblr_megatron.errors import DamagedError, EngineLostError, RunError
+from oblr_megatron.rewards.base import Reward
+from oblr_megatron.rollout.feed import Put
 from oblr_megatron.rollout.in_flight import InFlight
-from oblr_megatron.runtime.collectives import Collectives, Outcome
-
-if TYPE_CHECKING:
-    from oblr_megatron.config import Config
-    from oblr_megatron.rewards.base import Reward
-    from oblr_megatron.rollout.feed import Put
-    from oblr_megatron.types import Prompt, Sample
-    from oblr_megatron.weights.manifest import Source
+from oblr_megatron.runtime.collectives import Collectives, Outcome, raise_first
+from oblr_megatron.types import Prompt, Sample
+from oblr_megatron.weights.manifest import Source
 
 Value = TypeVar("Value")
 
@@ -35,19 +35,12 @@ class Recovery:
     """
 
     def __init__(self, limit: int, *, logs: bool) -> None:
-        """Args:
-        limit: losses in a row that are followed by a restart (`rollout.max_restarts`); the next one is raised.
-        logs: whether this rank logs restarts.
-        """
+        """`limit` losses in a row are followed by a restart (`rollout.max_restarts`); the next one is raised."""
         self._limit, self._logs, self._in_row = limit, logs, 0
         self.over = False  # the limit was exceeded: nothing is started any more
 
     def until_done(self, call: Callable[[], Value]) -> Value:
-        """Call, and call again after each loss. The call itself knows what is left to do.
-
-        Raises:
-            EngineLostError: the limit was exceeded.
-        """
+        """Call, and call again after each loss. The call itself knows what is left to do. Raises as `count`."""
         while True:
             try:
                 return call()
@@ -88,7 +81,7 @@ class RecoveringEngines(RolloutEngine):
     def __init__(self, config: Config, rank: int) -> None:
         self._config, self._rank = config, rank
         self._collectives = Collectives(rank)
-        self._recovery = Recovery(config.rollout.max_restarts, logs=rank == 0)
+        self.recovery = Recovery(config.rollout.max_restarts, logs=rank == 0)
         self._source: Source | None = None  # of the weights being served; None: the checkpoint
         self._version = self._restarts = 0
         self._behind = False  # an engine does not hold the weights being served
@@ -101,7 +94,8 @@ class RecoveringEngines(RolloutEngine):
     def generate(self, prompts: Sequence[Prompt], request: SamplingRequest) -> list[Sample]:
         if self._unusable is not None:
             raise RunError(self._unusable)
-        groups = InFlight(self, prompts, request, whole=True).all(self._config.rollout.generate_timeout_s)
+        flight = InFlight(self, prompts, request, whole=True)
+        groups = flight.take(math.inf, seconds=self._config.rollout.generate_timeout_s)
         return [sample for group in groups.values() for sample in group]
 
     def begin(self, prompts: Sequence[Prompt], request: SamplingRequest, reward: Reward | None = None) -> InFlight:
@@ -135,16 +129,8 @@ class RecoveringEngines(RolloutEngine):
     ) -> Callable[[Put], None] | None:
         """What samples this rank's share of the prompts at some positions; None on a rank without an engine.
 
-        Args:
-            prompts: of the whole batch.
-            positions: of the prompts to sample, sorted.
-            request: how to sample them.
-            whole: whether nobody needs a prompt before all of them are complete.
+        `positions` are sorted. `whole` says that nobody needs a prompt before all of them are complete.
         """
-
-    def sampled(self) -> None:
-        """Note that the engines have sampled a whole batch."""
-        self._recovery.sampled()
 
     def _at_most_twice(self, push: Callable[[], Value]) -> Value:
         """Push, and once more if a bucket arrived damaged."""
@@ -174,9 +160,14 @@ class RecoveringEngines(RolloutEngine):
                 self._note_loss()
                 raise
 
-        return self._recovery.until_done(once)
+        return self.recovery.until_done(once)
 
     def gather(self, own: Outcome[Any], what: str, seconds: float) -> list[Outcome[Any]]:
-        """Every rank's outcome. The wait covers the engines' deadline and the skew between the ranks."""
+        """Every rank's outcome; if one failed, all ranks raise the same error.
+
+        The wait covers the engines' deadline and the skew between the ranks.
+        """
         patience = seconds + self._config.parallel.distributed_timeout_s
-        return self._collectives.gather(own, what=what, seconds=patience)
+        outcomes = self._collectives.gather(own, what=what, seconds=patience)
+        raise_first(outcomes, own)
+        return outcomes

@@ -10,15 +10,14 @@ responses are scored again, since the reward is part of the experiment; the rewa
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch.distributed as dist
 
 from oblr_megatron.engine.protocol import PushStats, RolloutEngine, SamplingRequest
-from oblr_megatron.errors import RunError, UserError
+from oblr_megatron.errors import Problem, RunError, UserError
 from oblr_megatron.rewards.registry import takes_rows
 from oblr_megatron.rollout.in_flight import Complete
 from oblr_megatron.rollout.routes import without_routes
@@ -39,7 +38,7 @@ LOWEST_LOGPROB = -104.0
 
 
 class ReplayEngine(RolloutEngine):
-    """A source of prompts and samples that yields the saved steps in order; every rank calls every method.
+    """Yields prompts and samples of the saved steps in order; every rank calls every method.
 
     Rank 0 reads the files and broadcasts their contents, except routes (`rollout.routes`).
     """
@@ -73,20 +72,12 @@ class ReplayEngine(RolloutEngine):
         return {"replayed": self._step}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Continue with the saved step after it.
-
-        Raises:
-            UserError: the state is from a run that sampled.
-        """
+        """Continue with the saved step after it. Raises as `check_replayed`."""
         check_replayed(state)
         self._step = int(state["replayed"])
 
     def take(self, count: int) -> list[Prompt]:
-        """The prompts of the next saved step.
-
-        Raises:
-            RunError: its file has changed since the run began.
-        """
+        """The prompts of the next saved step; a `RunError` if its file has changed since the run began."""
         self._step += 1
         self._saved = self._read(self._step)
         if len(self._saved.prompts) != count:
@@ -129,26 +120,17 @@ class ReplayEngine(RolloutEngine):
 
 
 def check_replayed(state: Mapping[str, Any]) -> None:
-    """Refuse the data state of a checkpoint from a run that sampled.
-
-    Raises:
-        UserError: names the option.
-    """
+    """Refuse (UserError) the data state of a checkpoint from a run that sampled."""
     if "replayed" not in state:
-        raise UserError(
-            "the checkpoint is from a run that sampled, but this run replays",
-            where="rollout.replay",
-            fix="resume without --replay",
-        )
+        what = "the checkpoint is from a run that sampled, but this run replays"
+        raise UserError(what, where="rollout.replay", fix="resume without --replay")
 
 
 def check_replay(config: Config, vocab_size: int, model: str = "") -> None:
     """Read every step that the run will take, and refuse samples that do not fit the run.
 
-    Args:
-        config: of the run; without `rollout.replay` nothing is checked.
-        vocab_size: of the model.
-        model: fingerprint of the model's weights (`HFDir.fingerprint`); empty if they are not on this machine.
+    Without `rollout.replay` nothing is checked. `model` is the fingerprint of the model's weights
+    (`HFDir.fingerprint`), or empty if they are not on this machine.
 
     Raises:
         UserError: names the first file that is missing, damaged, or from a run that does not fit.
@@ -161,84 +143,63 @@ def check_replay(config: Config, vocab_size: int, model: str = "") -> None:
     for step in range(1, config.num_steps + 1):
         path = step_path(directory, step)
         if not path.exists() and step_path(directory, 1).exists():
-            raise UserError(
-                f"step {step} of {config.num_steps} was not saved",
-                where=str(path),
-                fix=f"set num_steps to {step - 1}, or save more steps",
-            )
-        saved = read_step(path)
-        _check_step(saved, config, path)
-        _check_tokens(saved, config, vocab_size, path)
-        _check_samples(saved, path)
-        if model and saved.model not in ("", model):
-            raise UserError(
-                f"the samples were drawn from another model: its weights have the fingerprint {saved.model!r:.40}, "
-                f"those of model.path have {model!r}",
-                where=str(path),
-                fix="set model.path to the model that the saved run started from",
-            )
+            what = f"step {step} of {config.num_steps} was not saved"
+            raise UserError(what, where=str(path), fix=f"set num_steps to {step - 1}, or save more steps")
+        for what, fix in _problems(read_step(path), config, vocab_size, model):
+            raise UserError(what, where=str(path), fix=fix)
 
 
-def _check_step(saved: SavedStep, config: Config, path: Path) -> None:
-    """Refuse a step of other sizes or another temperature, or of weights of the wrong age."""
+def other_settings(saved: SavedStep, config: Config) -> Iterator[Problem]:
+    """Settings of the saved run that this run must have, and has not."""
     for name, found, wanted in (
         ("num_prompts", len(saved.prompts), config.num_prompts),
         ("group_size", saved.group_size, config.group_size),
         ("rollout.temperature", saved.temperature, config.rollout.temperature),
     ):
         if found != wanted:
-            raise UserError(
-                f"the samples were saved with {name} {found}, but the run has {wanted}",
-                where=str(path),
-                fix=f"set {name} to {found}",
-            )
-    if config.model.moe_routing_replay and any(sample.routes is None for sample in saved.samples):
-        raise UserError(
+            yield f"the samples were saved with {name} {found}, but the run has {wanted}", f"set {name} to {found}"
+
+
+def _problems(saved: SavedStep, config: Config, vocab_size: int, model: str) -> Iterator[Problem]:
+    """Why a step does not fit the run: its sizes, its age, its tokens, its log-probs, its model."""
+    yield from other_settings(saved, config)
+    samples = saved.samples
+    if config.model.moe_routing_replay and any(sample.routes is None for sample in samples):
+        yield (
             "model.moe_routing_replay is true, but the samples were saved without the engine's routes",
-            where=str(path),
-            fix="save them with model.moe_routing_replay=true, or set it to false",
+            "save them with model.moe_routing_replay=true, or set it to false",
         )
     if takes_rows(config.reward) and not all(prompt.columns for prompt in saved.prompts):
-        raise UserError(
+        yield (
             "the reward takes the columns of the data rows, but the samples were saved without them",
-            where=str(path),
-            fix="save them with this reward or with data.keep_columns=true",
+            "save them with this reward or with data.keep_columns=true",
         )
     try:
-        staleness((sample.version for sample in saved.samples), saved.step - 1, config.rollout.max_staleness)
+        staleness((sample.version for sample in samples), saved.step - 1, config.rollout.max_staleness)
     except StaleSampleError as error:
-        raise UserError(
-            f"step {saved.step}: {error}",
-            where=str(path),
-            fix="raise rollout.max_staleness, or save samples of training",
-        ) from None
-
-
-def _check_tokens(saved: SavedStep, config: Config, vocab_size: int, path: Path) -> None:
-    """Refuse token ids outside the model's vocabulary, and samples that are longer than the run allows."""
-    longest = max(sample.num_tokens for sample in saved.samples)
+        yield f"step {saved.step}: {error}", "raise rollout.max_staleness, or save samples of training"
+    longest = max(sample.num_tokens for sample in samples)
     allowed = config.data.max_prompt_tokens + config.rollout.max_response_tokens
     if longest > allowed:
-        raise UserError(
+        yield (
             f"a saved sample has {longest} tokens, but the run allows {allowed}",
-            where=str(path),
-            fix="raise data.max_prompt_tokens or rollout.max_response_tokens",
+            "raise data.max_prompt_tokens or rollout.max_response_tokens",
         )
-    ids = [token for sample in saved.samples for token in (*sample.prompt_ids, *sample.response_ids)]
+    ids = [token for sample in samples for token in (*sample.prompt_ids, *sample.response_ids)]
     outside = next((token for token in ids if not 0 <= token < vocab_size), None)
     if outside is not None:
-        raise UserError(
+        yield (
             f"a saved sample has token {outside}, but the model's vocabulary has {vocab_size}",
-            where=str(path),
-            fix="use the model that the samples were drawn from, or one with the same tokenizer",
+            "use the model that the samples were drawn from, or one with the same tokenizer",
         )
-
-
-def _check_samples(saved: SavedStep, path: Path) -> None:
-    """Refuse samples without tokens, and log-probs that no engine computes."""
-    for number, sample in enumerate(saved.samples):
+    for number, sample in enumerate(samples):
         impossible = [value for value in sample.logprobs if not LOWEST_LOGPROB <= value <= ROUNDING]  # NaN, too
-        what = f"log-prob {impossible[0]:g}" if impossible else "no tokens"
         empty = not sample.response_ids and sample.finish_reason in ("stop", "length")  # a failed episode has none
         if impossible or empty or not sample.prompt_ids:
-            raise UserError(f"saved sample {number} has {what}", where=str(path), fix=FIX)
+            yield f"saved sample {number} has {f'log-prob {impossible[0]:g}' if impossible else 'no tokens'}", FIX
+    if model and saved.model not in ("", model):
+        yield (
+            f"the samples were drawn from another model: its weights have the fingerprint {saved.model!r:.40}, "
+            f"those of model.path have {model!r}",
+            "set model.path to the model that the saved run started from",
+        )

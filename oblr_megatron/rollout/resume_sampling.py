@@ -10,21 +10,23 @@ from __future__ import annotations
 
 import json
 import logging
+from collections.abc import Iterator
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
+from oblr_megatron.checkpoint.hf_dir import HFDir
 from oblr_megatron.checkpoint.resume import NEWEST, Checkpoint
 from oblr_megatron.checkpoint.store import Manifest
 from oblr_megatron.checks.run_dir import CONFIG_FILE, ROLLOUTS
-from oblr_megatron.errors import UserError
+from oblr_megatron.config import Config
+from oblr_megatron.errors import Problem, UserError
 from oblr_megatron.metrics import METRICS_FILE, read_metrics
+from oblr_megatron.rollout.replay import other_settings
 from oblr_megatron.rollout.step_file import SavedStep, read_step, step_path
 
-if TYPE_CHECKING:
-    from oblr_megatron.checkpoint.hf_dir import HFDir
-    from oblr_megatron.config import Config
-
 logger = logging.getLogger(__name__)
+
+NEW_RUN = "name a new run_dir"
 
 
 def find(config: Config, model: HFDir) -> list[Checkpoint]:
@@ -40,15 +42,13 @@ def find(config: Config, model: HFDir) -> list[Checkpoint]:
     if resume == "none":
         return []
     if resume != NEWEST:
-        raise UserError(
-            "a run with rollout.only has no checkpoints, so it cannot begin from one",
-            where=f"config: checkpoint.resume {resume}",
-            fix="set model.path to the checkpoint's hf directory",
-        )
+        what = "a run with rollout.only has no checkpoints, so it cannot begin from one"
+        fix = "set model.path to the checkpoint's hf directory"
+        raise UserError(what, where=f"config: checkpoint.resume {resume}", fix=fix)
     before = _config_of(run_dir)
     steps = [record["step"] or 0 for record in read_metrics(run_dir)] if (run_dir / METRICS_FILE).exists() else []
     if before is not None and steps and not before["rollout"]["only"]:
-        raise UserError("run_dir holds a run that trains", where=str(run_dir), fix="name a new run_dir")
+        raise UserError("run_dir holds a run that trains", where=str(run_dir), fix=NEW_RUN)
     done, problem = int(max(steps, default=0)), None
     for step in range(done, 0, -1):
         path = step_path(run_dir / ROLLOUTS, step)
@@ -58,7 +58,8 @@ def find(config: Config, model: HFDir) -> list[Checkpoint]:
             problem = problem or error
             logger.warning("step %d is sampled again: %s", step, error)
             continue
-        _check_fits(saved, config, model, path)
+        for what, fix in _problems(saved, config, model):
+            raise UserError(what, where=str(path), fix=fix)
         return [Checkpoint(path, Manifest(step, {}, {"config": before, "data": saved.position}))]
     if problem is not None:
         raise problem
@@ -74,27 +75,15 @@ def _config_of(run_dir: Path) -> dict[str, Any] | None:
     except FileNotFoundError:
         return None
     except (OSError, ValueError, LookupError, TypeError) as error:
-        what = f"the run's configuration cannot be read: {error}"
-        raise UserError(what, where=str(path), fix="name a new run_dir") from None
+        raise UserError(f"the run's configuration cannot be read: {error}", where=str(path), fix=NEW_RUN) from None
 
 
-def _check_fits(saved: SavedStep, config: Config, model: HFDir, path: Path) -> None:
-    """Check that further steps belong to the same set of samples.
-
-    Raises:
-        UserError: names what differs.
-    """
+def _problems(saved: SavedStep, config: Config, model: HFDir) -> Iterator[Problem]:
+    """Why further steps would not belong to the same set of samples."""
     if saved.position is None:
-        what = "the samples were saved by an earlier version, without their position in the data"
-        raise UserError(what, where=str(path), fix="name a new run_dir")
+        yield "the samples were saved by an earlier version, without their position in the data", NEW_RUN
     if saved.model != model.fingerprint:
-        fix = "set model.path to the model that the run started with, or name a new run_dir"
-        raise UserError("the samples were drawn from another model", where=str(path), fix=fix)
-    for name, old, new in (
-        ("num_prompts", len(saved.prompts), config.num_prompts),
-        ("group_size", saved.group_size, config.group_size),
-        ("rollout.temperature", saved.temperature, config.rollout.temperature),
-    ):
-        if old != new:
-            what = f"the samples were saved with {name} {old}, but the run has {new}"
-            raise UserError(what, where=str(path), fix=f"set {name} to {old}, or name a new run_dir")
+        fix = "set model.path to the model that the run started with"
+        yield "the samples were drawn from another model", f"{fix}, or {NEW_RUN}"
+    for what, fix in other_settings(saved, config):
+        yield what, f"{fix}, or {NEW_RUN}"

@@ -11,18 +11,14 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from dataclasses import replace
-from typing import TYPE_CHECKING
 
 import numpy as np
 import torch
+from numpy.typing import NDArray
 
 from oblr_megatron.errors import RunError
-
-if TYPE_CHECKING:
-    from numpy.typing import NDArray
-
-    from oblr_megatron.runtime.collectives import Collectives
-    from oblr_megatron.types import Sample
+from oblr_megatron.runtime.collectives import Collectives
+from oblr_megatron.types import Sample
 
 
 def without_routes(samples: Sequence[Sample]) -> list[Sample]:
@@ -38,8 +34,6 @@ def with_routes(
     Args:
         samples: the same on every rank, but for their routes.
         wanted: positions of samples that this rank trains on; may be empty.
-        collectives: of all ranks.
-        seconds: deadline.
 
     Raises:
         RunError: on all ranks, if no rank has the routes of a wanted sample.

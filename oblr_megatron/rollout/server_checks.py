@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import os
 import shlex
-from typing import TYPE_CHECKING
+from collections.abc import Iterator
 from urllib.parse import urlsplit
 
 import torch
@@ -13,43 +13,46 @@ import torch
 from oblr_megatron.checkpoint.hf_dir import checkpoint_shapes
 from oblr_megatron.checks.lengths import max_model_len
 from oblr_megatron.checks.vllm_options import serve_words
+from oblr_megatron.config import Config
 from oblr_megatron.engine.http_messages import PROTOCOL, Info, shapes_digest
 from oblr_megatron.engine.plugin import NCCL_BACKEND, SERVER_SHM_BACKEND
-from oblr_megatron.errors import RunError, UserError
+from oblr_megatron.errors import Problem, RunError, UserError
 from oblr_megatron.rollout.placement import engine_dtype
 from oblr_megatron.rollout.server_client import ServerLostError, VllmServer
-
-if TYPE_CHECKING:
-    from oblr_megatron.config import Config
 
 WHERE = "config: rollout.servers"
 ANSWER_SECONDS = 10.0
 
 
 def check_servers(config: Config) -> None:
-    """Ask every server for its settings. Refuse one that does not answer or does not fit the run.
-
-    Raises:
-        UserError: the first fault found.
-    """
+    """Ask every server for its settings. Refuse (UserError) one that does not answer or does not fit the run."""
     urls = config.rollout.servers
     for url in urls:
         _check_url(url)
     if len(set(urls)) < len(urls):
         raise UserError(f"a server is listed twice: {', '.join(urls)}", where=WHERE, fix="list each server once")
-    variable = config.rollout.api_key_env
-    found = asyncio.run(_ask_all(urls, os.environ.get(variable, "")))
-    for url, answer in zip(urls, found, strict=True):
-        _check_info(url, _expect_info(url, answer, variable), config)
+    for url, answer in zip(urls, asyncio.run(_ask_all(urls, config.rollout.api_key_env)), strict=True):
+        if isinstance(answer, BaseException):
+            raise answer
+        _check_info(url, answer, config)
 
 
-async def _ask_all(urls: tuple[str, ...], key: str) -> list[Info | BaseException]:
-    servers = [VllmServer(url, key, owner="the check before the run") for url in urls]
+async def _ask_all(urls: tuple[str, ...], variable: str) -> list[Info | BaseException]:
+    return await asyncio.gather(*(_ask(url, variable) for url in urls), return_exceptions=True)
+
+
+async def _ask(url: str, variable: str) -> Info:
+    """The server's settings."""
+    server = VllmServer(url, os.environ.get(variable, ""), owner="the check before the run")
     try:
-        return await asyncio.gather(*(server.info(ANSWER_SECONDS) for server in servers), return_exceptions=True)
+        return await server.info(ANSWER_SECONDS)
+    except RunError as error:
+        lost = isinstance(error, ServerLostError)
+        what = "cannot be reached" if lost else "does not answer like an oblr-megatron server"
+        fix = f"start it with oblr-megatron serve, and check the address and the key in {variable}"
+        raise UserError(f"{url} {what}: {error}", where=WHERE, fix=fix) from None
     finally:
-        for server in servers:
-            await server.close()
+        await server.close()
 
 
 def _check_url(url: str) -> None:
@@ -62,69 +65,41 @@ def _check_url(url: str) -> None:
         raise UserError(f"{url!r} is not the address of a server", where=WHERE, fix="use the form http://HOST:PORT")
 
 
-def _expect_info(url: str, answer: Info | BaseException, variable: str) -> Info:
-    """The server's settings; a failure becomes a `UserError`."""
-    start = f"start it with oblr-megatron serve, and check the address and the key in {variable}"
-    if isinstance(answer, ServerLostError):
-        raise UserError(f"{url} cannot be reached: {answer}", where=WHERE, fix=start)
-    if isinstance(answer, RunError):
-        raise UserError(f"{url} does not answer like an oblr-megatron server: {answer}", where=WHERE, fix=start)
-    if isinstance(answer, BaseException):
-        raise answer
-    return answer
-
-
 def _check_info(url: str, info: Info, config: Config) -> None:
     """Compare a server's settings with the run's."""
-    dtype = str(engine_dtype(config)).removeprefix("torch.")
-    longest = max_model_len(config)
+    for what, fix in _misfits(info, config):
+        raise UserError(f"{url} {what}", where=WHERE, fix=fix)
+
+
+def _misfits(info: Info, config: Config) -> Iterator[Problem]:
+    model, rollout = config.model, config.rollout
+    if info.protocol != PROTOCOL:
+        what = f"has version {info.protocol} of the messages, but this trainer has {PROTOCOL}"
+        yield what, "install the same version of oblr-megatron on both sides"
     sent_by = NCCL_BACKEND if torch.cuda.is_available() else SERVER_SHM_BACKEND
-    for is_wrong, what, fix in (
-        (
-            info.protocol != PROTOCOL,
-            f"has version {info.protocol} of the messages, but this trainer has {PROTOCOL}",
-            "install the same version of oblr-megatron on both sides",
-        ),
-        (
-            info.transfer != sent_by,
-            f"receives weights by {info.transfer}, but this trainer sends them by {sent_by}",
-            "run the trainer and its servers on GPUs, or all of them on CPUs",
-        ),
-        (
-            info.shapes != shapes_digest(checkpoint_shapes(config.model.path)),
-            f"serves {info.model}, and its tensors differ from those of {config.model.path}",
-            f"start it with --model {config.model.path}",
-        ),
-        (
-            info.dtype != dtype,
-            f"computes in {info.dtype}, but the run pushes {dtype}",
-            f"start it with --dtype {dtype}, or set rollout.dtype to {info.dtype!r}",
-        ),
-        (
-            (info.quantization == "none") != (config.rollout.quantization == "none"),
-            f"has quantization {info.quantization!r}, but the run has {config.rollout.quantization!r}",
-            f"start it with --quantization {config.rollout.quantization}, or set rollout.quantization",
-        ),
-        (
-            config.model.moe_routing_replay and not info.routes,
-            "does not return the experts that it takes, but model.moe_routing_replay needs them",
-            "start it with --moe-routing-replay",
-        ),
-        (
-            info.speculation != config.rollout.speculation,
-            f"has speculation {info.speculation!r}, but the run has {config.rollout.speculation!r}",
-            f"start it with --speculation {config.rollout.speculation}, or set rollout.speculation",
-        ),
-        (
-            info.vllm != config.rollout.vllm,
-            f"was started with the vLLM options {info.vllm}, but rollout.vllm is {config.rollout.vllm}",
-            f"start it with {shlex.join(serve_words(config.rollout.vllm)) or 'no --vllm'}, or set rollout.vllm",
-        ),
-        (
-            info.max_model_len < longest,
-            f"takes {info.max_model_len} tokens of prompt and response together, but the run needs {longest}",
-            f"start it with --max-model-len {longest}",
-        ),
-    ):
-        if is_wrong:
-            raise UserError(f"{url} {what}", where=WHERE, fix=fix)
+    if info.transfer != sent_by:
+        what = f"receives weights by {info.transfer}, but this trainer sends them by {sent_by}"
+        yield what, "run the trainer and its servers on GPUs, or all of them on CPUs"
+    if info.shapes != shapes_digest(checkpoint_shapes(model.path)):
+        what = f"serves {info.model}, and its tensors differ from those of {model.path}"
+        yield what, f"start it with --model {model.path}"
+    dtype = str(engine_dtype(config)).removeprefix("torch.")
+    if info.dtype != dtype:
+        what = f"computes in {info.dtype}, but the run pushes {dtype}"
+        yield what, f"start it with --dtype {dtype}, or set rollout.dtype to {info.dtype!r}"
+    if (info.quantization == "none") != (rollout.quantization == "none"):
+        what = f"has quantization {info.quantization!r}, but the run has {rollout.quantization!r}"
+        yield what, f"start it with --quantization {rollout.quantization}, or set rollout.quantization"
+    if model.moe_routing_replay and not info.routes:
+        what = "does not return the experts that it takes, but model.moe_routing_replay needs them"
+        yield what, "start it with --moe-routing-replay"
+    if info.speculation != rollout.speculation:
+        what = f"has speculation {info.speculation!r}, but the run has {rollout.speculation!r}"
+        yield what, f"start it with --speculation {rollout.speculation}, or set rollout.speculation"
+    if info.vllm != rollout.vllm:
+        what = f"was started with the vLLM options {info.vllm}, but rollout.vllm is {rollout.vllm}"
+        yield what, f"start it with {shlex.join(serve_words(rollout.vllm)) or 'no --vllm'}, or set rollout.vllm"
+    longest = max_model_len(config)
+    if info.max_model_len < longest:
+        what = f"takes {info.max_model_len} tokens of prompt and response together, but the run needs {longest}"
+        yield what, f"start it with --max-model-len {longest}"

@@ -21,7 +21,6 @@ from pydantic import ValidationError
 
 from oblr_megatron.engine import http_messages as http
 from oblr_megatron.engine.server_guard import HEALTH
-from oblr_megatron.engine.speculation import Report
 from oblr_megatron.errors import DamagedError, DeadlineError, EngineLostError, RunError
 from oblr_megatron.runtime.http_loop import open_session
 from oblr_megatron.types import Sample
@@ -48,12 +47,7 @@ class VllmServer:
     """The trainer's handle of a server. All its coroutines run in one event loop."""
 
     def __init__(self, url: str, key: str, *, owner: str = "rank 0", silence_s: float = 30.0) -> None:
-        """Args:
-        url: http://host:port.
-        key: API key; empty for none.
-        owner: who waits, for error messages.
-        silence_s: seconds without an answer after which a sampling server counts as hung.
-        """
+        """The key is empty for none. A sampling server counts as hung after `silence_s` without an answer."""
         self.name, self.owner, self.silence_s = f"server {url}", owner, silence_s
         self.lost: str | None = None  # why it gets no prompts
         self.unfit = False  # lost, and waiting is useless: it answers, but not as expected
@@ -96,10 +90,9 @@ class VllmServer:
         what = f"{self.name} to read its weights back"
         return (await self._ask(http.DIGESTS, None, http.DigestsAnswer, what, seconds)).workers
 
-    async def speculation(self, seconds: float) -> Report:
+    async def speculation(self, seconds: float) -> http.Report:
         """What its speculation did since the last call."""
-        answer = await self._ask(http.SPECULATION, None, http.SpeculationAnswer, f"{self.name}'s speculation", seconds)
-        return Report(**answer.model_dump())
+        return await self._ask(http.SPECULATION, None, http.Report, f"{self.name}'s speculation", seconds)
 
     async def tell(self, path: str, body: http.Message, what: str, seconds: float) -> None:
         """Send a step of a push. It is not retried: a server that received it would refuse it the second time.
@@ -111,11 +104,7 @@ class VllmServer:
         await self._ask(path, body, http.Message, what, seconds)
 
     async def watch(self) -> NoReturn:
-        """Check its health until it is lost.
-
-        Raises:
-            ServerLostError: it has not answered for `silence_s`.
-        """
+        """Check its health until it has not answered for `silence_s`; then it is lost (ServerLostError)."""
         heard = time.monotonic()
         while True:
             await asyncio.sleep(min(WATCH_SECONDS, self.silence_s / 2))
@@ -151,12 +140,12 @@ class VllmServer:
         raise AssertionError("the last attempt returns or raises")
 
     async def _request(self, path: str, payload: bytes | None, what: str, seconds: float) -> bytes:
+        self._session = self._session or open_session()
+        method = "GET" if payload is None else "POST"
         try:
             async with (
                 asyncio.timeout(seconds),
-                self._open_session().request(
-                    "GET" if payload is None else "POST", self.url + path, data=payload, headers=self._headers
-                ) as response,
+                self._session.request(method, self.url + path, data=payload, headers=self._headers) as response,
             ):
                 status, text = response.status, await response.read()
         except TimeoutError:
@@ -169,8 +158,12 @@ class VllmServer:
         return text
 
     def _raise(self, status: int, text: bytes, what: str) -> NoReturn:
-        """Raise the error for an HTTP status."""
-        reason, kind = _reason(text)
+        """Raise the error for an HTTP status. The kind of an error is known only if our own routes sent it."""
+        try:
+            body = json.loads(text)
+            reason, kind = str(body["error"]), str(body.get("kind", ""))
+        except (ValueError, KeyError, TypeError):
+            reason, kind = text[:200].decode(errors="replace"), ""
         message = f"{self.name} answered with status {status} while {self.owner} waited for {what}: {reason}"
         if status == http.REFUSED:
             refused = DamagedError if kind == http.DAMAGED else ServerRefusedError
@@ -179,23 +172,9 @@ class VllmServer:
             raise ServerLostError(message)
         raise RunError(message)
 
-    def _open_session(self) -> aiohttp.ClientSession:
-        if self._session is None:
-            self._session = open_session()
-        return self._session
-
 
 class DroppedError(ServerLostError):
     """A connection failed, or ended before the answer. A retry may help."""
-
-
-def _reason(text: bytes) -> tuple[str, str]:
-    """The error in an answer and its kind, which only our own routes name."""
-    try:
-        body = json.loads(text)
-        return str(body["error"]), str(body.get("kind", ""))
-    except (ValueError, KeyError, TypeError):
-        return text[:200].decode(errors="replace"), ""
 
 
 def reasons(servers: Sequence[VllmServer]) -> str:

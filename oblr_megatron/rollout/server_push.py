@@ -106,15 +106,7 @@ class ServerReceiver(LockstepReceiver):
         transport: Transport,
         seconds: float,
     ) -> None:
-        """Args:
-        servers: that should get the weights.
-        manifest: of the push.
-        holding: names the weights.
-        model: Hugging Face directory of the model.
-        loop: runs the servers' coroutines.
-        transport: of the buckets.
-        seconds: deadline of the push.
-        """
+        """`loop` runs the servers' coroutines; the push has a deadline of `seconds`."""
         super().__init__(manifest)
         self._asked, self.servers = tuple(servers), list(servers)  # all of them, and those that still take part
         self._faulty: list[VllmServer] = []  # servers that refused something
@@ -179,11 +171,7 @@ class ServerReceiver(LockstepReceiver):
             self._call(lambda server: self._tell(server, http.PUSH_ABORT, body))
 
     def result(self) -> PushStats | None:
-        """See `Receiver`.
-
-        Raises:
-            EngineLostError: no server is left.
-        """
+        """See `Receiver`; an `EngineLostError` if no server is left."""
         stats = super().result()
         if not self.servers:
             raise EngineLostError(f"push {self._holding.version} reached no server: {reasons(self._asked)}")

@@ -20,18 +20,17 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, TypeVar
 
-from oblr_megatron.engine.http_messages import GenerateBody, Holding
+from oblr_megatron.engine.http_messages import GenerateBody, Holding, Report
 from oblr_megatron.engine.protocol import PushStats, SamplingRequest
-from oblr_megatron.engine.speculation import Report
 from oblr_megatron.errors import DeadlineError, EngineLostError, EnginesGoneError, RunError
 from oblr_megatron.rollout.balance import MOST_PROMPTS, Balance
-from oblr_megatron.rollout.dispatch import Dispatch
+from oblr_megatron.rollout.dispatch import dispatch
 from oblr_megatron.rollout.feed import Put
 from oblr_megatron.rollout.push import Receiver, push
 from oblr_megatron.rollout.recovery import RecoveringEngines
 from oblr_megatron.rollout.server_client import VllmServer, reasons
 from oblr_megatron.rollout.server_push import ServerReceiver, SharedMemoryTransport, Transport
-from oblr_megatron.runtime.collectives import Outcome, attempt, raise_first
+from oblr_megatron.runtime.collectives import Outcome, attempt
 from oblr_megatron.runtime.http_loop import HttpLoop
 from oblr_megatron.weights.manifest import manifest_of
 
@@ -99,19 +98,20 @@ class ServerEngines(RecoveringEngines):
         return lambda put: servers.sample(ids, request, holding, put, whole=whole, seconds=seconds)
 
     def reports(self) -> list[Report]:
-        return self._from_first_rank(lambda servers: servers.reports(), "the servers' speculation", PROBE_SECONDS)
+        return self._from_first_rank(
+            lambda servers: servers.loop.run(servers.reports()), "the servers' speculation", PROBE_SECONDS
+        )
 
     def _wait_for_servers(self) -> None:
         seconds = self._config.rollout.start_timeout_s
-        self._restarts += self._from_first_rank(lambda servers: servers.wait_for_any(seconds), "the servers", seconds)
+        self._restarts += self._from_first_rank(
+            lambda servers: servers.loop.run(servers.wait_for_any(seconds)), "the servers", seconds
+        )
 
     def _deliver(self, source: Source, version: int, *, check: bool = False) -> PushStats:
         """One push into all servers that are there, and a second one if a bucket arrived damaged.
 
-        Args:
-            source: of the weights.
-            version: of the weights.
-            check: the source must still yield what it did at the first push of these weights.
+        With `check` the source must still yield what it did at the first push of these weights.
         """
         self._wait_for_servers()
         stats, checksums = self._at_most_twice(lambda: self._push_once(source, version))
@@ -124,9 +124,7 @@ class ServerEngines(RecoveringEngines):
     def _push_once(self, source: Source, version: int) -> tuple[PushStats, list[int | None]]:
         """What rank 0 moved, and the buckets' checksums."""
         own = attempt(lambda: self._send(source, version))
-        outcomes = self.gather(own, f"push {version}", 2 * self._config.rollout.push_timeout_s)
-        raise_first(outcomes, own)
-        stats, checksums = outcomes[0].value
+        stats, checksums = self.gather(own, f"push {version}", 2 * self._config.rollout.push_timeout_s)[0].value
         return stats, checksums
 
     def _send(self, source: Source, version: int) -> tuple[PushStats | None, list[int | None]]:
@@ -151,9 +149,7 @@ class ServerEngines(RecoveringEngines):
         """Call on rank 0; every rank gets its result or its error."""
         servers = self._servers
         own: Outcome[Any] = Outcome() if servers is None else attempt(lambda: call(servers))
-        outcomes = self.gather(own, what, seconds)
-        raise_first(outcomes, own)
-        return outcomes[0].value
+        return self.gather(own, what, seconds)[0].value
 
 
 class _Servers:
@@ -169,15 +165,12 @@ class _Servers:
         """Servers that are not known to be lost."""
         return [server for server in self.servers if server.lost is None]
 
-    def wait_for_any(self, seconds: float) -> int:
+    async def wait_for_any(self, seconds: float) -> int:
         """Ask all servers until one answers. Returns how many of the servers that answer had been lost.
 
         Raises:
             EnginesGoneError: none answered in time, or none can be used.
         """
-        return self.loop.run(self._wait_for_any(seconds))
-
-    async def _wait_for_any(self, seconds: float) -> int:
         deadline = time.monotonic() + seconds
         while True:
             back = await asyncio.gather(*map(self._probe, self.servers))
@@ -204,11 +197,8 @@ class _Servers:
             logger.warning("%s is back, and gets the weights again", server.name)
         return returns
 
-    def reports(self) -> list[Report]:
+    async def reports(self) -> list[Report]:
         """Of each server that answers; the next batch notices those that do not."""
-        return self.loop.run(self._reports())
-
-    async def _reports(self) -> list[Report]:
         found = []
         for server in self.present():
             try:
@@ -242,7 +232,7 @@ class _Servers:
             put(positions[item], group)
 
         what = f"{len(ids)} x {request.group_size} samples"
-        self.loop.run(Dispatch(self.servers, balance, ask, store, what=what, seconds=seconds).run())
+        self.loop.run(dispatch(self.servers, balance, ask, store, what=what, seconds=seconds))
 
     def close(self) -> None:
         """Close the connections and the loop."""

@@ -8,12 +8,9 @@ belongs to another run, or to an engine that is out of step.
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from typing import TYPE_CHECKING
 
 from oblr_megatron.errors import BrokenStepError
-
-if TYPE_CHECKING:
-    from oblr_megatron.types import Sample
+from oblr_megatron.types import Sample
 
 
 class StaleSampleError(BrokenStepError):
@@ -22,11 +19,6 @@ class StaleSampleError(BrokenStepError):
 
 def staleness(versions: Iterable[int], current: int, limit: int) -> int:
     """Age in updates of the oldest sample; 0 without samples.
-
-    Args:
-        versions: of the samples.
-        current: version of the trainer's weights.
-        limit: rollout.max_staleness.
 
     Raises:
         StaleSampleError: a sample is older than the limit, or newer than the trainer.
@@ -46,11 +38,7 @@ def staleness(versions: Iterable[int], current: int, limit: int) -> int:
 
 
 def check_batch(samples: Sequence[Sample], count: int, version: int) -> None:
-    """Check the number and the version of the samples that the engines returned.
-
-    Raises:
-        BrokenStepError: there are too few or too many samples, or samples of another version.
-    """
+    """Refuse (BrokenStepError) another number of samples than `count`, and samples of another version."""
     stale = {sample.version for sample in samples} - {version}
     if stale or len(samples) != count:
         raise BrokenStepError(

@@ -28,7 +28,6 @@ PROMPT_COLUMNS = {"prompt_row": "row", "prompt_id": "id", "prompt_text": "text"}
     name: name for name in ("answer", "source", "tolerance", "columns")
 }
 """Column -> field of `Prompt`. Older versions lack the columns "tolerance" and "columns"."""
-SCHEMA_VERSION = 5
 ROUTES = "routes"
 """The column of routes, and the fact [layers, k] about it."""
 STEP_FACTS = ("step", "temperature", "epoch", "skipped")
@@ -71,11 +70,14 @@ def _without(schema: pa.Schema, *columns: str) -> pa.Schema:
     return pa.schema([field for field in schema if field.name not in columns])
 
 
-_FOURTH = _without(SCHEMA, "routes")
-_THIRD = _without(_FOURTH, "mask", "environment_reward")
-_SECOND = _without(_THIRD, "columns")
-SCHEMAS = dict(enumerate((_without(_SECOND, "tolerance"), _SECOND, _THIRD, _FOURTH, SCHEMA), 1))
-"""Of the versions that can be read."""
+SCHEMAS = {
+    1: _without(SCHEMA, ROUTES, "mask", "environment_reward", "columns", "tolerance"),
+    2: _without(SCHEMA, ROUTES, "mask", "environment_reward", "columns"),
+    3: _without(SCHEMA, ROUTES, "mask", "environment_reward"),
+    4: _without(SCHEMA, ROUTES),
+    5: SCHEMA,
+}
+"""Of the versions that can be read; the newest one is written."""
 FIX = "use the rollouts directory of a run with --save-rollouts; if a file is damaged, save the samples again"
 
 
@@ -115,13 +117,13 @@ def write_step(directory: Path, saved: SavedStep) -> Path:
     """
     path = step_path(directory, saved.step)
     partial = path.with_name(f".{path.name}.partial")
-    facts: dict[str, Any] = {
-        "schema_version": SCHEMA_VERSION,
+    facts = {
+        "schema_version": max(SCHEMAS),
         "num_prompts": len(saved.prompts),
         "group_size": saved.group_size,
+        **{name: getattr(saved, name) for name in (*STEP_FACTS, *LATER_FACTS)},
+        ROUTES: next((list(one.routes.shape[1:]) for one in saved.samples if one.routes is not None), None),
     }
-    facts |= {name: getattr(saved, name) for name in (*STEP_FACTS, *LATER_FACTS)}
-    facts[ROUTES] = next((list(one.routes.shape[1:]) for one in saved.samples if one.routes is not None), None)
     rows = [_row(saved, position) for position in range(len(saved.samples))]
     try:
         table = pa.Table.from_pylist(rows, schema=SCHEMA.with_metadata({KEY: json.dumps(facts)}))
@@ -147,13 +149,13 @@ def read_step(path: Path) -> SavedStep:
         facts = _facts(table, path)
         rows = table.to_pylist()
     except FileNotFoundError:
-        raise UserError("saved samples are missing", where=str(path), fix=FIX) from None
+        raise _refusal("saved samples are missing", path) from None
     except UserError:
         raise
     except (OSError, ValueError, TypeError, LookupError, MemoryError, RecursionError, pa.ArrowException) as error:
         # damaged files and damaged facts raise any of them
         reason = (str(error).splitlines() or [type(error).__name__])[0]
-        raise UserError(f"saved samples cannot be read: {reason:.300}", where=str(path), fix=FIX) from error
+        raise _refusal(f"saved samples cannot be read: {reason:.300}", path) from error
     group_size = facts["group_size"]
     firsts = rows[::group_size]
     saved = SavedStep(
@@ -165,6 +167,10 @@ def read_step(path: Path) -> SavedStep:
     )
     _check_consistent(saved, rows, facts, path)
     return saved
+
+
+def _refusal(what: str, path: Path, fix: str = FIX) -> UserError:
+    return UserError(what, where=str(path), fix=fix)
 
 
 def _row(saved: SavedStep, position: int) -> dict[str, Any]:
@@ -186,11 +192,10 @@ def _sample(row: dict[str, Any], shape: Any, path: Path) -> Sample:
     sample = Sample(**values | {name: tuple(values[name]) for name in lists if name in values})
     if sample.routes is None:
         return sample
-    tokens = sample.num_tokens
     try:
-        routes = np.frombuffer(row[ROUTES], "<i2").astype(np.int16).reshape(tokens, *shape)
+        routes = np.frombuffer(row[ROUTES], "<i2").astype(np.int16).reshape(sample.num_tokens, *shape)
     except (ValueError, TypeError, OverflowError) as error:
-        raise UserError(f"saved routes do not fit their sample: {error}", where=str(path), fix=FIX) from error
+        raise _refusal(f"saved routes do not fit their sample: {error}", path) from error
     return replace(sample, routes=routes)
 
 
@@ -198,34 +203,28 @@ def _facts(table: pa.Table, path: Path) -> dict[str, Any]:
     """The facts about the whole step, checked."""
     stored = (table.schema.metadata or {}).get(KEY)
     if stored is None:
-        raise UserError("the file has no saved samples", where=str(path), fix=FIX)
+        raise _refusal("the file has no saved samples", path)
     facts: dict[str, Any] = json.loads(stored)
     version = facts["schema_version"]
     if version not in SCHEMAS:
-        raise UserError(
-            f"the file has schema version {version!r:.40}, but only {', '.join(map(str, SCHEMAS))} can be read",
-            where=str(path),
-            fix="save and replay with the same version of oblr-megatron",
-        )
+        what = f"the file has schema version {version!r:.40}, but only {', '.join(map(str, SCHEMAS))} can be read"
+        raise _refusal(what, path, "save and replay with the same version of oblr-megatron")
     if not table.schema.equals(SCHEMAS[version]):
-        raise UserError("the columns of the saved samples are not those of the schema", where=str(path), fix=FIX)
+        raise _refusal("the columns of the saved samples are not those of the schema", path)
     counts = [facts[name] for name in ("num_prompts", "group_size", "step", "epoch", "skipped")]
     if not all(type(count) is int and count >= 0 for count in counts):
         raise ValueError(f"the sizes of the step are {counts}")
     float(facts["temperature"])
     if not facts["num_prompts"] * facts["group_size"] == table.num_rows > 0:
-        raise UserError(
-            f"the file has {table.num_rows} samples instead of {facts['num_prompts']} x {facts['group_size']}",
-            where=str(path),
-            fix=FIX,
-        )
+        sizes = f"{facts['num_prompts']} x {facts['group_size']}"
+        raise _refusal(f"the file has {table.num_rows} samples instead of {sizes}", path)
     return facts
 
 
 def _check_consistent(saved: SavedStep, rows: list[dict[str, Any]], facts: dict[str, Any], path: Path) -> None:
     """Check that rows are in order, and that each has its prompt and as many log-probs as tokens."""
     if step_path(path.parent, saved.step) != path:
-        raise UserError(f"the file holds step {saved.step}", where=str(path), fix="do not rename saved samples")
+        raise _refusal(f"the file holds step {saved.step}", path, "do not rename saved samples")
     for position, (row, sample) in enumerate(zip(rows, saved.samples, strict=True)):
         group = position // facts["group_size"]
         fits = (
@@ -236,4 +235,4 @@ def _check_consistent(saved: SavedStep, rows: list[dict[str, Any]], facts: dict[
             and sample.finish_reason in get_args(FinishReason)
         )
         if not fits:
-            raise UserError(f"saved sample {position} is inconsistent", where=str(path), fix=FIX)
+            raise _refusal(f"saved sample {position} is inconsistent", path)

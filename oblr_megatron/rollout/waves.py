@@ -11,12 +11,9 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING
 
 from oblr_megatron.rollout.dynamic_sampling import Batch, assembled
-
-if TYPE_CHECKING:
-    from oblr_megatron.types import Prompt, Sample, Scored
+from oblr_megatron.types import Prompt, Sample, Scored
 
 
 @dataclass(frozen=True, slots=True)

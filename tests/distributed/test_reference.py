@@ -19,7 +19,7 @@ from oblr_megatron.config import ModelConfig, ParallelConfig
 from oblr_megatron.data.packing import microbatches
 from oblr_megatron.model.policy import build_policy
 from oblr_megatron.model.reference import Reference
-from oblr_megatron.padding import padding_of_layout
+from oblr_megatron.padding import padding_of
 from tests.distributed.launch import layout, run_ranks
 from tests.distributed.test_gradnorm_modes import make_samples
 from tests.tiny import make_hf_dir
@@ -36,7 +36,7 @@ def on_ranks(start: str, now: str) -> dict[str, list[torch.Tensor]]:
             config = ModelConfig.model_validate({"path": start, "dtype": "bfloat16", "make_vocab_size_divisible_by": 8})
             options = ParallelConfig(context_parallel_size=parallel.cp_size, packing="packed")
             mine = list(range(len(samples))) if parallel.dp_rank == 0 else []  # of two replicas one has none
-            padding = padding_of_layout(options)
+            padding = padding_of(ModelConfig(path="."), options)
             batches = microbatches(samples, mine, options, padding)
             found[name] = []
             for moved in (True, False):

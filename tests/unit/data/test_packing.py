@@ -15,10 +15,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch.nn.utils.rnn import pad_sequence
 
-from oblr_megatron.config import ParallelConfig
+from oblr_megatron.config import ModelConfig, ParallelConfig
 from oblr_megatron.data.packing import check_folds, deal, local_folds, microbatches, one_per_microbatch, pack
 from oblr_megatron.errors import UserError
-from oblr_megatron.padding import Padding, padding_of_layout
+from oblr_megatron.padding import Padding, padding_of
 from oblr_megatron.types import MicroBatch, Sample
 
 
@@ -123,7 +123,7 @@ def test_packing_is_first_fit() -> None:
 def test_packing_follows_the_configuration() -> None:
     samples = [sample(1, response) for response in (3, 9, 4, 4)]
     options = ParallelConfig(packing="packed", context_parallel_size=2, micro_batch_tokens=16)
-    batches = microbatches(samples, [0, 1, 2, 3], options, padding_of_layout(options))
+    batches = microbatches(samples, [0, 1, 2, 3], options, padding_of(ModelConfig(path="."), options))
     assert [batch.cu_seqlens.tolist() for batch in batches] == [[0, 12, 16], [0, 4, 8]]
     rows = microbatches(samples, [0, 1, 2, 3], ParallelConfig(micro_batch_tokens=16), Padding())
     assert [tuple(batch.input_ids.shape) for batch in rows] == [(1, 9), (3, 4)]

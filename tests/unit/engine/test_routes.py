@@ -5,7 +5,6 @@ Not covered: their values (tests/e2e/test_routes.py).
 
 from __future__ import annotations
 
-import argparse
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -19,9 +18,10 @@ from oblr_megatron.engine import http_messages as http
 from oblr_megatron.engine.arguments import vllm_arguments
 from oblr_megatron.engine.protocol import EngineSpec, SamplingRequest
 from oblr_megatron.engine.routes import WORKER, allow_on_cpu, routes_of
-from oblr_megatron.engine.serve_command import add_arguments, command, spec_of
+from oblr_megatron.engine.serve_command import command, spec_of
 from oblr_megatron.errors import RunError, UserError
 from oblr_megatron.types import Sample
+from tests.unit.engine.test_server_guard import serve_options
 
 MIXTURE = {"num_experts": 8}
 CPU = EngineSpec("engine 0", Path("/m"), "float32", "cpu", 64, 8, 2**20, num_threads=1)
@@ -59,14 +59,12 @@ def test_a_server_sends_them_as_text(experts: int, dtype: str) -> None:
     assert http.GenerateBody.model_validate_json(body.model_dump_json()).request().routes
 
 
-def test_engines_and_servers_are_started_with_the_option(tmp_path: Path) -> None:
+def test_engines_and_servers_are_started_with_the_option() -> None:
     assert "enable_return_routed_experts" not in vllm_arguments(CPU, "b")
     found = vllm_arguments(replace(CPU, routes=True), "b")
     assert found["enable_return_routed_experts"] is True and found["worker_cls"] == WORKER
-    parser = argparse.ArgumentParser()
-    add_arguments(parser)
     for device, worker in (("cpu", True), ("cuda", False)):
-        spec = spec_of(parser.parse_args(["--model", str(tmp_path), "--moe-routing-replay"]), device)  # type: ignore[arg-type]
+        spec = spec_of(serve_options("--moe-routing-replay"), device)  # type: ignore[arg-type]
         words = command(spec, "127.0.0.1", 8000)
         assert "--enable-return-routed-experts" in words and (WORKER in words) == worker
 

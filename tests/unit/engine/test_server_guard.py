@@ -125,10 +125,8 @@ def test_a_taken_port_is_found():
 
 
 @pytest.mark.parametrize("device", ["cpu", "cuda"])
-def test_the_server_has_no_development_mode_and_accepts_no_pickles(tmp_path, device):
-    parser = argparse.ArgumentParser()
-    add_arguments(parser)
-    spec = spec_of(parser.parse_args(["--model", str(tmp_path)]), device)
+def test_the_server_has_no_development_mode_and_accepts_no_pickles(device):
+    spec = spec_of(serve_options(), device)
     inherited = {
         "VLLM_SERVER_DEV_MODE": "1",
         "VLLM_ALLOW_INSECURE_SERIALIZATION": "1",
@@ -187,12 +185,13 @@ def serve_options(*arguments: str) -> argparse.Namespace:
         ("--tensor-parallel-size", "-2"),
         ("--seed", "-1"),
         ("--seed", str(2**32)),
+        *[("--speculation-below", value) for value in ("-1", "few", "1.5")],
     ],
 )
 def test_numbers_out_of_range_are_refused_by_the_parser(option: str, value: str) -> None:
     with pytest.raises(UserError) as error:
         serve_options(f"{option}={value}")
-    assert option in error.value.what and "\n" not in str(error.value)
+    assert option in error.value.what and value[:20] in error.value.what and "\n" not in str(error.value)
 
 
 @pytest.mark.parametrize(

@@ -5,6 +5,7 @@ Not covered: requests to real servers (tests/e2e/test_servers.py).
 
 import random
 
+import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -40,7 +41,7 @@ def test_a_full_server_gets_no_more_until_it_has_answered():
     balance = Balance([1] * 40, [16], sequences=8)
     (first,) = fill(balance)
     assert first.items == (0, 1), "16 sequences are two prompts of 8"
-    assert balance.finish(first)
+    balance.finish(first)
     assert fill(balance)[0].items == (2, 3)
 
 
@@ -49,7 +50,7 @@ def test_a_prompt_with_more_sequences_than_a_server_decodes_at_once_is_still_sen
     assert [task.items for task in fill(balance)] == [(0,)]
 
 
-def test_a_lost_servers_prompts_come_next_and_its_late_answers_are_ignored():
+def test_a_lost_servers_prompts_come_next():
     balance = Balance([1] * 8, [4, 4], sequences=1)
     tasks = fill(balance)
     lost = [task for task in tasks if task.server == 0]
@@ -57,12 +58,16 @@ def test_a_lost_servers_prompts_come_next_and_its_late_answers_are_ignored():
     assert balance.next() is None, "the other one is full"
     for task in tasks:
         if task.server == 1:
-            assert balance.finish(task)
+            balance.finish(task)
     again = fill(balance)
     assert {task.server for task in again} == {1}
     assert sorted(item for task in again for item in task.items) == sorted(item for task in lost for item in task.items)
-    assert not any(balance.finish(task) for task in lost), "they are late"
-    assert all(balance.finish(task) for task in again) and balance.finished
+    for task in lost:
+        with pytest.raises(KeyError):
+            balance.finish(task)
+    for task in again:
+        balance.finish(task)
+    assert balance.finished
 
 
 def test_a_batch_that_is_used_prompt_by_prompt_is_asked_for_prompt_by_prompt():
@@ -94,15 +99,18 @@ def test_every_prompt_is_finished_once_under_any_order_of_answers_and_losses(cos
         if draw.random() < 0.2 or not running:
             server = draw.randrange(len(capacities))
             balance.lose(server)
-            running = [task for task in running if task.server != server or draw.random() < 0.3]
+            running = [task for task in running if task.server != server]
         else:
             task = running.pop(draw.randrange(len(running)))
-            finished += task.items if balance.finish(task) else ()
+            balance.finish(task)
+            finished += task.items
     assert len(set(finished)) == len(finished)
     assert not balance.finished or sorted(finished) == list(range(len(costs)))
 
 
-def test_a_task_that_is_finished_twice_counts_once():
-    balance = Balance([1, 1], [8], sequences=1)
-    tasks = fill(balance)
-    assert [balance.finish(task) for task in (*tasks, *tasks)] == [True] * len(tasks) + [False] * len(tasks)
+def test_a_task_that_is_finished_twice_is_refused():
+    balance = Balance([1], [8], sequences=1)
+    (task,) = fill(balance)
+    balance.finish(task)
+    with pytest.raises(KeyError):
+        balance.finish(task)

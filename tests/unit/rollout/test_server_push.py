@@ -127,7 +127,7 @@ def engines_of(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]
         engines = ServerEngines(make_config(tmp_path, tmp_path / "run", servers=["http://127.0.0.1:9"]), ONE_RANK)
         made.append(engines)
         engines._transport = StubTransport()
-        monkeypatch.setattr(engines._servers, "wait_for_any", lambda _: 0)
+        monkeypatch.setattr(engines._servers, "wait_for_any", lambda _: asyncio.sleep(0, 0))
         monkeypatch.setattr(engines._servers, "present", lambda: [one for one in servers if one.lost is None])
         return engines
 
