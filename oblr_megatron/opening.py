@@ -227,7 +227,7 @@ def _of_first_rank(norms: ModeChoice | None) -> ModeChoice | None:
     return shared[0]
 
 
-def _timer(on_phase: Callable[[str | None], None], profiler: Profiler) -> PhaseTimer:
+def _timer(on_phase: Callable[[str | None], None], profiler: Profiler | None) -> PhaseTimer:
     """A timer of phases. On a CPU it also takes this thread's CPU time, which excludes waits for other ranks."""
     own = None if torch.cuda.is_available() else time.thread_time
     return PhaseTimer(on_phase, _synchronize, own_clock=own, observer=profiler)
