@@ -15,14 +15,11 @@ from collections.abc import Callable, Iterator, Mapping
 from contextlib import suppress
 from datetime import UTC, datetime
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from oblr_megatron.checks.packages import package_versions
 from oblr_megatron.errors import NO_SPACE, UserError
 from oblr_megatron.metrics.names import Record, in_table_order
-
-if TYPE_CHECKING:
-    from types import TracebackType
 
 METRICS_FILE = "metrics.jsonl"
 RANKS_FILE = "logs/ranks.jsonl"  # written by observe/performance/ranks.py
@@ -96,11 +93,8 @@ class MetricsWriter:
         self._lines = KeptLines(run_dir / METRICS_FILE, self._prepare)
         self._run_dir, self._rank, self._world_size, self._resume_step = run_dir, rank, world_size, resume_step
         if rank == 0 and resume_step is None and (run_dir / METRICS_FILE).exists():
-            raise UserError(
-                "the run directory already has metrics",
-                where=str(run_dir / METRICS_FILE),
-                fix="choose a new run_dir",
-            )
+            path = str(run_dir / METRICS_FILE)
+            raise UserError("the run directory already has metrics", where=path, fix="choose a new run_dir")
 
     def write(self, step: int, values: Mapping[str, float]) -> Record:
         """Log all metrics of one step, an evaluation's included, and return the record as logged.
@@ -134,9 +128,7 @@ class MetricsWriter:
     def __enter__(self) -> MetricsWriter:
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         self.close()
 
 
@@ -209,7 +201,11 @@ def read_metrics(run_dir: Path) -> list[Record]:
         raise UserError(f"cannot read the metrics: {error}", where=str(path), fix="give a readable file") from error
     *lines, rest = text.split("\n")
     records = [_parse(line, f"{path}:{number}") for number, line in enumerate(lines, start=1)]
-    return records + _parse_unfinished(rest, path)
+    try:
+        return [*records, _parse(rest, str(path))] if rest else records
+    except UserError:  # cut by a kill
+        logger.warning("%s: dropped the incomplete last line", path)
+        return records
 
 
 def _parse(line: str, where: str) -> Record:
@@ -225,14 +221,3 @@ def _parse(line: str, where: str) -> Record:
 
 def _refuse_constant(name: str) -> float:
     raise ValueError(f"{name} is not JSON")
-
-
-def _parse_unfinished(rest: str, path: Path) -> list[Record]:
-    """The text after the last newline: nothing, a complete record, or a line cut by a kill."""
-    if not rest:
-        return []
-    try:
-        return [_parse(rest, str(path))]
-    except UserError:
-        logger.warning("%s: dropped the incomplete last line", path)
-        return []

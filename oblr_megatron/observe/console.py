@@ -23,7 +23,6 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from threading import Event, Thread
-from types import TracebackType
 from typing import TYPE_CHECKING
 
 from rich.console import Console, Group
@@ -52,8 +51,6 @@ EVAL_LABELS = {
     "response_length": "tokens",
     "truncated_fraction": "truncated",
 }
-EVAL_COUNT = "unscored"
-"""The only count among the metrics of an evaluation; shown if it is above 0."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -91,14 +88,7 @@ def legend(values: Values, *, live: bool = False) -> str:
 
 
 def open_display(config: LogConfig, num_steps: int, *, rank: int = 0, console: Console | None = None) -> Display:
-    """The display that log.console selects; a silent one on ranks other than 0.
-
-    Args:
-        config: `console` is read.
-        num_steps: of the run.
-        rank: of this process.
-        console: rich's console, for the live display and to detect a terminal.
-    """
+    """The display that log.console selects; a silent one on ranks other than 0. `console` is rich's, for tests."""
     if rank != 0:
         return Display(num_steps)
     terminal = console or Console(force_terminal=True if config.console == "live" else None)
@@ -150,16 +140,13 @@ class Display:
         for name, after in self.last_evaluation.items():
             if name.endswith(("/accuracy", "/mean_at_k")):
                 before = self.first_evaluation[name]
-                parts.append(f"{_eval_label(name)} {fixed(before, 2)} -> {fixed(after, 2)}")
+                parts.append(f"{' '.join(_eval_label(name))} {fixed(before, 2)} -> {fixed(after, 2)}")
         return "  ".join(parts)
 
     def __enter__(self) -> Display:
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
-    ) -> None:
-        self._restore()
+    def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
         if kind is None:
             self.message(f"finished {self.summary()}")
         else:
@@ -175,9 +162,6 @@ class Display:
 
     def _show_step(self, step: int, values: Values, evaluation: Values) -> None:
         """Show the step; a hook for subclasses."""
-
-    def _restore(self) -> None:
-        """Restore the terminal; a hook for subclasses."""
 
 
 class PlainDisplay(Display):
@@ -212,19 +196,24 @@ def evaluation_line(step: int, evaluation: Values) -> str:
     """One line with the metrics of an evaluation; each set's name precedes its first metric."""
     parts, previous = [f"eval at step {step}"], None
     for name, value in evaluation.items():
-        set_name, _, metric = name.removeprefix("eval/").rpartition("/")
-        if metric == EVAL_COUNT and not value:
-            continue
-        prefix = "" if set_name == previous else f"{set_name} "
-        parts.append(f"{prefix}{EVAL_LABELS.get(metric, metric)} {fixed(value, 0 if metric == EVAL_COUNT else 2)}")
-        previous = set_name
+        if text := _eval_text(name, value):
+            set_name, label = _eval_label(name)
+            parts.append(f"{label} {text}" if set_name == previous else f"{set_name} {label} {text}")
+            previous = set_name
     return "  ".join(parts)
 
 
-def _eval_label(name: str) -> str:
-    """Example: "eval/gsm8k/accuracy" -> "gsm8k accuracy"."""
+def _eval_label(name: str) -> tuple[str, str]:
+    """Set and short name of an evaluation's metric. Example: "eval/gsm8k/mean_at_k" -> ("gsm8k", "mean@k")."""
     set_name, _, metric = name.removeprefix("eval/").rpartition("/")
-    return f"{set_name} {EVAL_LABELS.get(metric, metric)}"
+    return set_name, EVAL_LABELS.get(metric, metric)
+
+
+def _eval_text(name: str, value: float | None) -> str:
+    """The value of an evaluation's metric; "" for a count that is 0."""
+    if name.endswith("/unscored"):  # the only count
+        return fixed(value, 0) if value else ""
+    return fixed(value, 2)
 
 
 class LiveDisplay(Display):
@@ -252,6 +241,11 @@ class LiveDisplay(Display):
     def __enter__(self) -> Display:
         self._live.start()
         return self
+
+    def __exit__(self, kind: type[BaseException] | None, *error: object) -> None:
+        self.phase(None)
+        self._live.stop()
+        super().__exit__(kind, *error)
 
     def phase(self, name: str | None) -> None:
         super().phase(name)
@@ -282,10 +276,6 @@ class LiveDisplay(Display):
         if evaluation:
             self.message(evaluation_line(step, evaluation))
 
-    def _restore(self) -> None:
-        self.phase(None)
-        self._live.stop()
-
     def _render(self) -> Group:
         since, phase = self._since, self._phase or ""
         seconds = 0 if since is None else int(time.monotonic() - since)
@@ -301,10 +291,9 @@ class LiveDisplay(Display):
             if history:
                 table.add_row(metric.long, metric.show(history[-1]), trend(history), sparkline(history))
         for name, value in list(self.last_evaluation.items()):
-            before, count = self.first_evaluation[name], name.endswith(f"/{EVAL_COUNT}")
-            if value or not count:
-                shown, since_first = (fixed(one, 0 if count else 2) for one in (value, before))
-                table.add_row(_eval_label(name), shown, "", Text(f"from {since_first}", style="dim"))
+            if text := _eval_text(name, value):
+                first = _eval_text(name, self.first_evaluation[name]) or "0"
+                table.add_row(" ".join(_eval_label(name)), text, "", Text(f"from {first}", style="dim"))
         return Group(self._progress, table)
 
 
