@@ -15,6 +15,7 @@ Plain lines read
 
 from __future__ import annotations
 
+import math
 import sys
 import time
 from collections import deque
@@ -288,8 +289,9 @@ class LiveDisplay(Display):
         table.add_column(style="cyan")
         for metric in SHOWN:
             history = list(self._history[metric.name])  # a copy, because rich renders in its own thread
+            finite = [None if value is None or not math.isfinite(value) else value for value in history]
             if history:
-                table.add_row(metric.long, metric.show(history[-1]), trend(history), sparkline(history))
+                table.add_row(metric.long, metric.show(history[-1]), trend(finite), sparkline(finite))
         for name, value in list(self.last_evaluation.items()):
             if text := _eval_text(name, value):
                 first = _eval_text(name, self.first_evaluation[name]) or "0"
@@ -298,7 +300,7 @@ class LiveDisplay(Display):
 
 
 def sparkline(values: Sequence[float | None]) -> str:
-    """Block characters scaled from the smallest to the largest value; a blank for None.
+    """Block characters scaled from the smallest to the largest value; a blank for None. Values are finite.
 
     >>> sparkline([0, 1, None, 2, 3.5])
     '▁▃ ▅█'
