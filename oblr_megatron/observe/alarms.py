@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import json
 import statistics
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -255,12 +255,12 @@ class Watch:
                 found.append(self._first[name])
         return found
 
-    def resume(self, settings: Planned) -> set[str]:
-        """Continue after the records so far, perhaps with other settings; names of the alarms that these raised."""
+    def resume(self, settings: Planned, said: Iterable[Alarm]) -> None:
+        """Continue after the records so far, perhaps with other settings. Alarms in `said` are not raised again."""
         if settings != self._window.planned:
             self._window.change(settings)
-        self._first = {name: alarm for name, alarm in self._first.items() if name not in BY_SETTINGS}
-        return set(self._first)
+        kept = {name: alarm for name, alarm in self._first.items() if name not in BY_SETTINGS}
+        self._first = kept | {alarm.name: alarm for alarm in said}
 
     def all(self) -> list[Alarm]:
         """Every alarm raised so far, most severe first; current numbers where the check still fires."""
@@ -274,12 +274,12 @@ def alarms_of(run_dir: Path, settings: Planned, records: Sequence[Record]) -> li
     for record in records:
         watch.take(record)
     found = {alarm.name: alarm for alarm in watch.all() if alarm.name not in BY_SETTINGS}
-    found |= {
-        raised["name"]: Alarm(**raised)
-        for _, raised in intact_lines(run_dir / ALARMS_FILE)
-        if raised["name"] in BY_SETTINGS
-    }
+    found |= {alarm.name: alarm for alarm in _written(run_dir / ALARMS_FILE) if alarm.name in BY_SETTINGS}
     return [found[name] for name in CHECKS if name in found]
+
+
+def _written(path: Path) -> list[Alarm]:
+    return [Alarm(**alarm) for _, alarm in intact_lines(path)]
 
 
 class LiveAlarms:
@@ -310,13 +310,12 @@ class LiveAlarms:
             path.unlink(missing_ok=True)
         for record in past:
             self._watch.take(record)
-        self._said = self._watch.resume(settings) | {alarm["name"] for _, alarm in intact_lines(path)}
+        self._watch.resume(settings, _written(path))
 
     def take(self, record: Record, cause: str = "") -> list[Alarm]:
         """Check the record of a logged step; `cause` is an error of its reward. The new alarms."""
-        new = [alarm for alarm in self._watch.take(record, cause) if alarm.name not in self._said]
+        new = self._watch.take(record, cause)
         for alarm in new:
-            self._said.add(alarm.name)
             self._say(f"alarm at step {alarm.step}: {alarm.text}")
             self._lines.write(json.dumps(asdict(alarm)) + "\n")
         return new

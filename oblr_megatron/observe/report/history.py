@@ -45,10 +45,6 @@ class History:
         known = np.isfinite(values)
         return self.steps[known], values[known]
 
-    def total(self, name: str) -> float:
-        """Sum of a metric over all records that have it."""
-        return float(np.nansum(self.values(name)))
-
     def evaluation_sets(self) -> list[str]:
         """Names of the evaluated sets, in order of appearance."""
         names = (name for record in self.records for name in record if name.startswith("eval/"))

@@ -89,9 +89,9 @@ def _headlines(history: History) -> str:
     planned = history.setting("num_steps")
     state = "finished" if history.last_step == planned else "so far"
     tiles.append(_tile("steps", f"{history.last_step:,}", f"of {planned:,}, {state}" if planned else state))
-    step_time = history.points("timing_s/step")[1]
-    per_step = f"{duration(float(np.median(step_time)))} per step (median)" if len(step_time) else ""
-    tiles.append(_tile("time", duration(history.total("timing_s/step")) if len(step_time) else MISSING, per_step))
+    seconds = history.points("timing_s/step")[1]
+    per_step = f"{duration(float(np.median(seconds)))} per step (median)" if len(seconds) else ""
+    tiles.append(_tile("time", duration(float(seconds.sum())) if len(seconds) else MISSING, per_step))
     return "".join(tiles)
 
 
