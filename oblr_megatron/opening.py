@@ -31,9 +31,10 @@ from oblr_megatron.model import parallel as layout
 from oblr_megatron.observe.alarm_window import planned
 from oblr_megatron.observe.alarms import LiveAlarms
 from oblr_megatron.observe.console import open_display
+from oblr_megatron.observe.performance.hardware import this_device
 from oblr_megatron.observe.performance.profiler import Profiler, open_profiler
 from oblr_megatron.observe.performance.ranks import RankLog
-from oblr_megatron.observe.performance.utilization import Utilization
+from oblr_megatron.observe.performance.utilization import Utilization, peak_flops
 from oblr_megatron.observe.report import write_report
 from oblr_megatron.observe.status import recorded
 from oblr_megatron.observe.trackers.feed import Trackers
@@ -122,7 +123,7 @@ def open_sampling(config: Config) -> Iterator[Sampling]:
             display=display,
             alarms=alarms,
             timer=_timer(display.phase, profiler),
-            utilization=Utilization.of(inputs.model.config, config, world_size),
+            utilization=Utilization(inputs.model.config, config, world_size, peak_flops(config, this_device())),
             ranks=RankLog(config.run_dir, control_group, until),
             failed_steps=FailedSteps(config.reward),
             stop=stop,

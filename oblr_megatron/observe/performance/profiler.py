@@ -13,7 +13,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any
 
 import torch
 
@@ -24,21 +24,6 @@ if TYPE_CHECKING:
     from oblr_megatron.config.log import LogConfig
 
 
-class Backend(Protocol):
-    """Records a profile: torch's profiler, or nsys from outside."""
-
-    def start(self) -> None:
-        """Start recording."""
-
-    def stop(self) -> str:
-        """Stop recording, keep the profile, and return a message that says where it is."""
-        ...
-
-    def range(self, name: str) -> AbstractContextManager[object]:
-        """A named range of the profile."""
-        ...
-
-
 class TorchProfile:
     """torch.profiler of CPU operators and CUDA kernels; written as one compressed Chrome trace."""
 
@@ -47,6 +32,7 @@ class TorchProfile:
         self._profile: Any = None
 
     def start(self) -> None:
+        """Start recording."""
         activities = [torch.profiler.ProfilerActivity.CPU]
         if torch.cuda.is_available():
             activities.append(torch.profiler.ProfilerActivity.CUDA)
@@ -54,7 +40,7 @@ class TorchProfile:
         self._profile.start()
 
     def stop(self) -> str:
-        """Write the trace, replacing an earlier one of this rank. A failed write does not end the run."""
+        """Write the trace, replacing an earlier one of this rank; where it is. A failed write does not end the run."""
         profile, self._profile = self._profile, None
         profile.stop()
         try:
@@ -65,6 +51,7 @@ class TorchProfile:
         return f"profile: {self._file}; open it at https://ui.perfetto.dev"
 
     def range(self, name: str) -> AbstractContextManager[object]:
+        """A user annotation in the trace."""
         return torch.profiler.record_function(name)
 
 
@@ -83,11 +70,15 @@ class NsysProfile:
 
     @contextmanager
     def range(self, name: str) -> Iterator[None]:
+        """An NVTX range."""
         torch.cuda.nvtx.range_push(name)
         try:
             yield
         finally:
             torch.cuda.nvtx.range_pop()
+
+
+Backend = TorchProfile | NsysProfile
 
 
 class Profiler:
@@ -132,7 +123,7 @@ def open_profiler(config: Config, rank: int, say: Callable[[str], None]) -> Iter
         yield None
         return
     file = config.run_dir / "profile" / f"rank_{rank}.json.gz"
-    backend = TorchProfile(file) if log.profile == "torch" else NsysProfile()
+    backend: Backend = TorchProfile(file) if log.profile == "torch" else NsysProfile()
     profiler = Profiler(backend, log.profile_step_start, log.profile_step_end, say)
     try:
         yield profiler
