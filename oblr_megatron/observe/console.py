@@ -23,7 +23,6 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from threading import Event, Thread
 from typing import TYPE_CHECKING
 
 from rich.console import Console, Group
@@ -36,6 +35,7 @@ from oblr_megatron.checks.lengths import max_model_len
 from oblr_megatron.checks.run_dir import CONFIG_FILE, ROLLOUTS
 from oblr_megatron.formatting import duration, fixed, number, scientific
 from oblr_megatron.metrics import describe
+from oblr_megatron.runtime.run_lock import repeated
 
 if TYPE_CHECKING:
     from oblr_megatron.config import Config, LogConfig
@@ -45,6 +45,7 @@ Values = Mapping[str, float | None]
 BLOCKS = "▁▂▃▄▅▆▇█"
 HISTORY = 32  # steps in a sparkline
 FIRST_S, AGAIN_S = 10.0, 30.0  # of a wait until its first line, and between further ones
+LOOK_S = 1.0  # between two looks at the clock of a wait
 EVAL_LABELS = {
     "mean_at_k": "mean@k",
     "pass_at_k": "pass@k",
@@ -101,6 +102,8 @@ def open_display(config: LogConfig, num_steps: int, *, rank: int = 0, console: C
 class Display:
     """Base class; shows nothing and keeps what the summary needs. Ranks other than 0 use it as it is."""
 
+    live = False  # whether metrics have their long names
+
     def __init__(self, num_steps: int) -> None:
         self.num_steps = num_steps
         self.last_step = 0
@@ -123,7 +126,13 @@ class Display:
         """Show a finished step, or, if `values` holds only eval/ metrics, an evaluation between steps."""
         evaluation = self.recall(values)
         self.last_step = step
-        self._show_step(step, values, evaluation)
+        line = "" if self._explained else legend(values, live=self.live)
+        if line:
+            self.message(line)
+            self._explained = True
+        self._show_metrics(step, values)
+        if evaluation:
+            self.message(evaluation_line(step, evaluation))
 
     def recall(self, values: Values) -> Values:
         """Keep a step's eval/ metrics for the summary and return them; also called for steps before a resume."""
@@ -154,15 +163,8 @@ class Display:
             phase = f"; last phase {self._phase}" if self._phase else ""
             self.message(f"stopped by {kind.__name__} after {self.summary()}{phase}")
 
-    def _explain(self, values: Values, *, live: bool = False) -> None:
-        """Show the legend before the first metrics."""
-        line = "" if self._explained else legend(values, live=live)
-        if line:
-            self.message(line)
-            self._explained = True
-
-    def _show_step(self, step: int, values: Values, evaluation: Values) -> None:
-        """Show the step; a hook for subclasses."""
+    def _show_metrics(self, step: int, values: Values) -> None:
+        """Show the SHOWN metrics of a step; a hook for subclasses."""
 
 
 class PlainDisplay(Display):
@@ -176,12 +178,9 @@ class PlainDisplay(Display):
         with waiting(what, self.message):
             yield
 
-    def _show_step(self, step: int, values: Values, evaluation: Values) -> None:
+    def _show_metrics(self, step: int, values: Values) -> None:
         if any(metric.name in values for metric in SHOWN):
-            self._explain(values)
             self.message(step_line(step, self.num_steps, values))
-        if evaluation:
-            self.message(evaluation_line(step, evaluation))
 
 
 def step_line(step: int, num_steps: int, values: Values) -> str:
@@ -219,6 +218,8 @@ def _eval_text(name: str, value: float | None) -> str:
 
 class LiveDisplay(Display):
     """A progress bar with the current phase, and a table of the SHOWN metrics with sparklines."""
+
+    live = True
 
     def __init__(self, num_steps: int, console: Console) -> None:
         super().__init__(num_steps)
@@ -268,14 +269,11 @@ class LiveDisplay(Display):
         finally:
             self._phase, self._since = before
 
-    def _show_step(self, step: int, values: Values, evaluation: Values) -> None:
-        self._explain(values, live=True)
+    def _show_metrics(self, step: int, values: Values) -> None:
         for name, history in self._history.items():
             if name in values:
                 history.append(values[name])
         self._progress.update(self._task, completed=step)
-        if evaluation:
-            self.message(evaluation_line(step, evaluation))
 
     def _render(self) -> Group:
         since, phase = self._since, self._phase or ""
@@ -330,21 +328,17 @@ def trend(values: Sequence[float | None]) -> str:
 @contextmanager
 def waiting(what: str, say: Callable[[str], None]) -> Iterator[None]:
     """Say in a thread what is waited for inside the block: after FIRST_S seconds, then every AGAIN_S."""
-    over, start = Event(), time.monotonic()
+    start, due = time.monotonic(), FIRST_S
 
     def tell() -> None:
-        pause = FIRST_S
-        while not over.wait(pause):
-            say(f"{what}, {time.monotonic() - start:.0f} s")
-            pause = AGAIN_S
+        nonlocal due
+        seconds = time.monotonic() - start
+        if seconds >= due:
+            due = seconds + AGAIN_S
+            say(f"{what}, {seconds:.0f} s")
 
-    thread = Thread(target=tell, daemon=True)
-    thread.start()
-    try:
+    with repeated(tell, LOOK_S):
         yield
-    finally:
-        over.set()
-        thread.join()
 
 
 def closing_lines(config: Config, report: Path | None) -> list[str]:

@@ -105,6 +105,7 @@ def test_a_long_wait_says_what_for(monkeypatch, capsys):
     """Plain lines name the seconds; a wait that is over at once says nothing."""
     monkeypatch.setattr(console_module, "FIRST_S", 0.01)
     monkeypatch.setattr(console_module, "AGAIN_S", 0.01)
+    monkeypatch.setattr(console_module, "LOOK_S", 0.01)
     said: list[str] = []
     done = Event()
 
