@@ -146,25 +146,20 @@ def _line(record: Record) -> str:
 
 def _write_environment(run_dir: Path, world_size: int, *, resumed: bool) -> None:
     """Write the run's start time, and ranks, device and versions of this attempt, for the report's header."""
+    import torch
+
     path, started = run_dir / ENVIRONMENT_FILE, datetime.now(UTC).isoformat(timespec="seconds")
     if resumed:
         with suppress(OSError, ValueError, KeyError, TypeError):  # it is absent or damaged
             started = json.loads(path.read_text(encoding="utf-8"))["started"]
+    cpu = f"CPU ({platform.machine()}, {os.cpu_count()} cores)"
     environment = {
         "started": started,
         "world_size": world_size,
-        "device": _device_name(),
+        "device": torch.cuda.get_device_name() if torch.cuda.is_available() else cpu,
         "versions": {"python": platform.python_version()} | package_versions(),
     }
     write_whole(path, json.dumps(environment, indent=2) + "\n")
-
-
-def _device_name() -> str:
-    import torch
-
-    if torch.cuda.is_available():
-        return torch.cuda.get_device_name()
-    return f"CPU ({platform.machine()}, {os.cpu_count()} cores)"
 
 
 def write_whole(path: Path, text: str) -> None:

@@ -17,7 +17,7 @@ import numpy as np
 
 from oblr_megatron.formatting import duration, number, scientific
 from oblr_megatron.observe.report.axes import Axis, linear_axis, log_axis
-from oblr_megatron.observe.report.history import Array, smooth, thin_line, thin_points
+from oblr_megatron.observe.report.history import Array, smooth, thinned
 from oblr_megatron.observe.report.specs import Curve, Panel, Rule
 
 CANVAS = 1000.0  # width and height in SVG units
@@ -77,7 +77,7 @@ def draw_panel(panel: Panel, horizontal: Axis, step_labels: bool) -> str:
     shapes += "".join(_cloud(curve, frame, panel.log) for curve in panel.curves if curve.kind in ("cloud", "dots"))
     entries = []
     for curve in panel.curves:
-        steps, values = thin_line(*line_of(curve, panel.log), limit=100 if curve.kind == "average" else 400)
+        steps, values = thinned(*line_of(curve, panel.log), limit=100 if curve.kind == "average" else 400)
         shapes += _line(curve, steps, values, frame) if curve.kind != "dots" else ""
         texts = [number(float(value)) for value in values]
         key = f"{'dot' if curve.kind in ('marks', 'dots') else 'stroke'} s{curve.colour}"
@@ -142,7 +142,7 @@ def _without_outliers(values: Array) -> Array:
 
 def _cloud(curve: Curve, frame: Frame, log: bool) -> str:
     drawn = curve.values > 0 if log else np.isfinite(curve.values)
-    steps, values = thin_points(curve.steps[drawn], curve.values[drawn])
+    steps, values = thinned(curve.steps[drawn], curve.values[drawn], limit=900, extremes=20)
     return f'<path class="cloud s{curve.colour}" d="{frame.dots(steps, values)}"/>'
 
 

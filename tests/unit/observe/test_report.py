@@ -22,7 +22,7 @@ from oblr_megatron.observe.alarms import Watch
 from oblr_megatron.observe.report import write_report
 from oblr_megatron.observe.report.axes import linear_axis, log_axis, step_axis
 from oblr_megatron.observe.report.costs import RANKED, memory_of_ranks
-from oblr_megatron.observe.report.history import History, load_history, smooth, thin_line, thin_points
+from oblr_megatron.observe.report.history import History, load_history, smooth, thinned
 from oblr_megatron.observe.report.panel import batch_advice, batch_size, group_advice
 from oblr_megatron.observe.report.sections import sections
 from oblr_megatron.timing import PHASES
@@ -450,12 +450,12 @@ def test_thinning_keeps_the_ends_and_the_extremes():
     steps = np.arange(1.0, 50_001)
     values = np.random.default_rng(0).normal(size=50_000)
     values[[77, 40_123]] = 50, -50
-    line_steps, _ = thin_line(steps, values)
+    line_steps, _ = thinned(steps, values, limit=400)
     assert (line_steps[0], line_steps[-1]) == (1, 50_000)
     assert len(line_steps) <= 400
-    point_steps, point_values = thin_points(steps, values)
+    point_steps, point_values = thinned(steps, values, limit=900, extremes=20)
     assert {50.0, -50.0} <= set(point_values)
-    assert len(point_steps) <= 1200
+    assert len(point_steps) <= 900
     np.testing.assert_array_equal(values[point_steps.astype(int) - 1], point_values)
 
 
