@@ -26,7 +26,7 @@ from oblr_megatron.evaluation.items import RunItems
 from oblr_megatron.formatting import flatten
 from oblr_megatron.memory.pass_plan import Layout, idle_replicas
 from oblr_megatron.memory.select_mode import ModeChoice, with_mode
-from oblr_megatron.metrics import METRICS_FILE, MetricsWriter, Record, read_metrics
+from oblr_megatron.metrics import METRICS_FILE, MetricsWriter, Record, logged_until
 from oblr_megatron.model import parallel as layout
 from oblr_megatron.observe.alarm_window import planned
 from oblr_megatron.observe.alarms import LiveAlarms
@@ -51,8 +51,6 @@ from oblr_megatron.sampling import Sampling
 from oblr_megatron.timing import PhaseTimer
 
 if TYPE_CHECKING:
-    from pathlib import Path
-
     from oblr_megatron.config import Config
 
 
@@ -103,7 +101,7 @@ def open_sampling(config: Config) -> Iterator[Sampling]:
         if resumed is not None:
             past_settings = planned(flatten(resumed.state["config"]).get)
             stream.load_state_dict(resumed.state["data"])
-            past = _records_until(config.run_dir, resumed.step) if parallel.rank == 0 else []
+            past = logged_until(config.run_dir, resumed.step) if parallel.rank == 0 else []
             for record in past:
                 display.recall(record)
         profiler = stack.enter_context(open_profiler(config, parallel.rank, display.message))
@@ -173,12 +171,6 @@ def _inputs(config: Config, rank: int, world_size: int, stack: ExitStack) -> Inp
     check_run_dir(config.run_dir, holds_run=config.checkpoint.resume != "none")
     stack.enter_context(run_lock(config.run_dir))
     return preflight(config, world_size)
-
-
-def _records_until(run_dir: Path, step: int) -> list[Record]:
-    """The records that a resumed run keeps; none in a new directory."""
-    records = read_metrics(run_dir) if (run_dir / METRICS_FILE).exists() else []
-    return [record for record in records if (record["step"] or 0) <= step]
 
 
 def _metrics_until(config: Config, resumed: Checkpoint | None) -> int | None:

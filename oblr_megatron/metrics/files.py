@@ -115,10 +115,8 @@ class MetricsWriter:
         run_dir, resume_step = self._run_dir, self._resume_step
         run_dir.mkdir(parents=True, exist_ok=True)
         _write_environment(run_dir, self._world_size, resumed=resume_step is not None)
-        path = run_dir / METRICS_FILE
-        if path.exists():
-            kept = [record for record in read_metrics(run_dir) if (record["step"] or 0) <= (resume_step or 0)]
-            write_whole(path, "".join(_line(record) for record in kept))
+        kept = logged_until(run_dir, 0 if resume_step is None else resume_step)
+        write_whole(run_dir / METRICS_FILE, "".join(_line(record) for record in kept))
 
     def close(self) -> None:
         """Write what a full disk has refused so far, if there is room now; may be called twice."""
@@ -201,6 +199,12 @@ def read_metrics(run_dir: Path) -> list[Record]:
     except UserError:  # cut by a kill
         logger.warning("%s: dropped the incomplete last line", path)
         return records
+
+
+def logged_until(run_dir: Path, step: float = math.inf) -> list[Record]:
+    """The records of a run up to a step; [] if it has logged none yet. Raises as `read_metrics`."""
+    records = read_metrics(run_dir) if (run_dir / METRICS_FILE).exists() else []
+    return [record for record in records if (record["step"] or 0) <= step]
 
 
 def _parse(line: str, where: str) -> Record:
