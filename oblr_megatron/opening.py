@@ -25,14 +25,15 @@ from oblr_megatron.evaluation.items import RunItems
 from oblr_megatron.formatting import flatten
 from oblr_megatron.memory.pass_plan import Layout, idle_replicas
 from oblr_megatron.memory.select_mode import ModeChoice, with_mode
-from oblr_megatron.metrics import METRICS_FILE, MetricsWriter, Record, read_metrics
+from oblr_megatron.metrics import METRICS_FILE, MetricsWriter, Record, logged_until
 from oblr_megatron.model import parallel as layout
 from oblr_megatron.observe.alarm_window import planned
 from oblr_megatron.observe.alarms import LiveAlarms
 from oblr_megatron.observe.console import open_display
+from oblr_megatron.observe.performance.hardware import this_device
 from oblr_megatron.observe.performance.profiler import open_profiler
 from oblr_megatron.observe.performance.ranks import RankLog
-from oblr_megatron.observe.performance.utilization import Utilization
+from oblr_megatron.observe.performance.utilization import Utilization, peak_flops
 from oblr_megatron.observe.report import write_report
 from oblr_megatron.observe.status import recorded
 from oblr_megatron.observe.trackers.feed import Trackers
@@ -48,8 +49,6 @@ from oblr_megatron.sampling import Sampling
 from oblr_megatron.timing import PhaseTimer
 
 if TYPE_CHECKING:
-    from pathlib import Path
-
     from oblr_megatron.config import Config
     from oblr_megatron.data.prompts import PromptStream
 
@@ -105,7 +104,7 @@ def open_sampling(config: Config) -> Iterator[Sampling]:
         if resumed is not None:
             past_settings = planned(flatten(resumed.state["config"]).get)
             stream.load_state_dict(resumed.state["data"])
-            past = _records_until(config.run_dir, resumed.step) if parallel.rank == 0 else []
+            past = logged_until(config.run_dir, resumed.step) if parallel.rank == 0 else []
             for record in past:
                 display.recall(record)
         profiler = stack.enter_context(open_profiler(config, parallel.rank, display.message))
@@ -125,9 +124,9 @@ def open_sampling(config: Config) -> Iterator[Sampling]:
             trackers=trackers,
             display=display,
             alarms=alarms,
-            timer=PhaseTimer(display.phase, _synchronize, own_clock=own_clock, context=profiler.phase),
+            timer=PhaseTimer(display.phase, _synchronize, own_clock=own_clock, context=profiler and profiler.phase),
             profiler=profiler,
-            utilization=Utilization.of(inputs.model.config, config, world_size),
+            utilization=Utilization(inputs.model.config, config, world_size, peak_flops(config, this_device())),
             ranks=RankLog(config.run_dir, control_group, until),
             failed_steps=FailedSteps(config.reward),
             stop=stop,
@@ -177,12 +176,6 @@ def _inputs(config: Config, rank: int, world_size: int, stack: ExitStack) -> Inp
     check_run_dir(config.run_dir, holds_run=config.checkpoint.resume != "none")
     stack.enter_context(run_lock(config.run_dir))
     return preflight(config, world_size)
-
-
-def _records_until(run_dir: Path, step: int) -> list[Record]:
-    """The records that a resumed run keeps; none in a new directory."""
-    records = read_metrics(run_dir) if (run_dir / METRICS_FILE).exists() else []
-    return [record for record in records if (record["step"] or 0) <= step]
 
 
 def _opening_lines(

@@ -72,7 +72,7 @@ class Sampling:
     display: Display
     alarms: LiveAlarms | None  # of the first rank
     timer: PhaseTimer
-    profiler: Profiler
+    profiler: Profiler | None
     utilization: Utilization
     ranks: RankLog
     failed_steps: FailedSteps
@@ -94,7 +94,8 @@ class Sampling:
     def begin_step(self, step: int) -> StepRecord:
         """The record of a step, counted from 0."""
         self.stop.stepping = True
-        self.profiler.begin_step(step)
+        if self.profiler is not None:
+            self.profiler.begin_step(step)
         return StepRecord(done=step + 1)
 
     @property
@@ -300,7 +301,8 @@ class Sampling:
     def log(self, record: StepRecord) -> None:
         """Complete the record of a step and write it to metrics.jsonl, trackers and console."""
         timing = self.timer.finish_step()
-        self.profiler.end_step()
+        if self.profiler is not None:
+            self.profiler.end_step()
         self.longest_step_s = max(self.longest_step_s, timing["timing_s/step"])
         samples, scored = record.samples, record.scored
         assert scored is not None, "a step has rewards"

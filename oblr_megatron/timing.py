@@ -37,7 +37,7 @@ class PhaseTimer:
         synchronize: Callable[[], object] = lambda: None,
         clock: Callable[[], float] = time.perf_counter,
         own_clock: Callable[[], float] | None = None,
-        context: Callable[[str], AbstractContextManager[object]] = lambda _: nullcontext(),
+        context: Callable[[str], AbstractContextManager[object]] | None = None,
     ) -> None:
         self.own: dict[str, float] = {}  # own seconds by phase, of the last finished step
         self._on_phase, self._synchronize, self._clock, self._own_clock = on_phase, synchronize, clock, own_clock
@@ -59,7 +59,7 @@ class PhaseTimer:
         self._current = phase
         self._on_phase(phase)
         try:
-            with self._context(phase):
+            with nullcontext() if self._context is None else self._context(phase):
                 yield
                 self._synchronize()
         finally:

@@ -20,7 +20,7 @@ from oblr_megatron.checkpoint import store
 from oblr_megatron.checkpoint.store import CheckpointError, Manifest
 from oblr_megatron.errors import UserError
 from oblr_megatron.formatting import flatten
-from oblr_megatron.metrics import METRICS_FILE, read_metrics
+from oblr_megatron.metrics import METRICS_FILE, logged_until
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -80,8 +80,7 @@ def find(config: Config, model: HFDir) -> list[Checkpoint]:
             problems.append(error)
     if problems and not found:
         raise problems[0]
-    if (config.run_dir / METRICS_FILE).exists():
-        read_metrics(config.run_dir)  # raises before anything starts
+    logged_until(config.run_dir)  # raises before anything starts
     for problem in problems:
         logger.warning("skipped a damaged checkpoint: %s", problem)
     for checkpoint in found[:1]:
@@ -95,8 +94,7 @@ def check_no_progress(run_dir: Path) -> None:
     Raises:
         UserError: the run has done steps, or its metrics are damaged.
     """
-    records = read_metrics(run_dir) if (run_dir / METRICS_FILE).exists() else []
-    steps = max((record["step"] or 0 for record in records), default=0)
+    steps = max((record["step"] or 0 for record in logged_until(run_dir)), default=0)
     results = [name for name in EXPORTS if (run_dir / name).exists()]
     if not steps and not results:
         return

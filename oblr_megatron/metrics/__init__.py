@@ -7,10 +7,11 @@ from oblr_megatron.metrics.files import (
     KeptLines,
     MetricsWriter,
     intact_lines,
+    logged_until,
     read_metrics,
     write_whole,
 )
 from oblr_megatron.metrics.names import METRICS, Metric, Record, describe
 
 __all__ = ["ENVIRONMENT_FILE", "METRICS", "METRICS_FILE", "RANKS_FILE", "KeptLines", "Metric", "MetricsWriter"]
-__all__ += ["Record", "describe", "intact_lines", "read_metrics", "write_whole"]
+__all__ += ["Record", "describe", "intact_lines", "logged_until", "read_metrics", "write_whole"]

@@ -15,14 +15,11 @@ from collections.abc import Callable, Iterator, Mapping
 from contextlib import suppress
 from datetime import UTC, datetime
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from oblr_megatron.checks.packages import package_versions
 from oblr_megatron.errors import NO_SPACE, UserError
 from oblr_megatron.metrics.names import Record, in_table_order
-
-if TYPE_CHECKING:
-    from types import TracebackType
 
 METRICS_FILE = "metrics.jsonl"
 RANKS_FILE = "logs/ranks.jsonl"  # written by observe/performance/ranks.py
@@ -96,11 +93,8 @@ class MetricsWriter:
         self._lines = KeptLines(run_dir / METRICS_FILE, self._prepare)
         self._run_dir, self._rank, self._world_size, self._resume_step = run_dir, rank, world_size, resume_step
         if rank == 0 and resume_step is None and (run_dir / METRICS_FILE).exists():
-            raise UserError(
-                "the run directory already has metrics",
-                where=str(run_dir / METRICS_FILE),
-                fix="choose a new run_dir",
-            )
+            path = str(run_dir / METRICS_FILE)
+            raise UserError("the run directory already has metrics", where=path, fix="choose a new run_dir")
 
     def write(self, step: int, values: Mapping[str, float]) -> Record:
         """Log all metrics of one step, an evaluation's included, and return the record as logged.
@@ -121,10 +115,8 @@ class MetricsWriter:
         run_dir, resume_step = self._run_dir, self._resume_step
         run_dir.mkdir(parents=True, exist_ok=True)
         _write_environment(run_dir, self._world_size, resumed=resume_step is not None)
-        path = run_dir / METRICS_FILE
-        if path.exists():
-            kept = [record for record in read_metrics(run_dir) if (record["step"] or 0) <= (resume_step or 0)]
-            write_whole(path, "".join(_line(record) for record in kept))
+        kept = logged_until(run_dir, 0 if resume_step is None else resume_step)
+        write_whole(run_dir / METRICS_FILE, "".join(_line(record) for record in kept))
 
     def close(self) -> None:
         """Write what a full disk has refused so far, if there is room now; may be called twice."""
@@ -134,9 +126,7 @@ class MetricsWriter:
     def __enter__(self) -> MetricsWriter:
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         self.close()
 
 
@@ -154,25 +144,20 @@ def _line(record: Record) -> str:
 
 def _write_environment(run_dir: Path, world_size: int, *, resumed: bool) -> None:
     """Write the run's start time, and ranks, device and versions of this attempt, for the report's header."""
+    import torch
+
     path, started = run_dir / ENVIRONMENT_FILE, datetime.now(UTC).isoformat(timespec="seconds")
     if resumed:
         with suppress(OSError, ValueError, KeyError, TypeError):  # it is absent or damaged
             started = json.loads(path.read_text(encoding="utf-8"))["started"]
+    cpu = f"CPU ({platform.machine()}, {os.cpu_count()} cores)"
     environment = {
         "started": started,
         "world_size": world_size,
-        "device": _device_name(),
+        "device": torch.cuda.get_device_name() if torch.cuda.is_available() else cpu,
         "versions": {"python": platform.python_version()} | package_versions(),
     }
     write_whole(path, json.dumps(environment, indent=2) + "\n")
-
-
-def _device_name() -> str:
-    import torch
-
-    if torch.cuda.is_available():
-        return torch.cuda.get_device_name()
-    return f"CPU ({platform.machine()}, {os.cpu_count()} cores)"
 
 
 def write_whole(path: Path, text: str) -> None:
@@ -209,7 +194,17 @@ def read_metrics(run_dir: Path) -> list[Record]:
         raise UserError(f"cannot read the metrics: {error}", where=str(path), fix="give a readable file") from error
     *lines, rest = text.split("\n")
     records = [_parse(line, f"{path}:{number}") for number, line in enumerate(lines, start=1)]
-    return records + _parse_unfinished(rest, path)
+    try:
+        return [*records, _parse(rest, str(path))] if rest else records
+    except UserError:  # cut by a kill
+        logger.warning("%s: dropped the incomplete last line", path)
+        return records
+
+
+def logged_until(run_dir: Path, step: float = math.inf) -> list[Record]:
+    """The records of a run up to a step; [] if it has logged none yet. Raises as `read_metrics`."""
+    records = read_metrics(run_dir) if (run_dir / METRICS_FILE).exists() else []
+    return [record for record in records if (record["step"] or 0) <= step]
 
 
 def _parse(line: str, where: str) -> Record:
@@ -225,14 +220,3 @@ def _parse(line: str, where: str) -> Record:
 
 def _refuse_constant(name: str) -> float:
     raise ValueError(f"{name} is not JSON")
-
-
-def _parse_unfinished(rest: str, path: Path) -> list[Record]:
-    """The text after the last newline: nothing, a complete record, or a line cut by a kill."""
-    if not rest:
-        return []
-    try:
-        return [_parse(rest, str(path))]
-    except UserError:
-        logger.warning("%s: dropped the incomplete last line", path)
-        return []

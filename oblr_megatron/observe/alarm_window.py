@@ -1,9 +1,9 @@
-"""What the checks of alarms.py see of a run: counters, and the first and last values of each watched metric."""
+"""What the checks of alarms.py see of a run: counters, and the first and last values of each metric."""
 
 from __future__ import annotations
 
 import statistics
-from collections import Counter, deque
+from collections import Counter, defaultdict, deque
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
@@ -22,23 +22,8 @@ MAY_BE_UNDEFINED = frozenset({"gradnorm/length_corr", "gradnorm/estimate_corr", 
 EPISODES = ("environment/failures", "environment/timeouts")
 COUNTED = ("gradnorm/nonfinite", "reward/failures", "reward/timeouts", *EPISODES)
 SPLIT = ("snr/between", "snr/within", "snr/best_group_size")
-WATCHED = frozenset(
-    {
-        *SPLIT,
-        "snr/critical_batch_size",
-        "rollout/logprob_abs_diff",
-        "reward/mean",
-        "reward/std",
-        "optimizer/clip_factor",
-        "baseline/spread",
-        "entropy",
-        "response_length/truncated_fraction",
-        "groups/mixed_fraction",
-    }
-)
-"""Metrics of which a Course is kept."""
 FORGOTTEN = (*SPLIT, "snr/critical_batch_size", "baseline/spread", "groups/mixed_fraction")
-"""Those that a check compares with a setting of Planned; they begin again when it changes."""
+"""Metrics that a check compares with a setting of Planned; their courses begin again when it changes."""
 
 
 @dataclass(slots=True)
@@ -92,8 +77,7 @@ class Window:
 
     planned: Planned
     step: int = 0
-    courses: dict[str, Course] = field(default_factory=dict)
-    last: dict[str, float] = field(default_factory=dict)  # newest value of each metric
+    courses: defaultdict[str, Course] = field(default_factory=lambda: defaultdict(Course))  # of each metric
     nulls: Counter[str] = field(default_factory=Counter)  # number of non-finite values by metric
     totals: Counter[str] = field(default_factory=Counter)  # sums of the COUNTED metrics
     resting: int = 0  # consecutive steps with a low rate
@@ -108,9 +92,7 @@ class Window:
             if value is None:
                 self.nulls[name] += name not in MAY_BE_UNDEFINED
                 continue
-            self.last[name] = value
-            if name in WATCHED:
-                self.courses.setdefault(name, Course()).add(value)
+            self.courses[name].add(value)
             if name in COUNTED:
                 self.totals[name] += int(value)
         lr = record.get("lr")
@@ -126,9 +108,6 @@ class Window:
         self.planned, self.resting = settings, 0
         for name in FORGOTTEN:
             self.courses.pop(name, None)
-
-    def course(self, name: str) -> Course:
-        return self.courses.get(name, Course())
 
 
 def planned(setting: Callable[[str], Any]) -> Planned:

@@ -6,14 +6,14 @@
             ...
 
 The running trainer (`LiveAlarms`, used by sampling.py) and the report apply the same CHECKS. A check sees the first and
-last EDGE values of each watched metric and a few counters, so the cost of a step does not grow with the run.
+last EDGE values of each metric and a few counters, so the cost of a step does not grow with the run.
 """
 
 from __future__ import annotations
 
 import json
 import statistics
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -49,7 +49,7 @@ def _nonfinite(window: Window) -> str:
 
 
 def _mismatch(window: Window) -> str:
-    course = window.course("rollout/logprob_abs_diff")
+    course = window.courses["rollout/logprob_abs_diff"]
     if course.count < 5:
         return ""
     early, recent = statistics.median(course.early), statistics.median(list(course.recent)[-5:])
@@ -88,7 +88,7 @@ def _episodes(window: Window) -> str:
 
 
 def _reward(window: Window) -> str:
-    course = window.course("reward/mean")
+    course = window.courses["reward/mean"]
     if course.ends is None or course.ends[1] >= course.ends[0] - 0.02 or course.risen > -BEYOND:
         return ""
     return f"Mean reward fell from {number(course.ends[0], 2)} to {number(course.ends[1], 2)}; lower optimizer.lr."
@@ -97,7 +97,7 @@ def _reward(window: Window) -> str:
 def _rate(window: Window) -> str:
     if window.resting < max(RESTING, window.step / 4):
         return ""
-    share = window.last["lr"] / window.planned.lr
+    share = window.courses["lr"].recent[-1] / window.planned.lr
     return (
         f"The learning rate has collapsed: it has been below {COLLAPSED:.0%} of optimizer.lr for {window.resting:,} "
         f"steps and is now at {share:.0%}; raise num_prompts, or check that rewards vary within groups."
@@ -105,7 +105,7 @@ def _rate(window: Window) -> str:
 
 
 def _group_size(window: Window) -> str:
-    size, courses = window.planned.group_size, [window.course(name) for name in SPLIT]
+    size, courses = window.planned.group_size, [window.courses[name] for name in SPLIT]
     if not size or any(course.count < SETTLED for course in courses):
         return ""
     between, within, best = (statistics.median(course.recent) for course in courses)
@@ -121,7 +121,7 @@ def _group_size(window: Window) -> str:
 
 
 def _batch_size(window: Window) -> str:
-    prompts, course = window.planned.num_prompts, window.course("snr/critical_batch_size")
+    prompts, course = window.planned.num_prompts, window.courses["snr/critical_batch_size"]
     if not prompts or course.count < SETTLED:
         return ""
     critical = statistics.median(course.recent)
@@ -129,16 +129,13 @@ def _batch_size(window: Window) -> str:
     if prompts < SMALL * critical:
         return f"{worth}; raise num_prompts, twice as many make it worth nearly twice as much."
     if prompts > LARGE * critical:
-        return f"{worth}; lower num_prompts, half as many keep {_worth_of_half(prompts, critical):.0%} of that."
+        of_half = (prompts + critical) / (prompts + 2 * critical)
+        return f"{worth}; lower num_prompts, half as many keep {of_half:.0%} of that."
     return ""
 
 
-def _worth_of_half(prompts: int, critical: float) -> float:
-    return (prompts + critical) / (prompts + 2 * critical)
-
-
 def _clipped(window: Window) -> str:
-    factors = list(window.course("optimizer/clip_factor").recent)
+    factors = list(window.courses["optimizer/clip_factor"].recent)
     clipped = sum(factor < 1 for factor in factors)
     if len(factors) < EDGE or 2 * clipped <= EDGE:
         return ""
@@ -156,7 +153,7 @@ def _spread(window: Window) -> str:
     """
     if window.planned.of_earlier_steps:
         return ""
-    spread, rewards = (list(window.course(name).recent) for name in ("baseline/spread", "reward/std"))
+    spread, rewards = (list(window.courses[name].recent) for name in ("baseline/spread", "reward/std"))
     if len(spread) < EDGE or len(rewards) < EDGE:
         return ""
     found, usual = statistics.median(spread), statistics.median(rewards)
@@ -170,7 +167,7 @@ def _spread(window: Window) -> str:
 
 
 def _self_dependence(window: Window) -> str:
-    found = window.last.get("baseline/self_dependence", 0.0)
+    found = [0.0, *window.courses["baseline/self_dependence"].recent][-1]
     if found <= 1e-6:
         return ""
     return (
@@ -180,10 +177,10 @@ def _self_dependence(window: Window) -> str:
 
 
 def _entropy(window: Window) -> str:
-    ends = window.course("entropy").ends
+    ends = window.courses["entropy"].ends
     if ends is None or ends[1] > 0.1 * ends[0]:
         return ""
-    if ends[1] > 0.03 * ends[0] and window.course("reward/mean").risen > BEYOND:
+    if ends[1] > 0.03 * ends[0] and window.courses["reward/mean"].risen > BEYOND:
         return ""  # the policy becomes certain because it improves
     return (
         f"Entropy fell from {number(ends[0], 2)} to {number(ends[1], 2)} nats, so the policy hardly explores; "
@@ -192,14 +189,14 @@ def _entropy(window: Window) -> str:
 
 
 def _truncation(window: Window) -> str:
-    ends = window.course("response_length/truncated_fraction").ends
+    ends = window.courses["response_length/truncated_fraction"].ends
     if ends is None or ends[1] < 0.2 or ends[1] < ends[0] + 0.1:
         return ""
     return f"Truncated responses rose from {ends[0]:.0%} to {ends[1]:.0%}; raise rollout.max_response_tokens."
 
 
 def _mixed(window: Window) -> str:
-    ends = window.course("groups/mixed_fraction").ends
+    ends = window.courses["groups/mixed_fraction"].ends
     if ends is None or ends[1] >= 0.05 or window.planned.group_size == 1:  # one response has no other to differ from
         return ""
     return f"Only {ends[1]:.0%} of prompts have unequal rewards; use harder data if most are solved, easier if few are."
@@ -208,7 +205,7 @@ def _mixed(window: Window) -> str:
 def _slow_rank(window: Window) -> str:
     if window.lagging < EDGE:
         return ""
-    ratio = window.last["perf/slowest_rank_ratio"]
+    ratio = window.courses["perf/slowest_rank_ratio"].recent[-1]
     return (
         f"Rank {window.laggard:g} has taken {ratio:.1f} times the median rank's time for its own work over "
         f"{window.lagging} steps, and the others wait for it; check its device and node, or the layout "
@@ -258,12 +255,12 @@ class Watch:
                 found.append(self._first[name])
         return found
 
-    def resume(self, settings: Planned) -> set[str]:
-        """Continue after the records so far, perhaps with other settings; names of the alarms that these raised."""
+    def resume(self, settings: Planned, said: Iterable[Alarm]) -> None:
+        """Continue after the records so far, perhaps with other settings. Alarms in `said` are not raised again."""
         if settings != self._window.planned:
             self._window.change(settings)
-        self._first = {name: alarm for name, alarm in self._first.items() if name not in BY_SETTINGS}
-        return set(self._first)
+        kept = {name: alarm for name, alarm in self._first.items() if name not in BY_SETTINGS}
+        self._first = kept | {alarm.name: alarm for alarm in said}
 
     def all(self) -> list[Alarm]:
         """Every alarm raised so far, most severe first; current numbers where the check still fires."""
@@ -277,12 +274,12 @@ def alarms_of(run_dir: Path, settings: Planned, records: Sequence[Record]) -> li
     for record in records:
         watch.take(record)
     found = {alarm.name: alarm for alarm in watch.all() if alarm.name not in BY_SETTINGS}
-    found |= {
-        raised["name"]: Alarm(**raised)
-        for _, raised in intact_lines(run_dir / ALARMS_FILE)
-        if raised["name"] in BY_SETTINGS
-    }
+    found |= {alarm.name: alarm for alarm in _written(run_dir / ALARMS_FILE) if alarm.name in BY_SETTINGS}
     return [found[name] for name in CHECKS if name in found]
+
+
+def _written(path: Path) -> list[Alarm]:
+    return [Alarm(**alarm) for _, alarm in intact_lines(path)]
 
 
 class LiveAlarms:
@@ -313,13 +310,12 @@ class LiveAlarms:
             path.unlink(missing_ok=True)
         for record in past:
             self._watch.take(record)
-        self._said = self._watch.resume(settings) | {alarm["name"] for _, alarm in intact_lines(path)}
+        self._watch.resume(settings, _written(path))
 
     def take(self, record: Record, cause: str = "") -> list[Alarm]:
         """Check the record of a logged step; `cause` is an error of its reward. The new alarms."""
-        new = [alarm for alarm in self._watch.take(record, cause) if alarm.name not in self._said]
+        new = self._watch.take(record, cause)
         for alarm in new:
-            self._said.add(alarm.name)
             self._say(f"alarm at step {alarm.step}: {alarm.text}")
             self._lines.write(json.dumps(asdict(alarm)) + "\n")
         return new

@@ -15,6 +15,7 @@ Plain lines read
 
 from __future__ import annotations
 
+import math
 import sys
 import time
 from collections import deque
@@ -22,8 +23,6 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from threading import Event, Thread
-from types import TracebackType
 from typing import TYPE_CHECKING
 
 from rich.console import Console, Group
@@ -36,6 +35,7 @@ from oblr_megatron.checks.lengths import max_model_len
 from oblr_megatron.checks.run_dir import CONFIG_FILE, ROLLOUTS
 from oblr_megatron.formatting import duration, fixed, number, scientific
 from oblr_megatron.metrics import describe
+from oblr_megatron.runtime.run_lock import repeated
 
 if TYPE_CHECKING:
     from oblr_megatron.config import Config, LogConfig
@@ -45,6 +45,7 @@ Values = Mapping[str, float | None]
 BLOCKS = "▁▂▃▄▅▆▇█"
 HISTORY = 32  # steps in a sparkline
 FIRST_S, AGAIN_S = 10.0, 30.0  # of a wait until its first line, and between further ones
+LOOK_S = 1.0  # between two looks at the clock of a wait
 EVAL_LABELS = {
     "mean_at_k": "mean@k",
     "pass_at_k": "pass@k",
@@ -52,8 +53,6 @@ EVAL_LABELS = {
     "response_length": "tokens",
     "truncated_fraction": "truncated",
 }
-EVAL_COUNT = "unscored"
-"""The only count among the metrics of an evaluation; shown if it is above 0."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -91,14 +90,7 @@ def legend(values: Values, *, live: bool = False) -> str:
 
 
 def open_display(config: LogConfig, num_steps: int, *, rank: int = 0, console: Console | None = None) -> Display:
-    """The display that log.console selects; a silent one on ranks other than 0.
-
-    Args:
-        config: `console` is read.
-        num_steps: of the run.
-        rank: of this process.
-        console: rich's console, for the live display and to detect a terminal.
-    """
+    """The display that log.console selects; a silent one on ranks other than 0. `console` is rich's, for tests."""
     if rank != 0:
         return Display(num_steps)
     terminal = console or Console(force_terminal=True if config.console == "live" else None)
@@ -109,6 +101,8 @@ def open_display(config: LogConfig, num_steps: int, *, rank: int = 0, console: C
 
 class Display:
     """Base class; shows nothing and keeps what the summary needs. Ranks other than 0 use it as it is."""
+
+    live = False  # whether metrics have their long names
 
     def __init__(self, num_steps: int) -> None:
         self.num_steps = num_steps
@@ -132,7 +126,13 @@ class Display:
         """Show a finished step, or, if `values` holds only eval/ metrics, an evaluation between steps."""
         evaluation = self.recall(values)
         self.last_step = step
-        self._show_step(step, values, evaluation)
+        line = "" if self._explained else legend(values, live=self.live)
+        if line:
+            self.message(line)
+            self._explained = True
+        self._show_metrics(step, values)
+        if evaluation:
+            self.message(evaluation_line(step, evaluation))
 
     def recall(self, values: Values) -> Values:
         """Keep a step's eval/ metrics for the summary and return them; also called for steps before a resume."""
@@ -150,34 +150,21 @@ class Display:
         for name, after in self.last_evaluation.items():
             if name.endswith(("/accuracy", "/mean_at_k")):
                 before = self.first_evaluation[name]
-                parts.append(f"{_eval_label(name)} {fixed(before, 2)} -> {fixed(after, 2)}")
+                parts.append(f"{' '.join(_eval_label(name))} {fixed(before, 2)} -> {fixed(after, 2)}")
         return "  ".join(parts)
 
     def __enter__(self) -> Display:
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
-    ) -> None:
-        self._restore()
+    def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
         if kind is None:
             self.message(f"finished {self.summary()}")
         else:
             phase = f"; last phase {self._phase}" if self._phase else ""
             self.message(f"stopped by {kind.__name__} after {self.summary()}{phase}")
 
-    def _explain(self, values: Values, *, live: bool = False) -> None:
-        """Show the legend before the first metrics."""
-        line = "" if self._explained else legend(values, live=live)
-        if line:
-            self.message(line)
-            self._explained = True
-
-    def _show_step(self, step: int, values: Values, evaluation: Values) -> None:
-        """Show the step; a hook for subclasses."""
-
-    def _restore(self) -> None:
-        """Restore the terminal; a hook for subclasses."""
+    def _show_metrics(self, step: int, values: Values) -> None:
+        """Show the SHOWN metrics of a step; a hook for subclasses."""
 
 
 class PlainDisplay(Display):
@@ -191,12 +178,9 @@ class PlainDisplay(Display):
         with waiting(what, self.message):
             yield
 
-    def _show_step(self, step: int, values: Values, evaluation: Values) -> None:
+    def _show_metrics(self, step: int, values: Values) -> None:
         if any(metric.name in values for metric in SHOWN):
-            self._explain(values)
             self.message(step_line(step, self.num_steps, values))
-        if evaluation:
-            self.message(evaluation_line(step, evaluation))
 
 
 def step_line(step: int, num_steps: int, values: Values) -> str:
@@ -212,23 +196,30 @@ def evaluation_line(step: int, evaluation: Values) -> str:
     """One line with the metrics of an evaluation; each set's name precedes its first metric."""
     parts, previous = [f"eval at step {step}"], None
     for name, value in evaluation.items():
-        set_name, _, metric = name.removeprefix("eval/").rpartition("/")
-        if metric == EVAL_COUNT and not value:
-            continue
-        prefix = "" if set_name == previous else f"{set_name} "
-        parts.append(f"{prefix}{EVAL_LABELS.get(metric, metric)} {fixed(value, 0 if metric == EVAL_COUNT else 2)}")
-        previous = set_name
+        if text := _eval_text(name, value):
+            set_name, label = _eval_label(name)
+            parts.append(f"{label} {text}" if set_name == previous else f"{set_name} {label} {text}")
+            previous = set_name
     return "  ".join(parts)
 
 
-def _eval_label(name: str) -> str:
-    """Example: "eval/gsm8k/accuracy" -> "gsm8k accuracy"."""
+def _eval_label(name: str) -> tuple[str, str]:
+    """Set and short name of an evaluation's metric. Example: "eval/gsm8k/mean_at_k" -> ("gsm8k", "mean@k")."""
     set_name, _, metric = name.removeprefix("eval/").rpartition("/")
-    return f"{set_name} {EVAL_LABELS.get(metric, metric)}"
+    return set_name, EVAL_LABELS.get(metric, metric)
+
+
+def _eval_text(name: str, value: float | None) -> str:
+    """The value of an evaluation's metric; "" for a count that is 0."""
+    if name.endswith("/unscored"):  # the only count
+        return fixed(value, 0) if value else ""
+    return fixed(value, 2)
 
 
 class LiveDisplay(Display):
     """A progress bar with the current phase, and a table of the SHOWN metrics with sparklines."""
+
+    live = True
 
     def __init__(self, num_steps: int, console: Console) -> None:
         super().__init__(num_steps)
@@ -253,6 +244,11 @@ class LiveDisplay(Display):
         self._live.start()
         return self
 
+    def __exit__(self, kind: type[BaseException] | None, *error: object) -> None:
+        self.phase(None)
+        self._live.stop()
+        super().__exit__(kind, *error)
+
     def phase(self, name: str | None) -> None:
         super().phase(name)
         self._since = time.monotonic() if name else None
@@ -273,18 +269,11 @@ class LiveDisplay(Display):
         finally:
             self._phase, self._since = before
 
-    def _show_step(self, step: int, values: Values, evaluation: Values) -> None:
-        self._explain(values, live=True)
+    def _show_metrics(self, step: int, values: Values) -> None:
         for name, history in self._history.items():
             if name in values:
                 history.append(values[name])
         self._progress.update(self._task, completed=step)
-        if evaluation:
-            self.message(evaluation_line(step, evaluation))
-
-    def _restore(self) -> None:
-        self.phase(None)
-        self._live.stop()
 
     def _render(self) -> Group:
         since, phase = self._since, self._phase or ""
@@ -298,18 +287,18 @@ class LiveDisplay(Display):
         table.add_column(style="cyan")
         for metric in SHOWN:
             history = list(self._history[metric.name])  # a copy, because rich renders in its own thread
+            finite = [None if value is None or not math.isfinite(value) else value for value in history]
             if history:
-                table.add_row(metric.long, metric.show(history[-1]), trend(history), sparkline(history))
+                table.add_row(metric.long, metric.show(history[-1]), trend(finite), sparkline(finite))
         for name, value in list(self.last_evaluation.items()):
-            before, count = self.first_evaluation[name], name.endswith(f"/{EVAL_COUNT}")
-            if value or not count:
-                shown, since_first = (fixed(one, 0 if count else 2) for one in (value, before))
-                table.add_row(_eval_label(name), shown, "", Text(f"from {since_first}", style="dim"))
+            if text := _eval_text(name, value):
+                first = _eval_text(name, self.first_evaluation[name]) or "0"
+                table.add_row(" ".join(_eval_label(name)), text, "", Text(f"from {first}", style="dim"))
         return Group(self._progress, table)
 
 
 def sparkline(values: Sequence[float | None]) -> str:
-    """Block characters scaled from the smallest to the largest value; a blank for None.
+    """Block characters scaled from the smallest to the largest value; a blank for None. Values are finite.
 
     >>> sparkline([0, 1, None, 2, 3.5])
     '▁▃ ▅█'
@@ -339,21 +328,17 @@ def trend(values: Sequence[float | None]) -> str:
 @contextmanager
 def waiting(what: str, say: Callable[[str], None]) -> Iterator[None]:
     """Say in a thread what is waited for inside the block: after FIRST_S seconds, then every AGAIN_S."""
-    over, start = Event(), time.monotonic()
+    start, due = time.monotonic(), FIRST_S
 
     def tell() -> None:
-        pause = FIRST_S
-        while not over.wait(pause):
-            say(f"{what}, {time.monotonic() - start:.0f} s")
-            pause = AGAIN_S
+        nonlocal due
+        seconds = time.monotonic() - start
+        if seconds >= due:
+            due = seconds + AGAIN_S
+            say(f"{what}, {seconds:.0f} s")
 
-    thread = Thread(target=tell, daemon=True)
-    thread.start()
-    try:
+    with repeated(tell, LOOK_S):
         yield
-    finally:
-        over.set()
-        thread.join()
 
 
 def closing_lines(config: Config, report: Path | None) -> list[str]:

@@ -89,20 +89,19 @@ def of_baseline(
     norms_sq, _ = sanitize_norms(norms_sq)
     weights = norms_sq if weights is None else weights
     measured = norms_sq.sum(-1) > 0  # groups with skipped passes have zeros
-    values = None if algo.token_wise else baseline_values(algo.baseline, rewards, weights, lengths, algo, history)
-    found = {}
-    if values is not None:
+    found: dict[str, float] = {}
+    if not algo.token_wise:
+        values = baseline_values(algo.baseline, rewards, weights, lengths, algo, history)
         found["baseline/spread"] = panel.spread(values)
         found["baseline/self_dependence"] = panel.self_dependence(
             algo.baseline, values, rewards, weights, lengths, algo, history
         )
+        if exact and measured.any():
+            ratio = variance_ratio_vs_rloo(rewards[measured], norms_sq[measured], values[measured])
+            found["baseline/variance_ratio_vs_rloo"] = ratio
     if not measured.any():
         return found
     if exact:
-        if values is not None:
-            found["baseline/variance_ratio_vs_rloo"] = variance_ratio_vs_rloo(
-                rewards[measured], norms_sq[measured], values[measured]
-            )
         ratios = panel.variance_ratios(rewards, norms_sq, lengths, algo, history)
         found |= {f"baseline/{name}/variance_ratio": ratio for name, ratio in ratios.items()}
     flat = norms_sq[measured].flatten()

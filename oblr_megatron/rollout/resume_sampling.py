@@ -20,7 +20,7 @@ from oblr_megatron.checkpoint.store import Manifest
 from oblr_megatron.checks.run_dir import CONFIG_FILE, ROLLOUTS
 from oblr_megatron.config import Config
 from oblr_megatron.errors import Problem, UserError
-from oblr_megatron.metrics import METRICS_FILE, read_metrics
+from oblr_megatron.metrics import logged_until
 from oblr_megatron.rollout.replay import other_settings
 from oblr_megatron.rollout.step_file import SavedStep, read_step, step_path
 
@@ -46,7 +46,7 @@ def find(config: Config, model: HFDir) -> list[Checkpoint]:
         fix = "set model.path to the checkpoint's hf directory"
         raise UserError(what, where=f"config: checkpoint.resume {resume}", fix=fix)
     before = _config_of(run_dir)
-    steps = [record["step"] or 0 for record in read_metrics(run_dir)] if (run_dir / METRICS_FILE).exists() else []
+    steps = [record["step"] or 0 for record in logged_until(run_dir)]
     if before is not None and steps and not before["rollout"]["only"]:
         raise UserError("run_dir holds a run that trains", where=str(run_dir), fix=NEW_RUN)
     done, problem = int(max(steps, default=0)), None

@@ -21,17 +21,16 @@ from typing import Any
 from oblr_megatron.checks.layout import num_experts
 from oblr_megatron.families import family_of, head_dim
 
-BACKWARD = 2  # x forward: one product for the gradient of the inputs, one for that of the weights
-
 
 def total_parameters(hf: Mapping[str, Any]) -> int:
     """Number of weights, from the model's config.json; the vocabulary is not padded."""
-    embedding = hf["vocab_size"] * hf["hidden_size"]
+    hidden, family = hf["hidden_size"], family_of(hf)
+    embedding = hf["vocab_size"] * hidden
     head = 0 if hf.get("tie_word_embeddings", False) else embedding
-    biases = hf["num_hidden_layers"] * _attention_biases(hf)
-    head_norms = 2 * head_dim(hf) if family_of(hf).qk_norms else 0
-    norms = hf["num_hidden_layers"] * (2 * hf["hidden_size"] + head_norms) + hf["hidden_size"]
-    return int(embedding + head + norms + biases + _matrices(hf, num_experts(hf)))
+    biases = _query(hf) + 2 * _key_value(hf) if family.qkv_bias else 0
+    head_norms = 2 * head_dim(hf) if family.qk_norms else 0
+    vectors = hf["num_hidden_layers"] * (2 * hidden + head_norms + biases) + hidden
+    return int(embedding + head + vectors + _matrices(hf, num_experts(hf)))
 
 
 def active_parameters(hf: Mapping[str, Any]) -> int:
@@ -60,8 +59,8 @@ def forward_flops(hf: Mapping[str, Any], lengths: Iterable[int], *, head: bool =
 
 
 def training_flops(hf: Mapping[str, Any], lengths: Iterable[int]) -> float:
-    """FLOPs of a forward and a backward pass: three forward passes."""
-    return (1 + BACKWARD) * forward_flops(hf, lengths)
+    """FLOPs of a forward and a backward pass. For each product, backward has two: for inputs and for weights."""
+    return 3 * forward_flops(hf, lengths)
 
 
 def _query(hf: Mapping[str, Any]) -> int:
@@ -72,26 +71,9 @@ def _key_value(hf: Mapping[str, Any]) -> int:
     return int(hf["num_key_value_heads"]) * head_dim(hf)
 
 
-def _is_sparse(hf: Mapping[str, Any], layer: int) -> bool:
-    """Whether a layer is a mixture of experts, by transformers' rule for Qwen3-MoE."""
-    if not num_experts(hf) or layer in (hf.get("mlp_only_layers") or ()):
-        return False
-    return (layer + 1) % hf.get("decoder_sparse_step", 1) == 0
-
-
 def _matrices(hf: Mapping[str, Any], experts: int) -> int:
-    """Elements of all layers' matrices, counting `experts` experts per sparse layer and the whole router."""
-    hidden, layers = hf["hidden_size"], hf["num_hidden_layers"]
-    sparse = sum(_is_sparse(hf, layer) for layer in range(layers))
-    found = layers * 2 * hidden * (_query(hf) + _key_value(hf))
-    if sparse:
-        found += sparse * hidden * (num_experts(hf) + 3 * experts * hf["moe_intermediate_size"])
-    if sparse < layers:
-        found += (layers - sparse) * 3 * hidden * hf["intermediate_size"]
-    return int(found)
-
-
-def _attention_biases(hf: Mapping[str, Any]) -> int:
-    """Bias elements of one layer's query, key, value and output projections."""
-    output = hf["hidden_size"] if hf.get("attention_bias", False) else 0
-    return int(_query(hf) + 2 * _key_value(hf) + output) if output or family_of(hf).qkv_bias else 0
+    """Elements of all layers' matrices, counting `experts` experts per layer and the whole router."""
+    hidden, every = hf["hidden_size"], num_experts(hf)
+    attention = 2 * hidden * (_query(hf) + _key_value(hf))
+    ffn = every + 3 * experts * hf["moe_intermediate_size"] if every else 3 * hf["intermediate_size"]
+    return int(hf["num_hidden_layers"] * (attention + hidden * ffn))

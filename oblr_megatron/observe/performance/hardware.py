@@ -29,6 +29,7 @@ class Device:
     intra_node_gb_s: float  # 1e9 bytes/s of one GPU to the others of its node, one direction
     inter_node_gb_s: float  # 1e9 bytes/s of one GPU to other nodes, one direction
     gpus_per_node: int
+    driver_name: str = ""  # pattern for words of torch.cuda.get_device_name(), in any case
 
     @property
     def memory_bytes(self) -> int:
@@ -37,34 +38,19 @@ class Device:
 
 
 DEVICES: tuple[Device, ...] = (
-    Device("a100-80gb", 312.0, None, 80, 2039, 300, 25, 8),
-    Device("a100-40gb", 312.0, None, 40, 1555, 300, 25, 8),
-    Device("h100", 989.4, 1978.9, 80, 3350, 450, 50, 8),  # SXM5
-    Device("h100-nvl", 835.5, 1670.5, 94, 3900, 300, 50, 8),  # PCIe, bridged in pairs
-    Device("h100-pcie", 756.5, 1513.0, 80, 2000, 64, 50, 8),
-    Device("h800", 989.4, 1978.9, 80, 3350, 200, 50, 8),
-    Device("h20", 148.0, 296.0, 96, 4000, 450, 50, 8),
-    Device("h200", 989.4, 1978.9, 141, 4800, 450, 50, 8),
-    Device("b200", 2250.0, 4500.0, 180, 8000, 900, 50, 8),
-    Device("gb200", 2500.0, 5000.0, 186, 8000, 900, 50, 4),  # a node is one tray of an NVL72
-    Device("l40s", 362.0, 733.0, 48, 864, 32, 25, 8),
+    Device("a100-80gb", 312.0, None, 80, 2039, 300, 25, 8, "A100-SXM4-80GB|A100 80GB PCIe"),
+    Device("a100-40gb", 312.0, None, 40, 1555, 300, 25, 8, "A100-(SXM4|PCIE)-40GB"),
+    Device("h100", 989.4, 1978.9, 80, 3350, 450, 50, 8, r"H100(?! (NVL|PCIe)\b)"),  # SXM5
+    Device("h100-nvl", 835.5, 1670.5, 94, 3900, 300, 50, 8, "H100 NVL"),  # PCIe, bridged in pairs
+    Device("h100-pcie", 756.5, 1513.0, 80, 2000, 64, 50, 8, "H100 PCIe"),
+    Device("h800", 989.4, 1978.9, 80, 3350, 200, 50, 8, "H800"),
+    Device("h20", 148.0, 296.0, 96, 4000, 450, 50, 8, "H20"),
+    Device("h200", 989.4, 1978.9, 141, 4800, 450, 50, 8, "H200"),
+    Device("b200", 2250.0, 4500.0, 180, 8000, 900, 50, 8, "B200"),
+    Device("gb200", 2500.0, 5000.0, 186, 8000, 900, 50, 4, "GB200"),  # a node is one tray of an NVL72
+    Device("l40s", 362.0, 733.0, 48, 864, 32, 25, 8, "L40S"),
 )
 
-_DRIVER_NAMES: tuple[tuple[str, str], ...] = (  # words in torch.cuda.get_device_name(); the first match counts
-    ("GB200", "gb200"),
-    ("B200", "b200"),
-    ("H200", "h200"),
-    ("H100 NVL", "h100-nvl"),
-    ("H100 PCIe", "h100-pcie"),
-    ("H100", "h100"),
-    ("H800", "h800"),
-    ("H20", "h20"),
-    ("A100-SXM4-40GB", "a100-40gb"),
-    ("A100-PCIE-40GB", "a100-40gb"),
-    ("A100-SXM4-80GB", "a100-80gb"),
-    ("A100 80GB PCIe", "a100-80gb"),
-    ("L40S", "l40s"),
-)
 _OTHER_NAMES = {"a100": "a100-80gb", "h100-80gb": "h100", "h100-sxm": "h100", "h200-141gb": "h200"}
 
 
@@ -76,19 +62,16 @@ def device_named(name: str) -> Device:
     """
     wanted = name.strip().lower().replace("_", "-")
     wanted = _OTHER_NAMES.get(wanted, wanted)
-    for device in DEVICES:
-        if device.name == wanted:
-            return device
-    known = ", ".join(device.name for device in DEVICES)
-    raise UserError(f"unknown device {name!r}", where="device", fix=f"use one of {known}")
+    by_name = {device.name: device for device in DEVICES}
+    if wanted not in by_name:
+        raise UserError(f"unknown device {name!r}", where="device", fix=f"use one of {', '.join(by_name)}")
+    return by_name[wanted]
 
 
 def device_of_driver(driver_name: str) -> Device | None:
     """The device with this driver name, e.g. "NVIDIA H100 80GB HBM3"; None if it is not in DEVICES."""
-    for part, name in _DRIVER_NAMES:
-        if re.search(rf"\b{part}\b", driver_name, re.IGNORECASE):
-            return device_named(name)
-    return None
+    fits = (device for device in DEVICES if re.search(rf"\b({device.driver_name})\b", driver_name, re.IGNORECASE))
+    return next(fits, None)
 
 
 def this_device() -> Device | None:

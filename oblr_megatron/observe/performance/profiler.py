@@ -13,7 +13,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any
 
 import torch
 
@@ -22,23 +22,6 @@ from oblr_megatron.errors import UserError
 if TYPE_CHECKING:
     from oblr_megatron.config import Config
     from oblr_megatron.config.log import LogConfig
-
-PROFILES = "profile"  # subdirectory of the run directory
-
-
-class Backend(Protocol):
-    """Records a profile: torch's profiler, or nsys from outside."""
-
-    def start(self) -> None:
-        """Start recording."""
-
-    def stop(self) -> str:
-        """Stop recording, keep the profile, and return a message that says where it is."""
-        ...
-
-    def range(self, name: str) -> AbstractContextManager[object]:
-        """A named range of the profile."""
-        ...
 
 
 class TorchProfile:
@@ -49,7 +32,7 @@ class TorchProfile:
         self._profile: Any = None
 
     def start(self) -> None:
-        """Start recording; one trace at a time."""
+        """Start recording."""
         activities = [torch.profiler.ProfilerActivity.CPU]
         if torch.cuda.is_available():
             activities.append(torch.profiler.ProfilerActivity.CUDA)
@@ -57,7 +40,7 @@ class TorchProfile:
         self._profile.start()
 
     def stop(self) -> str:
-        """Write the trace, replacing an earlier one of this rank. A failed write does not end the run."""
+        """Write the trace, replacing an earlier one of this rank; where it is. A failed write does not end the run."""
         profile, self._profile = self._profile, None
         profile.stop()
         try:
@@ -95,13 +78,16 @@ class NsysProfile:
             torch.cuda.nvtx.range_pop()
 
 
+Backend = TorchProfile | NsysProfile
+
+
 class Profiler:
     """Profiles steps `start` to `end` - 1, counted from 0.
 
-    Without a backend it does nothing. A run resumed in the middle of these steps is profiled from there.
+    A run resumed in the middle of these steps is profiled from there.
     """
 
-    def __init__(self, backend: Backend | None, start: int, end: int, say: Callable[[str], None]) -> None:
+    def __init__(self, backend: Backend, start: int, end: int, say: Callable[[str], None]) -> None:
         self._backend, self._start, self._end, self._say = backend, start, end, say
         self._step = 0
         self._recording = False
@@ -109,7 +95,7 @@ class Profiler:
     def begin_step(self, step: int) -> None:
         """Start recording at the first of these steps."""
         self._step = step
-        if self._backend is not None and not self._recording and self._start <= step < self._end:
+        if not self._recording and self._start <= step < self._end:
             self._recording = True
             self._backend.start()
 
@@ -120,25 +106,24 @@ class Profiler:
 
     def phase(self, name: str) -> AbstractContextManager[object]:
         """A range of the profile."""
-        if self._backend is None or not self._recording:
-            return nullcontext()
-        return self._backend.range(f"oblr/{name}")
+        return self._backend.range(f"oblr/{name}") if self._recording else nullcontext()
 
     def close(self) -> None:
         """Stop recording if necessary, so that an interrupted run keeps its profile."""
-        if self._backend is not None and self._recording:
+        if self._recording:
             self._recording = False
             self._say(self._backend.stop())
 
 
 @contextmanager
-def open_profiler(config: Config, rank: int, say: Callable[[str], None]) -> Iterator[Profiler]:
-    """The profiler that log.profile selects; on ranks not in log.profile_ranks it does nothing."""
+def open_profiler(config: Config, rank: int, say: Callable[[str], None]) -> Iterator[Profiler | None]:
+    """The profiler that log.profile selects; None on ranks not in log.profile_ranks."""
     log = config.log
-    backend: Backend | None = None
-    if log.profile != "none" and rank in log.profile_ranks:
-        file = config.run_dir / PROFILES / f"rank_{rank}.json.gz"
-        backend = TorchProfile(file) if log.profile == "torch" else NsysProfile()
+    if log.profile == "none" or rank not in log.profile_ranks:
+        yield None
+        return
+    file = config.run_dir / "profile" / f"rank_{rank}.json.gz"
+    backend: Backend = TorchProfile(file) if log.profile == "torch" else NsysProfile()
     profiler = Profiler(backend, log.profile_step_start, log.profile_step_end, say)
     try:
         yield profiler
@@ -155,11 +140,8 @@ def check_profile(log: LogConfig, world_size: int, *, on_gpu: bool) -> None:
     if log.profile == "none":
         return
     if log.profile == "nsys" and not on_gpu:
-        raise UserError(
-            'log.profile is "nsys", but there is no GPU',
-            where="log.profile",
-            fix='set log.profile to "torch"',
-        )
+        what, fix = 'log.profile is "nsys", but there is no GPU', 'set log.profile to "torch"'
+        raise UserError(what, where="log.profile", fix=fix)
     beyond = [rank for rank in log.profile_ranks if not 0 <= rank < world_size]
     if beyond:
         raise UserError(

@@ -19,7 +19,7 @@ import resource
 import statistics
 import time
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -39,38 +39,31 @@ PROBE_SIDE = 2048  # rows and columns of the fixed product's matrices
 PROBE_REPEATS = 32
 
 
-@dataclass(frozen=True, slots=True)
-class Memory:
-    """Memory of one rank's process in bytes. Example: Memory(allocated=6.1e9, reserved=7.0e9, peak=6.8e9)."""
+def memory_now() -> tuple[float, float, float]:
+    """Memory of this process in bytes: allocated, reserved, and the largest allocated so far.
 
-    allocated: float  # GPU: tensors; CPU: resident memory
-    reserved: float  # GPU: held by the allocator; CPU: same as allocated
-    peak: float  # largest `allocated` so far
-
-    @classmethod
-    def now(cls) -> Memory:
-        """Memory of this process."""
-        if torch.cuda.is_available():
-            return cls(torch.cuda.memory_allocated(), torch.cuda.memory_reserved(), torch.cuda.max_memory_allocated())
-        resident = resident_bytes()
-        peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024  # Linux reports KiB
-        return cls(resident, resident, max(peak, resident))
+    GPU: that of tensors, and what the allocator holds for them. CPU: resident memory, for both.
+    """
+    if torch.cuda.is_available():
+        return torch.cuda.memory_allocated(), torch.cuda.memory_reserved(), torch.cuda.max_memory_allocated()
+    resident = resident_bytes()
+    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024  # Linux reports KiB
+    return resident, resident, max(peak, resident)
 
 
-@dataclass(frozen=True, slots=True)
-class RankStep:
-    """One rank's values of a step. Example: RankStep({"gradient": 1.2}, {"gradient": 0.9}, Memory(...), pace_s=0.9)."""
+def row_of(
+    wall_s: Mapping[str, float], own_s: Mapping[str, float], memory: tuple[float, float, float], pace_s: float
+) -> Tensor:
+    """One rank's values of a step for the gather, fp64 [2 * phases + 4].
 
-    wall_s: Mapping[str, float]  # wall-clock seconds by phase
-    own_s: Mapping[str, float]  # own seconds by phase, see the module
-    memory: Memory
-    pace_s: float
-
-    def row(self) -> Tensor:
-        """fp64 [2 * phases + 4] for the gather; NaN for a phase that was not entered."""
-        seconds = [times.get(phase, float("nan")) for times in (self.wall_s, self.own_s) for phase in PHASES]
-        memory = asdict(self.memory).values()
-        return torch.tensor([*seconds, *memory, self.pace_s], dtype=torch.float64)
+    Args:
+        wall_s: wall-clock seconds by phase; NaN is sent for a phase that was not entered.
+        own_s: own seconds by phase, see the module.
+        memory: as from `memory_now`.
+        pace_s: see the module.
+    """
+    seconds = [times.get(phase, float("nan")) for times in (wall_s, own_s) for phase in PHASES]
+    return torch.tensor([*seconds, *memory, pace_s], dtype=torch.float64)
 
 
 @dataclass(frozen=True, slots=True)
@@ -85,8 +78,8 @@ class RankTable:
     @classmethod
     def of(cls, rows: Sequence[Tensor]) -> RankTable:
         """The table from all ranks' rows, in rank order; phases that no rank entered are left out."""
-        columns = torch.stack(list(rows)).T.nan_to_num(0.0).tolist()
-        entered = (~torch.stack(list(rows)).isnan().all(0)).tolist()
+        table = torch.stack(list(rows))
+        columns, entered = table.T.nan_to_num(0.0).tolist(), (~table.isnan().all(0)).tolist()
         count = len(PHASES)
         wall = {phase: columns[n] for n, phase in enumerate(PHASES) if entered[n]}
         own = {phase: columns[count + n] for n, phase in enumerate(PHASES) if entered[n]}
@@ -154,7 +147,7 @@ class RankLog:
             The step's perf/ metrics on rank 0, {} elsewhere.
         """
         wall = {name.removeprefix("timing_s/"): seconds for name, seconds in timing.items()}
-        row = RankStep(wall, own, Memory.now(), pace_s(own)).row()
+        row = row_of(wall, own, memory_now(), pace_s(own))
         rows = [torch.empty_like(row) for _ in range(self._size)] if self._rank == 0 else None
         dist.gather(row, rows, dst=0, group=self._group)
         if rows is None:

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 
 from oblr_megatron.algo.baseline import active_groups
 from oblr_megatron.observe.performance.flops import training_flops
-from oblr_megatron.observe.performance.hardware import Device, this_device
+from oblr_megatron.observe.performance.hardware import Device
 
 if TYPE_CHECKING:
     from oblr_megatron.config import Config
@@ -28,18 +28,13 @@ TRAINING = ("gradnorm", "gradient", "optimizer")
 class Utilization:
     """Computes the utilization metrics of a run's steps.
 
-    Example: Utilization(hf_config, config, world_size=8, peak_flops=989.4e12)
+    Example: Utilization(hf_config, config, world_size=8, peak_flops=peak_flops(config, this_device()))
     """
 
     hf_config: Mapping[str, Any]
     config: Config
     world_size: int
     peak_flops: float | None  # FLOP/s of one device in the training precision; None: unknown, no MFU is logged
-
-    @classmethod
-    def of(cls, hf_config: Mapping[str, Any], config: Config, world_size: int) -> Utilization:
-        """With the peak of log.peak_tflops, or of this process's device."""
-        return cls(hf_config, config, world_size, peak_flops(config, this_device()))
 
     def metrics(self, samples: Sequence[Sample], scored: Scored, timing: Mapping[str, float]) -> dict[str, float]:
         """The perf/ metrics of one step.

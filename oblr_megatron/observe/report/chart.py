@@ -8,59 +8,20 @@ page's script shows under the pointer; charts are readable without scripts.
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from html import escape
 from itertools import pairwise
-from typing import Literal
 
 import numpy as np
 
-from oblr_megatron.formatting import number, scientific
+from oblr_megatron.formatting import duration, number, scientific
 from oblr_megatron.observe.report.axes import Axis, linear_axis, log_axis
-from oblr_megatron.observe.report.history import Array, smooth, thin_line, thin_points
+from oblr_megatron.observe.report.history import Array, smooth, thinned
+from oblr_megatron.observe.report.specs import Curve, Panel, Rule
 
 CANVAS = 1000.0  # width and height in SVG units
 MOST_BINS = 50  # steps of a stack are averaged in at most this many bins
-
-Kind = Literal["cloud", "average", "dots", "line", "marks"]
-
-
-@dataclass(frozen=True, slots=True)
-class Curve:
-    """One series of a panel.
-
-    Kinds: "cloud" shows single steps as faint points, with a running average; "average" only the running average;
-    "dots" only the points, for values that must not be averaged; "line" the logged values; "marks" a line with a mark
-    at each value.
-    """
-
-    label: str
-    steps: Array  # [n]
-    values: Array  # [n], finite
-    kind: Kind = "cloud"
-    colour: int = 1  # palette position
-
-
-@dataclass(frozen=True, slots=True)
-class Rule:
-    """A horizontal line with a label; drawn if the axis reaches it, or always if `forced`."""
-
-    value: float
-    label: str
-    forced: bool = False
-
-
-@dataclass(frozen=True, slots=True)
-class Panel:
-    """Curves that share a vertical axis."""
-
-    unit: str
-    curves: Sequence[Curve]
-    log: bool = False
-    include: tuple[float, ...] = ()  # values the axis must reach
-    rules: Sequence[Rule] = ()
-    short: bool = False  # a low strip below the main panel
 
 
 @dataclass(frozen=True, slots=True)
@@ -112,54 +73,42 @@ def draw_panel(panel: Panel, horizontal: Axis, step_labels: bool) -> str:
     """
     frame = Frame(horizontal, _vertical_axis(panel))
     rules = [rule for rule in panel.rules if frame.vertical.low <= rule.value <= frame.vertical.high]
-    shapes = _grid(frame) + "".join(f'<path class="rule" d="{frame.across(rule.value)}"/>' for rule in rules)
+    shapes = "".join(f'<path class="rule" d="{frame.across(rule.value)}"/>' for rule in rules)
     shapes += "".join(_cloud(curve, frame, panel.log) for curve in panel.curves if curve.kind in ("cloud", "dots"))
     entries = []
     for curve in panel.curves:
-        steps, values = thin_line(*line_of(curve, panel.log), limit=100 if curve.kind == "average" else 400)
+        steps, values = thinned(*line_of(curve, panel.log), limit=100 if curve.kind == "average" else 400)
         shapes += _line(curve, steps, values, frame) if curve.kind != "dots" else ""
         texts = [number(float(value)) for value in values]
         key = f"{'dot' if curve.kind in ('marks', 'dots') else 'stroke'} s{curve.colour}"
         entries.append(Entry(curve.label, key, texts[-1], steps, texts))
-    labels = _value_labels(frame) + "".join(_rule_label(rule, frame) for rule in rules)
-    labels += _step_labels(horizontal) if step_labels else ""
-    classes = "plot" + (" short" if panel.short else "") + (" labelled" if step_labels else "")
-    return _assemble(classes, panel.unit, entries, shapes, labels, horizontal=horizontal)
+    labels = "".join(_rule_label(rule, frame) for rule in rules)
+    return _assembled(frame, panel.unit, entries, shapes, labels, short=panel.short, step_labels=step_labels)
 
 
-def draw_stack(
-    labels: Sequence[str],
-    steps: Array,
-    layers: Array,
-    horizontal: Axis,
-    *,
-    show: Callable[[float], str],
-    step_labels: bool,
-) -> str:
+def draw_stack(layers: Mapping[str, Array], steps: Array, horizontal: Axis, *, step_labels: bool) -> str:
     """Layers on top of each other, averaged over bins of steps.
 
     Args:
-        labels: one per layer; the colour follows the position.
+        layers: [n] seconds by label, not negative; the colour follows the position.
         steps: [n] rising.
-        layers: [layers, n] seconds, not negative.
         horizontal: from step_axis.
-        show: formats a value for the legend.
         step_labels: write step numbers below.
     """
     edges = np.linspace(0, len(steps), min(len(steps), MOST_BINS) + 1).round().astype(int)
-    means = np.stack([layers[:, start:end].mean(axis=1) for start, end in pairwise(edges)], axis=1)
+    seconds = np.stack(list(layers.values()))  # [layers, n]
+    means = np.stack([seconds[:, start:end].mean(axis=1) for start, end in pairwise(edges)], axis=1)
     rights = steps[edges[1:] - 1]
     sides = np.stack((np.concatenate(([steps[0] - 1], rights[:-1])), rights), axis=1).ravel()
     tops = np.vstack((np.zeros(means.shape[1]), np.cumsum(means, axis=0))).repeat(2, axis=1)
     frame = Frame(horizontal, linear_axis(0.0, float(tops.max()), 5))
-    shapes, entries = _grid(frame), []
-    for index, label in enumerate(labels):
+    shapes, entries = "", []
+    for index, label in enumerate(layers):
         outline = frame.path(np.append(sides, sides[::-1]), np.append(tops[index + 1], tops[index][::-1]))
         shapes += f'<path class="layer s{index + 1}" d="{outline}Z"/>'
-        average = show(float(layers[index].mean()))
-        entries.append(Entry(label, f"block s{index + 1}", average, rights, [show(float(v)) for v in means[index]]))
-    text = _value_labels(frame) + (_step_labels(horizontal) if step_labels else "")
-    return _assemble("plot" + (" labelled" if step_labels else ""), "s", entries, shapes, text, horizontal=horizontal)
+        texts = [duration(float(mean)) for mean in means[index]]
+        entries.append(Entry(label, f"block s{index + 1}", duration(float(seconds[index].mean())), rights, texts))
+    return _assembled(frame, "s", entries, shapes, step_labels=step_labels)
 
 
 def line_of(curve: Curve, log: bool) -> tuple[Array, Array]:
@@ -191,13 +140,9 @@ def _without_outliers(values: Array) -> Array:
     return values[(values >= low - (high - low)) & (values <= high + (high - low))]
 
 
-def _grid(frame: Frame) -> str:
-    return '<path class="grid" d="' + "".join(frame.across(tick) for tick in frame.vertical.ticks) + '"/>'
-
-
 def _cloud(curve: Curve, frame: Frame, log: bool) -> str:
     drawn = curve.values > 0 if log else np.isfinite(curve.values)
-    steps, values = thin_points(curve.steps[drawn], curve.values[drawn])
+    steps, values = thinned(curve.steps[drawn], curve.values[drawn], limit=900, extremes=20)
     return f'<path class="cloud s{curve.colour}" d="{frame.dots(steps, values)}"/>'
 
 
@@ -214,9 +159,9 @@ def _value_labels(frame: Frame) -> str:
     texts = [number(tick) for tick in ticks]
     if any("e-" in text for text in texts):  # one notation on one axis
         texts = [scientific(tick, 3) for tick in ticks]
-    places = [frame.top(tick) for tick in ticks]
     return "".join(
-        f'<span class="y" style="top:{top:.2f}%">{text}</span>' for top, text in zip(places, texts, strict=True)
+        f'<span class="y" style="top:{frame.top(tick):.2f}%">{text}</span>'
+        for tick, text in zip(ticks, texts, strict=True)
     )
 
 
@@ -234,8 +179,17 @@ def _rule_label(rule: Rule, frame: Frame) -> str:
     return f'<span class="rule-label {side}" style="top:{top:.2f}%">{escape(rule.label)}</span>'
 
 
-def _assemble(classes: str, unit: str, entries: Sequence[Entry], shapes: str, labels: str, *, horizontal: Axis) -> str:
-    """Legend above plot."""
+def _assembled(
+    frame: Frame,
+    unit: str,
+    entries: Sequence[Entry],
+    shapes: str,
+    labels: str = "",
+    *,
+    short: bool = False,
+    step_labels: bool,
+) -> str:
+    """Legend above plot; the plot with its grid, and the numbers at its axes."""
     legend = "".join(
         f'<span class="entry"><i class="key {entry.key}"></i>{escape(entry.label)} '
         f"<b>{escape(entry.resting)}</b></span>"
@@ -244,9 +198,12 @@ def _assemble(classes: str, unit: str, entries: Sequence[Entry], shapes: str, la
     readout = [{"x": [int(step) for step in entry.steps], "y": entry.texts} for entry in entries]
     data = escape(json.dumps(readout, ensure_ascii=False, separators=(",", ":")))
     name = escape(", ".join(entry.label for entry in entries))
+    grid = "".join(frame.across(tick) for tick in frame.vertical.ticks)
+    steps = _step_labels(frame.horizontal) if step_labels else ""
+    classes = "plot" + (" short" if short else "") + (" labelled" if step_labels else "")
     return (
         f'<div class="panel"><div class="legend">{legend}<span class="unit">{escape(unit)}</span></div>'
-        f'<div class="{classes}" data-last="{horizontal.high:g}" data-curves="{data}">'
+        f'<div class="{classes}" data-last="{frame.horizontal.high:g}" data-curves="{data}">'
         f'<svg viewBox="0 0 {CANVAS:g} {CANVAS:g}" preserveAspectRatio="none" role="img" aria-label="{name}">'
-        f"{shapes}</svg>{labels}</div></div>"
+        f'<path class="grid" d="{grid}"/>{shapes}</svg>{_value_labels(frame)}{labels}{steps}</div></div>'
     )

@@ -2,8 +2,12 @@
 
 from __future__ import annotations
 
-from oblr_megatron.observe.report.chart import Rule
-from oblr_megatron.observe.report.specs import CurveSpec, chart, panel, strip
+from pathlib import Path
+
+import numpy as np
+
+from oblr_megatron.metrics import RANKS_FILE, intact_lines
+from oblr_megatron.observe.report.specs import Curve, Panel, Rule, chart, panel, strip
 from oblr_megatron.timing import PHASES
 
 TIME = chart(
@@ -16,6 +20,7 @@ TIME = chart(
 
 MARKED = ("rollout", "gradient")  # marks of more phases would hide each other in the strip
 RANKED = ("rollout", "gradnorm", "gradient")  # the phases that take long
+MOST_RANKS = 8  # drawn: the ranks that held most in the last step
 
 RANKS = chart(
     "Slow ranks",
@@ -25,7 +30,7 @@ RANKS = chart(
     panel(
         "s",
         *(
-            CurveSpec(f"perf/ranks/{phase}/{end}_s", label, "average", 1 + PHASES.index(phase))
+            Curve(f"perf/ranks/{phase}/{end}_s", label, "average", 1 + PHASES.index(phase))
             for phase in RANKED
             for end, label in (("max", phase), ("min", f"{phase}, least"))
         ),
@@ -33,11 +38,11 @@ RANKS = chart(
     ),
     strip(
         "",
-        CurveSpec("perf/slowest_rank_ratio", "slowest over median", "average", 2),
+        Curve("perf/slowest_rank_ratio", "slowest over median", "average", 2),
         include=(1.0,),
-        rules=(Rule(1.2, "slow", forced=True),),
+        rules=(Rule("slow", 1.2, forced=True),),
     ),
-    strip("rank", CurveSpec("perf/slowest_rank", "slowest rank", "dots", 2), include=(0.0, 1.0)),
+    strip("rank", Curve("perf/slowest_rank", "slowest rank", "dots", 2), include=(0.0, 1.0)),
 )
 
 UTILIZATION = chart(
@@ -48,11 +53,11 @@ UTILIZATION = chart(
     "Utilization that falls at constant length: microbatches too small, ranks that wait, or memory that is full.",
     panel(
         "MFU",
-        CurveSpec("perf/mfu/actor", "training", "average"),
-        CurveSpec("perf/mfu/with_norms", "with norms", "average", 3),
+        Curve("perf/mfu/actor", "training", "average"),
+        Curve("perf/mfu/with_norms", "with norms", "average", 3),
         include=(0.0,),
     ),
-    strip("tokens/s", CurveSpec("perf/throughput", "per rank", "average", 2), include=(0.0,)),
+    strip("tokens/s", Curve("perf/throughput", "per rank", "average", 2), include=(0.0,)),
 )
 
 THROUGHPUT = chart(
@@ -60,7 +65,24 @@ THROUGHPUT = chart(
     "Response tokens and responses per second over the step without evaluation, and the largest peak memory of any "
     "trainer process. The last strip shows the memory each rank held after the step, for at most eight ranks.",
     "Throughput that falls at constant response length, or memory that keeps growing.",
-    panel("tokens/s", CurveSpec("perf/tokens_per_s", "tokens per second"), include=(0.0,)),
-    strip("samples/s", CurveSpec("perf/samples_per_s", "responses per second", colour=2), include=(0.0,)),
-    strip("GiB", CurveSpec("perf/peak_memory_bytes", "peak memory", "line", 3), include=(0.0,), scale=2**-30),
+    panel("tokens/s", Curve("perf/tokens_per_s", "tokens per second"), include=(0.0,)),
+    strip("samples/s", Curve("perf/samples_per_s", "responses per second", colour=2), include=(0.0,)),
+    strip("GiB", Curve("perf/peak_memory_bytes", "peak memory", "line", 3), include=(0.0,), scale=2**-30),
 )
+
+
+def memory_of_ranks(run_dir: Path) -> Panel:
+    """A strip with one line per rank; it has no curve if ranks.jsonl is missing or names a single rank."""
+    table = [(line["step"], line["memory_bytes"]["allocated"]) for _, line in intact_lines(run_dir / RANKS_FILE)]
+    ranks = len(table[-1][1]) if table else 0
+    table = [(step, values) for step, values in table if len(values) == ranks]  # a resumed run may have another count
+    curves = []
+    if ranks > 1:
+        steps = np.array([step for step, _ in table], dtype=np.float64)
+        values = np.array([values for _, values in table], dtype=np.float64) / 2**30  # [steps, ranks]
+        fullest = sorted(np.argsort(-values[-1], kind="stable")[:MOST_RANKS].tolist())
+        curves = [
+            Curve("", f"rank {rank}", "average", colour, steps, values[:, rank])
+            for colour, rank in enumerate(fullest, start=1)
+        ]
+    return strip("GiB held after the step", *curves, include=(0.0,))

@@ -45,10 +45,6 @@ class History:
         known = np.isfinite(values)
         return self.steps[known], values[known]
 
-    def total(self, name: str) -> float:
-        """Sum of a metric over all records that have it."""
-        return float(np.nansum(self.values(name)))
-
     def evaluation_sets(self) -> list[str]:
         """Names of the evaluated sets, in order of appearance."""
         names = (name for record in self.records for name in record if name.startswith("eval/"))
@@ -104,19 +100,11 @@ def smooth(values: Array) -> Array:
     return np.convolve(values, kernel)[reach : reach + count] / weight
 
 
-def thin_line(steps: Array, values: Array, limit: int = 400) -> tuple[Array, Array]:
-    """At most `limit` evenly spaced points of a line, the last one included."""
-    if len(steps) <= limit:
-        return steps, values
-    index = np.unique(np.linspace(0, len(steps) - 1, limit).round().astype(int))
-    return steps[index], values[index]
-
-
-def thin_points(steps: Array, values: Array, limit: int = 900, extremes: int = 20) -> tuple[Array, Array]:
-    """At most `limit` points of a cloud: evenly spaced ones, and the `extremes` largest and smallest values."""
+def thinned(steps: Array, values: Array, limit: int, extremes: int = 0) -> tuple[Array, Array]:
+    """At most `limit` points: evenly spaced ones, the ends included, and the `extremes` largest and smallest values."""
     if len(steps) <= limit:
         return steps, values
     even = np.linspace(0, len(steps) - 1, limit - 2 * extremes).round().astype(int)
     order = np.argsort(values)
-    index = np.unique(np.concatenate((even, order[:extremes], order[-extremes:])))
+    index = np.unique(np.concatenate((even, order[:extremes], order[len(order) - extremes :])))
     return steps[index], values[index]

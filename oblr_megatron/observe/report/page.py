@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
+from contextlib import suppress
 from datetime import UTC, datetime
 from html import escape
 from pathlib import Path
@@ -12,12 +13,12 @@ from typing import Any
 import numpy as np
 
 from oblr_megatron.formatting import MISSING, duration, fixed, flatten, quantity
-from oblr_megatron.metrics import describe, write_whole
+from oblr_megatron.metrics import Metric, describe, write_whole
 from oblr_megatron.observe.alarm_window import planned
-from oblr_megatron.observe.alarms import Alarm, alarms_of
+from oblr_megatron.observe.alarms import alarms_of
 from oblr_megatron.observe.report.axes import step_axis
 from oblr_megatron.observe.report.history import Array, History, load_history
-from oblr_megatron.observe.report.sections import ChartSpec, draw_chart, sections
+from oblr_megatron.observe.report.sections import draw_chart, sections
 
 HERE = Path(__file__).parent
 REPORT_FILE = "report.html"
@@ -38,26 +39,23 @@ def write_report(run_dir: str | Path) -> Path:
 
 def render(history: History) -> str:
     """The report as HTML."""
+    page, style, script = ((HERE / f"page.{kind}").read_text(encoding="utf-8") for kind in ("html", "css", "js"))
     charts, missing = _charts(history)
-    return Template(_resource("page.html")).substitute(
-        style=_resource("page.css"),
-        script=_resource("page.js"),
+    return Template(page).substitute(
+        style=style,
+        script=script,
         title=escape(history.directory.name),
         subtitle=escape(" · ".join(_subtitle(history))),
         headlines=_headlines(history),
         alarms=_alarms(history),
         facts="".join(f"<div><dt>{escape(name)}</dt><dd>{escape(text)}</dd></div>" for name, text in _facts(history)),
         charts=charts,
-        missing=_missing(missing),
+        missing=missing,
         last_step=f"{history.last_step:,}",
         metrics=_metrics_rows(history),
         config=_config_tables(history.config),
         written=datetime.now(UTC).strftime("%Y-%m-%d %H:%M UTC"),
     )
-
-
-def _resource(name: str) -> str:
-    return (HERE / name).read_text(encoding="utf-8")
 
 
 def _subtitle(history: History) -> Iterable[str]:
@@ -78,8 +76,9 @@ def _headlines(history: History) -> str:
     for name in history.evaluation_sets():
         for metric, label in (("accuracy", "greedy accuracy"), ("mean_at_k", "sampled accuracy")):
             values = history.points(f"eval/{name}/{metric}")[1]
+            gain = f"{100 * (values[-1] - values[0]):+.1f} points" if len(values) > 1 else "evaluated once"
             if len(values):
-                tiles.append(_tile(f"{name}: {label}", _change(values), _gain(values)))
+                tiles.append(_tile(f"{name}: {label}", _change(values), gain))
     rewards = history.points("reward/mean")[1]
     if len(rewards) >= 20:
         tenth = len(rewards) // 10
@@ -90,9 +89,9 @@ def _headlines(history: History) -> str:
     planned = history.setting("num_steps")
     state = "finished" if history.last_step == planned else "so far"
     tiles.append(_tile("steps", f"{history.last_step:,}", f"of {planned:,}, {state}" if planned else state))
-    step_time = history.points("timing_s/step")[1]
-    per_step = f"{duration(float(np.median(step_time)))} per step (median)" if len(step_time) else ""
-    tiles.append(_tile("time", duration(history.total("timing_s/step")) if len(step_time) else MISSING, per_step))
+    seconds = history.points("timing_s/step")[1]
+    per_step = f"{duration(float(np.median(seconds)))} per step (median)" if len(seconds) else ""
+    tiles.append(_tile("time", duration(float(seconds.sum())) if len(seconds) else MISSING, per_step))
     return "".join(tiles)
 
 
@@ -108,20 +107,13 @@ def _change(values: Array) -> str:
     return f'<em>{fixed(values[0], 2)}</em><span class="arrow">→</span>{fixed(values[-1], 2)}'
 
 
-def _gain(values: Array) -> str:
-    return f"{100 * (values[-1] - values[0]):+.1f} points" if len(values) > 1 else "evaluated once"
-
-
 def _alarms(history: History) -> str:
     """The run's alarms as HTML, with the step at which each was first raised."""
     alarms = alarms_of(history.directory, planned(history.setting), history.records)
     if not alarms:
         return '<p class="sound">No alarm: the automatic checks found no problem.</p>'
-    return f'<ul class="alarms">{"".join(_alarm(alarm) for alarm in alarms)}</ul>'
-
-
-def _alarm(alarm: Alarm) -> str:
-    return f'<li>{escape(alarm.text)} <span class="since">first at step {alarm.step:,}</span></li>'
+    lines = (f'<li>{escape(one.text)} <span class="since">first at step {one.step:,}</span></li>' for one in alarms)
+    return f'<ul class="alarms">{"".join(lines)}</ul>'
 
 
 def _facts(history: History) -> Iterable[tuple[str, str]]:
@@ -133,16 +125,11 @@ def _facts(history: History) -> Iterable[tuple[str, str]]:
         yield "layout", _layout(history)
     if setting("num_prompts"):
         yield "batch", f"{setting('num_prompts')} prompts x {setting('group_size')} responses"
-    if setting("rollout"):
-        yield (
-            "sampling",
-            f"temperature {setting('rollout.temperature')}, at most {setting('rollout.max_response_tokens')} tokens",
-        )
-    if setting("optimizer"):
-        yield (
-            "optimizer",
-            f"{setting('optimizer.name')}, lr {setting('optimizer.lr')}, clip {setting('optimizer.clip_grad')}",
-        )
+    if options := setting("rollout"):
+        tokens = options.get("max_response_tokens")
+        yield "sampling", f"temperature {options.get('temperature')}, at most {tokens} tokens"
+    if options := setting("optimizer"):
+        yield "optimizer", f"{options.get('name')}, lr {options.get('lr')}, clip {options.get('clip_grad')}"
     if setting("data.train"):
         yield "data", ", ".join(source["path"] for source in setting("data.train"))
     if environment.get("started"):
@@ -166,43 +153,34 @@ def _layout(history: History) -> str:
     return f"TP {tensor} x PP {pipeline}{f' x CP {context}' if context > 1 else ''}{replicas}{sequence}"
 
 
-def _charts(history: History) -> tuple[str, list[str]]:
-    """All sections as HTML, and the titles of charts without logged metrics."""
+def _charts(history: History) -> tuple[str, str]:
+    """All sections as HTML, and a paragraph that names the charts without logged metrics."""
     horizontal = step_axis(history.last_step)
     html, missing = "", []
-    for section in sections(history):
-        drawn = ""
-        for spec in section.charts:
-            plot = draw_chart(spec, history, horizontal)
+    for title, charts in sections(history).items():
+        figures = ""
+        for chart in charts:
+            plot = draw_chart(chart, history, horizontal)
             if plot:
-                drawn += _chart(spec, plot)
-            else:
-                missing.append(spec.title)
-        if drawn:
-            html += f'<section><h2>{escape(section.title)}</h2><div class="charts">{drawn}</div></section>'
-    return html, missing
-
-
-def _chart(spec: ChartSpec, plot: str) -> str:
-    return (
-        f"<figure><h3>{escape(spec.title)}</h3>{plot}<figcaption>{escape(spec.caption)} "
-        f'<span class="alarming"><b>Alarming:</b> {escape(spec.alarming)}</span></figcaption></figure>'
-    )
-
-
-def _missing(titles: list[str]) -> str:
-    return f'<p class="missing">Not logged in this run: {escape(", ".join(titles))}.</p>' if titles else ""
+                figures += (
+                    f"<figure><h3>{escape(chart.title)}</h3>{plot}<figcaption>{escape(chart.caption)} "
+                    f'<span class="alarming"><b>Alarming:</b> {escape(chart.alarming)}</span></figcaption></figure>'
+                )
+            elif not chart.optional:
+                missing.append(chart.title)
+        if figures:
+            html += f'<section><h2>{escape(title)}</h2><div class="charts">{figures}</div></section>'
+    names = escape(", ".join(missing))
+    return html, f'<p class="missing">Not logged in this run: {names}.</p>' if missing else ""
 
 
 def _metrics_rows(history: History) -> str:
     """The last record, one row per metric."""
     rows = ""
     for name, value in history.records[-1].items():
-        try:
+        metric = Metric(name, "", "")  # of another version
+        with suppress(KeyError):
             metric = describe(name)
-        except KeyError:  # another version's metric
-            rows += f"<tr><th>{escape(name)}</th><td>{quantity(value, '')}</td><td></td><td></td></tr>"
-            continue
         unit = "" if metric.unit in ("s", "bytes") else metric.unit
         rows += (
             f"<tr><th>{escape(name)}</th><td>{quantity(value, metric.unit)}</td>"

@@ -7,9 +7,8 @@ import numpy as np
 from oblr_megatron.algo.noise_split import compared_with_best
 from oblr_megatron.formatting import number
 from oblr_megatron.observe.alarm_window import planned
-from oblr_megatron.observe.report.chart import Rule
-from oblr_megatron.observe.report.history import History
-from oblr_megatron.observe.report.specs import ChartSpec, CurveSpec, chart, panel, strip
+from oblr_megatron.observe.report.history import Array, History
+from oblr_megatron.observe.report.specs import Chart, Curve, Rule, chart, panel, strip
 
 RATIO = "/variance_ratio"
 ACROSS_PROMPTS = ("none", "batch_mean")  # keep the variance between prompts, so their ratios are much larger
@@ -20,38 +19,39 @@ VARIANCE = chart(
     "same responses. Below 1 the baseline helps. The strip shows the baseline's standard deviation over prompts.",
     "An average that stays above 1: rloo would need fewer samples. A spread well above that of the rewards: single "
     "responses dominate their groups.",
-    panel("", CurveSpec("baseline/variance_ratio_vs_rloo", "variance ratio"), rules=(Rule(1.0, "rloo", forced=True),)),
-    strip("", CurveSpec("baseline/spread", "spread", colour=3), include=(0.0,)),
+    panel("", Curve("baseline/variance_ratio_vs_rloo", "variance ratio"), rules=(Rule("rloo", 1.0, forced=True),)),
+    strip("", Curve("baseline/spread", "spread", colour=3), include=(0.0,)),
 )
 
 
-def every_baseline(history: History) -> ChartSpec:
+def every_baseline(history: History) -> Chart:
     """A line for each baseline with a logged variance ratio, and their ranking at the end of the run."""
     names = sorted({name for record in history.records for name in record if name.endswith(RATIO)})
-    colours = {name: 1 + position for position, name in enumerate(names)}
-
-    def curves(*, across: bool) -> list[CurveSpec]:
-        return [
-            CurveSpec(name, _short(name), "average", colours[name])
-            for name in names
-            if (_short(name) in ACROSS_PROMPTS) == across
-        ]
-
+    curves = [Curve(name, _short(name), "average", colour) for colour, name in enumerate(names, start=1)]
     return chart(
         "Variance under every baseline",
         "Gradient variance that other baselines would have had, divided by the variance under rloo, as running "
         "averages. It is computed from the rewards and gradient norms of the run's own responses. The strip shows "
         f"baselines that keep the variance between prompts.{_order(history, names)}",
         "A line that stays below the run's own baseline: that baseline would be better here.",
-        panel("", *curves(across=False), rules=(Rule(1.0, "rloo", forced=True),)),
-        strip("", *curves(across=True), log=True, rules=(Rule(1.0, "rloo", forced=True),)),
+        panel(
+            "",
+            *(curve for curve in curves if curve.label not in ACROSS_PROMPTS),
+            rules=(Rule("rloo", 1.0, forced=True),),
+        ),
+        strip(
+            "",
+            *(curve for curve in curves if curve.label in ACROSS_PROMPTS),
+            log=True,
+            rules=(Rule("rloo", 1.0, forced=True),),
+        ),
     )
 
 
-def batch_size(history: History) -> ChartSpec:
+def batch_size(history: History) -> Chart:
     """The critical batch size against the run's num_prompts, with advice; not with algo.updates_per_batch."""
     prompts = planned(history.setting).num_prompts
-    rules = (Rule(float(prompts), "num_prompts", forced=True),) if prompts else ()
+    rules = (Rule("num_prompts", float(prompts), forced=True),) if prompts else ()
     return chart(
         "Batch size",
         "Critical batch size in prompts: running average of the noise over that of the signal. At this batch size half "
@@ -59,15 +59,15 @@ def batch_size(history: History) -> ChartSpec:
         f"shows the signal-to-noise ratio of one prompt.{batch_advice(history)}",
         "A line far above num_prompts while the reward still changes: steps are then mostly noise. Gaps are steps "
         "without a signal.",
-        panel("prompts", CurveSpec("snr/critical_batch_size", "critical", "line"), log=True, rules=rules),
-        strip("", CurveSpec("snr/snr", "signal to noise", "line", 3), log=True),
+        panel("prompts", Curve("snr/critical_batch_size", "critical", "line"), log=True, rules=rules),
+        strip("", Curve("snr/snr", "signal to noise", "line", 3), log=True),
     )
 
 
-def group_size(history: History) -> ChartSpec:
+def group_size(history: History) -> Chart:
     """The noise of one prompt's gradient by cause, with advice on group_size."""
     size = history.setting("group_size")
-    rules = (Rule(float(size), "group_size", forced=True),) if size else ()
+    rules = (Rule("group_size", float(size), forced=True),) if size else ()
     return chart(
         "Noise by cause",
         "Running averages of the noise of one prompt's gradient: the part that differences between prompts cause, and "
@@ -76,27 +76,28 @@ def group_size(history: History) -> ChartSpec:
         "A best group size far from group_size.",
         panel(
             "",
-            CurveSpec("snr/between", "between prompts", "line", 1),
-            CurveSpec("snr/within", "within a prompt", "line", 2),
+            Curve("snr/between", "between prompts", "line", 1),
+            Curve("snr/within", "within a prompt", "line", 2),
         ),
-        strip("", CurveSpec("snr/best_group_size", "best group size", "line", 3), rules=rules),
+        strip("", Curve("snr/best_group_size", "best group size", "line", 3), rules=rules),
     )
 
 
-def pools(history: History) -> ChartSpec:
-    """What pooled baselines predict from earlier steps."""
+def pools(history: History) -> list[Chart]:
+    """What pooled baselines predict from earlier steps; [] for other baselines, and for one value for each token."""
     names = sorted({name for record in history.records for name in record if name.startswith("pool/")})
+    if not {"pool/pull", "pool/trust"} & set(names):
+        return []
     means = [name for name in names if name.endswith("/mean")]
-    return chart(
+    found = chart(
         "Pools of earlier rewards",
         "Mean reward of each data source over earlier steps, weighted as the baseline asks: the baseline of a prompt "
         "that is new. The strip shows the weight of a prompt's own history, and the pool's weight in optimal_pooled.",
         "A history with a weight near 1: prompts differ much and change slowly, so that their own past predicts best.",
-        panel(
-            "", *(CurveSpec(name, name[5:-5], "line", 1 + place) for place, name in enumerate(means)), include=(0.0,)
-        ),
-        strip("", CurveSpec("pool/trust", "history", "line", 2), CurveSpec("pool/pull", "pull", "line", 3)),
+        panel("", *(Curve(name, name[5:-5], "line", place) for place, name in enumerate(means, 1)), include=(0.0,)),
+        strip("", Curve("pool/trust", "history", "line", 2), Curve("pool/pull", "pull", "line", 3)),
     )
+    return [found]
 
 
 def batch_advice(history: History) -> str:
@@ -107,7 +108,7 @@ def batch_advice(history: History) -> str:
     values, prompts = history.points("snr/critical_batch_size")[1], planned(history.setting).num_prompts
     if not len(values) or not prompts:
         return ""
-    critical = float(np.median(values[-(len(values) // 3 + 1) :]))
+    critical = float(np.median(_last_third(values)))
     now, twice = prompts / (prompts + critical), 2 * prompts / (2 * prompts + critical)
     advice = "The batch size is about right"
     if prompts < critical / 2:
@@ -127,7 +128,7 @@ def group_advice(history: History) -> str:
     courses, size = [history.points(name)[1] for name in names], history.setting("group_size")
     if not size or any(not len(values) for values in courses):
         return ""
-    between, within, best = (float(np.median(values[-(len(values) // 3 + 1) :])) for values in courses)
+    between, within, best = (float(np.median(_last_third(values))) for values in courses)
     if between <= 0 or within <= 0:
         return ""
     target, times = compared_with_best(between, within, size, best)
@@ -145,11 +146,15 @@ def group_advice(history: History) -> str:
 def _order(history: History, names: list[str]) -> str:
     """Means over the last third, smallest first: " Over the last third: optimal_prior 0.93, optimal 0.95, ..."."""
     found = {_short(name): history.points(name)[1] for name in names}
-    means = {name: float(values[-(len(values) // 3 + 1) :].mean()) for name, values in found.items() if len(values)}
+    means = {name: float(_last_third(values).mean()) for name, values in found.items() if len(values)}
     if not means:
         return ""
     listed = ", ".join(f"{name} {mean:.2f}" for name, mean in sorted(means.items(), key=lambda item: item[1]))
     return f" Over the last third: {listed}."
+
+
+def _last_third(values: Array) -> Array:
+    return values[-(len(values) // 3 + 1) :]
 
 
 def _short(name: str) -> str:

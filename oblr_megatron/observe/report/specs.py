@@ -1,65 +1,80 @@
-"""Descriptions of the report's charts, before the values of a run are known."""
+"""Descriptions of the report's charts. A panel is described by metrics, then filled with the values of a run."""
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
-from dataclasses import dataclass
-from typing import Any
+from dataclasses import dataclass, field
+from typing import Any, Literal
 
-from oblr_megatron.observe.report.chart import Kind, Rule
+import numpy as np
+
+from oblr_megatron.observe.report.history import Array
+
+Kind = Literal["cloud", "average", "dots", "line", "marks"]
 
 
 @dataclass(frozen=True, slots=True)
-class CurveSpec:
-    """A curve: which metric, and how it is drawn."""
+class Curve:
+    """One series of a panel.
+
+    Kinds: "cloud" shows single steps as faint points, with a running average; "average" only the running average;
+    "dots" only the points, for values that must not be averaged; "line" the logged values; "marks" a line with a mark
+    at each value.
+    """
 
     metric: str
     label: str
     kind: Kind = "cloud"
-    colour: int = 1
+    colour: int = 1  # palette position
+    steps: Array = field(default_factory=lambda: np.empty(0))  # [n], filled in from a run
+    values: Array = field(default_factory=lambda: np.empty(0))  # [n], finite
 
 
 @dataclass(frozen=True, slots=True)
-class PanelSpec:
-    """A panel; left out when none of its curves was logged. Made by `panel` and `strip`."""
+class Rule:
+    """A horizontal line with a label; drawn if the axis reaches it, or always if `forced`."""
+
+    label: str
+    value: float = math.nan
+    forced: bool = False
+    setting: str = ""  # config key of the value
+
+
+@dataclass(frozen=True, slots=True)
+class Panel:
+    """Curves that share a vertical axis; left out when none of them was logged. Made by `panel` and `strip`."""
 
     unit: str
-    curves: Sequence[CurveSpec]
+    curves: Sequence[Curve]
     log: bool = False
-    include: tuple[float, ...] = ()
-    rules: Sequence[Rule | tuple[str, str]] = ()  # a Rule, or (config key, label)
-    short: bool = False
+    include: tuple[float, ...] = ()  # values the axis must reach
+    rules: Sequence[Rule] = ()
+    short: bool = False  # a low strip below the main panel
     scale: float = 1.0  # from the metric's unit to the panel's
 
 
 @dataclass(frozen=True, slots=True)
-class ChartSpec:
+class Chart:
     """A chart: what it shows, and what in it is a reason to look closer. Made by `chart`."""
 
     title: str
     caption: str
     alarming: str
-    panels: Sequence[PanelSpec]
+    panels: Sequence[Panel]
+    optional: bool = False  # not named among the missing charts if none of its metrics was logged
 
 
-@dataclass(frozen=True, slots=True)
-class Section:
-    """Charts under a heading."""
-
-    title: str
-    charts: Sequence[ChartSpec]
-
-
-def panel(unit: str, *curves: CurveSpec, **options: Any) -> PanelSpec:
+def panel(unit: str, *curves: Curve, **options: Any) -> Panel:
     """A panel of full height."""
-    return PanelSpec(unit, curves, **options)
+    return Panel(unit, curves, **options)
 
 
-def strip(unit: str, *curves: CurveSpec, **options: Any) -> PanelSpec:
+def strip(unit: str, *curves: Curve, **options: Any) -> Panel:
     """A low panel below the main one."""
-    return PanelSpec(unit, curves, short=True, **options)
+    return Panel(unit, curves, short=True, **options)
 
 
-def chart(title: str, caption: str, alarming: str, *panels: PanelSpec) -> ChartSpec:
+def chart(title: str, caption: str, alarming: str, *panels: Panel, optional: bool = False) -> Chart:
     """A chart with its panels from top to bottom."""
-    return ChartSpec(title, caption, alarming, panels)
+    return Chart(title, caption, alarming, panels, optional)

@@ -12,8 +12,8 @@ import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
+from dataclasses import asdict
 from pathlib import Path
-from types import TracebackType
 from typing import TYPE_CHECKING, Any
 
 from oblr_megatron.checks.run_dir import LOGS
@@ -56,37 +56,36 @@ class Trackers:
     def start(self) -> None:
         """Start the processes. A tracker that cannot be opened says so later and changes nothing else."""
         log, run_dir = self._config.log, self._config.run_dir
-        opening = {
-            "run_dir": str(run_dir),
-            "name": log.run_name or run_dir.resolve().name,
-            "project": log.project,
-            "config": self._config.model_dump(mode="json"),
-            "resume_step": self._resume_step,
-        }
-        for name in self.names:
-            self._feeds.append(Feed(name, run_dir / LOGS / f"tracker-{name}.log"))
-        self._send("open", opening, tracker=True)
+        self._feeds = [Feed(name, run_dir / LOGS / f"tracker-{name}.log") for name in self.names]
+        self._send(
+            "open",
+            run_dir=str(run_dir),
+            name=log.run_name or run_dir.resolve().name,
+            project=log.project,
+            config=self._config.model_dump(mode="json"),
+            resume_step=self._resume_step,
+        )
 
     def log(self, record: Record) -> None:
         """Send the metrics of a step, as written to metrics.jsonl."""
         values = tracked(record, self._config.evaluate.samples_per_prompt)
-        self._send("log", {"step": record["step"], "values": values})
+        self._send("log", step=record["step"], values=values)
 
     def alarm(self, alarm: Alarm) -> None:
         """Send an alarm."""
-        self._send("alarm", {"step": alarm.step, "name": alarm.name, "text": alarm.text})
+        self._send("alarm", **asdict(alarm))
 
     def table(self, step: int, name: str, columns: Sequence[str], rows: Sequence[Sequence[Any]]) -> None:
         """Send responses of an evaluation."""
-        self._send("table", {"step": step, "name": name, "columns": columns, "rows": rows})
+        self._send("table", step=step, name=name, columns=columns, rows=rows)
 
     def file(self, path: Path) -> None:
         """Send a file that does not change until the trackers are closed."""
-        self._send("file", {"path": str(path)})
+        self._send("file", path=str(path))
 
-    def _send(self, kind: str, content: Mapping[str, Any], *, tracker: bool = False) -> None:
+    def _send(self, kind: str, **content: Any) -> None:
         for feed in self._feeds:
-            feed.send({"kind": kind, **content} | ({"tracker": feed.name} if tracker else {}))
+            feed.send({"kind": kind, **content})
             if feed.error is not None and not feed.told:
                 feed.told = True
                 self._say(f"tracker {feed.name}: {feed.error}; the run goes on, see {feed.log}")
@@ -94,21 +93,20 @@ class Trackers:
     def __enter__(self) -> Trackers:
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
-    ) -> None:
+    def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
         """Close the trackers, all within log.tracker_timeout_s, and say what was lost."""
-        self._send("close", {"state": "failed" if error is not None else self.state})
-        end = time.monotonic() + self._config.log.tracker_timeout_s
+        self._send("close", state=self.state if kind is None else "failed")
+        seconds = self._config.log.tracker_timeout_s
+        end = time.monotonic() + seconds
         for feed in self._feeds:
             feed.finish()
         for feed in self._feeds:
             late = not feed.join(end - time.monotonic())
             if late or feed.lost:
-                cause = f"not done within log.tracker_timeout_s, {self._config.log.tracker_timeout_s:g} s"
+                cause = f"not done within log.tracker_timeout_s, {seconds:g} s" if late else ENDED
                 self._say(
                     f"tracker {feed.name}: {feed.lost:,} of {feed.sent:,} records were lost: "
-                    f"{feed.error or (cause if late else ENDED)}; see {feed.log}"
+                    f"{feed.error or cause}; see {feed.log}"
                 )
         self._feeds.clear()
 
@@ -135,7 +133,7 @@ class Feed:
         return self.sent - self._taken
 
     def _started(self) -> subprocess.Popen[bytes] | None:
-        command = [sys.executable, "-m", PROCESS, str(os.getpid())]
+        command = [sys.executable, "-m", PROCESS, str(os.getpid()), self.name]
         try:
             self.log.parent.mkdir(parents=True, exist_ok=True)
             with self.log.open("ab") as log:

@@ -40,16 +40,12 @@ class MlflowTracker(Tracker):
             place = self._client.create_experiment(experiment) if found is None else found.experiment_id
             self._id = self._client.create_run(place, run_name=run.name).info.run_id
             run.remember(self._id)
-        self._configure(run.config)
-
-    def _configure(self, config: Mapping[str, Any]) -> None:
-        """Params, which MLflow never changes, and the file config.json of this attempt."""
-        known = self._client.get_run(self._id).data.params
-        values = {allowed(key): str(value)[:LONGEST] for key, value in flatten(config).items()}
+        known = self._client.get_run(self._id).data.params  # MLflow never changes them
+        values = {allowed(key): str(value)[:LONGEST] for key, value in flatten(run.config).items()}
         params = [Param(key, value) for key, value in values.items() if key not in known]
         for first in range(0, len(params), BATCH):
             self._client.log_batch(self._id, params=params[first : first + BATCH])
-        self._client.log_dict(self._id, dict(config), "config.json")
+        self._client.log_dict(self._id, run.config, "config.json")  # of this attempt
 
     def log(self, step: int, values: Mapping[str, float]) -> None:
         now = int(1000 * time.time())

@@ -14,14 +14,8 @@ from oblr_megatron.errors import UserError
 from oblr_megatron.observe.trackers.base import TrackedRun, Tracker
 
 GROUP = "oblr_megatron.trackers"
-HERE = "oblr_megatron.observe.trackers"
-TRACKERS = {
-    "tensorboard": f"{HERE}.tensorboard:TensorboardTracker",
-    "wandb": f"{HERE}.wandb:WandbTracker",
-    "mlflow": f"{HERE}.mlflow:MlflowTracker",
-    "trackio": f"{HERE}.trackio:TrackioTracker",
-}
-"""Name -> class. A name is also that of the package that it needs and of the pip extra."""
+TRACKERS = ("tensorboard", "wandb", "mlflow", "trackio")
+"""A name is also that of a module here, of the package that the tracker needs, and of the pip extra."""
 
 
 def check_trackers(names: Sequence[str]) -> None:
@@ -52,8 +46,8 @@ def open_tracker(run: TrackedRun) -> Tracker:
         Exception: whatever its package raises.
     """
     if run.tracker in TRACKERS:
-        module, _, name = TRACKERS[run.tracker].partition(":")
-        found: Callable[[TrackedRun], Tracker] = getattr(importlib.import_module(module), name)
+        module = importlib.import_module(f"oblr_megatron.observe.trackers.{run.tracker}")
+        found: Callable[[TrackedRun], Tracker] = getattr(module, f"{run.tracker.title()}Tracker")
     else:
         found = entry_points(group=GROUP)[run.tracker].load()
     return found(run)

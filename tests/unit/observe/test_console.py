@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import doctest
 import io
+import math
 import re
 from threading import Event
 
@@ -104,6 +105,7 @@ def test_a_long_wait_says_what_for(monkeypatch, capsys):
     """Plain lines name the seconds; a wait that is over at once says nothing."""
     monkeypatch.setattr(console_module, "FIRST_S", 0.01)
     monkeypatch.setattr(console_module, "AGAIN_S", 0.01)
+    monkeypatch.setattr(console_module, "LOOK_S", 0.01)
     said: list[str] = []
     done = Event()
 
@@ -198,6 +200,13 @@ def test_live_display_shows_progress_phase_metrics_and_evaluations():
     log = screen.export_text()
     assert "eval at step 13  sums accuracy 0.62" in log
     assert "finished 13 of 150 steps" in log
+
+
+def test_the_live_display_leaves_a_gap_for_a_value_that_is_not_finite():
+    with open_display(LogConfig(console="live"), 9, console=terminal()) as display:
+        for step, value in enumerate((1.0, math.nan, math.inf, 3.0, math.nan), start=1):
+            display.step(step, {"grad_norm": value})
+        assert re.search(r"gradient norm +nan +\S? +▁  █ *$", rendered(display), re.MULTILINE)
 
 
 def test_an_exception_restores_the_terminal_and_passes():

@@ -21,10 +21,9 @@ from oblr_megatron.observe.alarm_window import Planned
 from oblr_megatron.observe.alarms import Watch
 from oblr_megatron.observe.report import write_report
 from oblr_megatron.observe.report.axes import linear_axis, log_axis, step_axis
-from oblr_megatron.observe.report.costs import RANKED
-from oblr_megatron.observe.report.history import History, load_history, smooth, thin_line, thin_points
+from oblr_megatron.observe.report.costs import RANKED, memory_of_ranks
+from oblr_megatron.observe.report.history import History, load_history, smooth, thinned
 from oblr_megatron.observe.report.panel import batch_advice, batch_size, group_advice
-from oblr_megatron.observe.report.ranks import memory_of_ranks
 from oblr_megatron.observe.report.sections import sections
 from oblr_megatron.timing import PHASES
 from tests.unit.synthetic_run import CONFIG, ENVIRONMENT, RATIOS, synthetic_records, write_run
@@ -118,7 +117,7 @@ def numbers(text: str) -> list[float]:
 
 def test_every_chart_and_every_metric_is_there(tmp_path):
     page = page_of(tmp_path, synthetic_records(150))
-    titles = [chart.title for section in sections(load_history(tmp_path / "run")) for chart in section.charts]
+    titles = [chart.title for section in sections(load_history(tmp_path / "run")).values() for chart in section]
     assert page.texts("h3") == titles and len(titles) == 25
     assert "Held-out accuracy: sums" in titles
     assert len(page.all("span", "alarming")) == len(page.all("figcaption")) == len(titles)
@@ -128,7 +127,7 @@ def test_every_chart_and_every_metric_is_there(tmp_path):
 
 def test_every_metric_is_drawn_or_counted_by_an_alarm(tmp_path):
     history = load_history(write_run(tmp_path, synthetic_records(30)))
-    charts = [chart for section in sections(history) for chart in section.charts]
+    charts = [chart for section in sections(history).values() for chart in section]
     drawn = {curve.metric for chart in charts for panel in chart.panels for curve in panel.curves}
     elsewhere = {
         *("step", "reward/std", "reward/failures", "reward/timeouts", "rewards/overlong/mean", "rewards/overlong/std"),
@@ -279,7 +278,7 @@ def test_the_fullest_ranks_are_drawn(tmp_path):
     assert [float(curve.values[-1]) for curve in panel.curves] == list(range(2, 10))
     assert panel.curves[0].steps.tolist() == [1, 2, 3]
     assert {(f"rank {rank}", str(rank + 1)) for rank in range(1, 9)} <= set(Page(run).legend())
-    assert memory_of_ranks(tmp_path).curves == []
+    assert not memory_of_ranks(tmp_path).curves
 
 
 def test_the_pointers_data_match_the_legend(tmp_path):
@@ -451,12 +450,12 @@ def test_thinning_keeps_the_ends_and_the_extremes():
     steps = np.arange(1.0, 50_001)
     values = np.random.default_rng(0).normal(size=50_000)
     values[[77, 40_123]] = 50, -50
-    line_steps, _ = thin_line(steps, values)
+    line_steps, _ = thinned(steps, values, limit=400)
     assert (line_steps[0], line_steps[-1]) == (1, 50_000)
     assert len(line_steps) <= 400
-    point_steps, point_values = thin_points(steps, values)
+    point_steps, point_values = thinned(steps, values, limit=900, extremes=20)
     assert {50.0, -50.0} <= set(point_values)
-    assert len(point_steps) <= 1200
+    assert len(point_steps) <= 900
     np.testing.assert_array_equal(values[point_steps.astype(int) - 1], point_values)
 
 

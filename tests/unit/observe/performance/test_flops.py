@@ -53,14 +53,11 @@ def test_parameters_of_every_published_size_are_transformers_own(name: str) -> N
     [
         tiny_config(),
         tiny_config(tie_word_embeddings=True),
-        tiny_config(attention_bias=True),
         tiny_config_of("qwen2"),
         tiny_config_of("llama"),
         tiny_moe_config(),
-        tiny_moe_config(num_hidden_layers=4, decoder_sparse_step=2),
-        tiny_moe_config(num_hidden_layers=3, mlp_only_layers=[1]),
     ],
-    ids=["untied", "tied", "biases", "qwen2", "llama", "experts", "every_second", "one_dense"],
+    ids=["untied", "tied", "qwen2", "llama", "experts"],
 )
 def test_parameters_of_tiny_models_are_transformers_own(config: Qwen3Config | Qwen3MoeConfig) -> None:
     assert total_parameters(config.to_dict()) == parameters(on_meta(config))
@@ -92,11 +89,7 @@ def masked_pairs(hf: dict[str, Any], length: int) -> float:
     return 4.0 * hf["num_hidden_layers"] * query * (length * (length - 1) // 2)
 
 
-@pytest.mark.parametrize(
-    "config",
-    [tiny_config(), tiny_moe_config(), tiny_moe_config(num_hidden_layers=3, mlp_only_layers=[1])],
-    ids=["dense", "experts", "one_dense"],
-)
+@pytest.mark.parametrize("config", [tiny_config(), tiny_moe_config()], ids=["dense", "experts"])
 def test_a_forward_pass_costs_what_torch_counts(config: Qwen3Config | Qwen3MoeConfig) -> None:
     """Each expert runs on the tokens routed to it, so the counter sees only active experts."""
     hf = config.to_dict()
