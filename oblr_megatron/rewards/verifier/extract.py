@@ -6,7 +6,6 @@ Each function is a linear scan and returns None if there is no answer.
 from __future__ import annotations
 
 import re
-from collections import deque
 from collections.abc import Callable, Iterator
 
 MAX_ANSWER_CHARS = 4000
@@ -24,8 +23,8 @@ def boxed(text: str) -> str | None:
 
     Examples: "so \boxed{\frac{1}{2}}." -> r"\frac{1}{2}";  r"\boxed{3} or \boxed{4" -> "3";  "42" -> None.
     """
-    last = next(iter(deque(complete_boxes(text), maxlen=1)), None)
-    return None if last is None else _bounded(text[slice(*last)])
+    boxes = list(complete_boxes(text))
+    return _bounded(text[slice(*boxes[-1])]) if boxes else None
 
 
 def complete_boxes(text: str) -> Iterator[tuple[int, int]]:
