@@ -18,7 +18,7 @@ from typing import Any
 
 from oblr_megatron.config.data import MOST_ROWS, SourceConfig
 from oblr_megatron.errors import RunError, UserError
-from oblr_megatron.rewards.gym_tasks import make_task
+from oblr_megatron.rewards.gym import make_task
 
 TRAINING_ROWS, OTHER_ROWS = 5000, 500  # without `size`
 ROW_S = 60.0  # most seconds for an item

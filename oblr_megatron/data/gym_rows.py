@@ -25,7 +25,7 @@ from collections.abc import Iterator
 from typing import Any
 
 from oblr_megatron.errors import UserError
-from oblr_megatron.rewards.gym_tasks import COLUMN, cause_of, make_task
+from oblr_megatron.rewards.gym import COLUMN, cause_of, make_task
 from oblr_megatron.runtime.processes import die_with
 
 NO_GOLD = "(no gold answer)"  # some tasks only check an answer

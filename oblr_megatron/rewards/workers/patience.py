@@ -30,10 +30,14 @@ class Patience:
         return cls(max(MIN_LATE, 2 * at_once))
 
     def begin(self, count: int) -> Iterator[int]:
-        """Positions of a new batch's calls, in the order in which to make them."""
+        """Positions of a new batch's calls, in the order in which to make them; none while patience has ended.
+
+        Threads may share the iterator: `next` on it is atomic.
+        """
         self.late = 0
         stride = max(1, count // self.limit)
-        return iter(sorted(range(count), key=lambda position: position % stride))
+        order = sorted(range(count), key=lambda position: position % stride)
+        return filter(lambda position: not self.ended, order)
 
     @property
     def ended(self) -> bool:

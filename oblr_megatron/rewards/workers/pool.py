@@ -28,8 +28,6 @@ from oblr_megatron.rewards.workers.calls import Score
 from oblr_megatron.rewards.workers.fork_client import ForkServer, Worker
 from oblr_megatron.rewards.workers.patience import Patience
 
-GIB = 2**30
-
 
 @dataclass(slots=True)
 class _Slot:
@@ -41,15 +39,6 @@ class _Slot:
 class Pool:
     """Worker processes that call the function "package.module:function", of one of the kinds in calls.py."""
 
-    _owner: int  # process id; a forked child resets the pool
-    _closed: bool
-    _lock: threading.Lock  # guards the slots and the queue
-    _fork_server_lock: threading.Lock  # one request to the fork server at a time
-    _fork_server: ForkServer | None
-    _patience: Patience
-    _free: list[_Slot]
-    _waiting: deque[SimpleQueue[_Slot | None]]
-
     def __init__(
         self,
         target: str,
@@ -60,7 +49,6 @@ class Pool:
         prepare: str = "",
         imports: Sequence[str] = (),
         returns_text: bool = False,
-        memory_bytes: int = 2 * GIB,
         tasks_per_worker: int = 2000,
     ) -> None:
         """Processes start with the first call.
@@ -73,14 +61,12 @@ class Pool:
             prepare: a function called once in the fork server, e.g. to fill caches.
             imports: further functions to import in the fork server; an import in a worker counts as its memory.
             returns_text: whether the function returns text, not a number; then `Score.text` has it.
-            memory_bytes: allocation limit of a worker.
             tasks_per_worker: a worker is replaced after this many calls.
         """
         self.limit_s = deadline_s + grace_s
         self._launch: dict[str, object] = {
-            "target": target, "prepare": prepare, "deadline_s": deadline_s, "memory_bytes": memory_bytes,
-            "tasks_per_worker": tasks_per_worker, "returns_text": returns_text,
-            "imports": list(imports),
+            "target": target, "prepare": prepare, "deadline_s": deadline_s, "imports": list(imports),
+            "returns_text": returns_text, "tasks_per_worker": tasks_per_worker,
         }  # fmt: skip
         self.num_workers = num_workers
         self._reset()
@@ -105,16 +91,13 @@ class Pool:
         """
         self._own()
         calls = [batch[first : first + together] for first in range(0, len(batch), together)]
-        scores: list[list[Score]] = [[] for _ in calls]
+        scores = [[Score(timed_out=True)] * len(call) for call in calls]
         errors: list[BaseException] = []
-        remaining = self._patience.begin(len(calls))  # next() on an iterator is atomic
+        remaining = self._patience.begin(len(calls))
 
         def dispatch() -> None:
             try:
                 for index in remaining:
-                    if self._patience.ended:
-                        scores[index] = [Score(timed_out=True)] * len(calls[index])
-                        continue
                     scores[index] = self._ask(calls[index])
                     self._patience.take(scores[index])
             except BaseException as error:  # noqa: BLE001 - every error is raised again in the caller's thread
@@ -156,15 +139,28 @@ class Pool:
     def _reset(self) -> None:
         self._owner = os.getpid()
         self._closed = False
-        self._lock = threading.Lock()
-        self._fork_server_lock = threading.Lock()
-        self._fork_server = None
+        self._lock = threading.Lock()  # guards the slots and the queue
+        self._fork_server_lock = threading.Lock()  # one request to the fork server at a time
+        self._fork_server: ForkServer | None = None
         self._patience = Patience.of(self.num_workers)
         self._free = [_Slot() for _ in range(self.num_workers)]
-        self._waiting = deque()
+        self._waiting: deque[SimpleQueue[_Slot | None]] = deque()
+
+    def _ask(self, rows: Sequence[Sequence[str]]) -> list[Score]:
+        """One call; the scores of its rows. Its slot then goes to the caller that has waited longest."""
+        self._own()
+        slot = self._acquire()
+        try:
+            return self._score_batch(slot, rows)
+        finally:
+            with self._lock:
+                if self._waiting:
+                    self._waiting.popleft().put(slot)
+                else:
+                    self._free.append(slot)
 
     def _acquire(self) -> _Slot:
-        """A free slot. A slot that becomes free goes to the caller that has waited longest."""
+        """A free slot, after a wait if there is none."""
         with self._lock:
             if self._closed:
                 raise RunError("the reward workers are closed")
@@ -176,22 +172,6 @@ class Pool:
         if slot is None:
             raise RunError("the reward workers were closed while a call was waiting")
         return slot
-
-    def _release(self, slot: _Slot) -> None:
-        with self._lock:
-            if self._waiting:
-                self._waiting.popleft().put(slot)
-            else:
-                self._free.append(slot)
-
-    def _ask(self, rows: Sequence[Sequence[str]]) -> list[Score]:
-        """One call; the scores of its rows."""
-        self._own()
-        slot = self._acquire()
-        try:
-            return self._score_batch(slot, rows)
-        finally:
-            self._release(slot)
 
     def _score_batch(self, slot: _Slot, rows: Sequence[Sequence[str]]) -> list[Score]:
         try:
