@@ -203,5 +203,4 @@ class PooledReward(Reward):
         return START_S + -(-calls // self.pool.num_workers) * self.pool.limit_s
 
     def close(self) -> None:
-        """End the workers."""
         self.pool.close()

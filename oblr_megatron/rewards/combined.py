@@ -34,7 +34,6 @@ class CombinedReward(Reward):
 
     @property
     def sees_groups(self) -> bool:
-        """Whether any term does."""
         return any(term.reward.sees_groups for term in self._terms)
 
     def score(self, prompts: Sequence[Prompt], samples: Sequence[Sample]) -> RewardResult:

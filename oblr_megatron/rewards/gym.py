@@ -102,14 +102,8 @@ def extracted(response: str) -> str | None:
 
     Example: "so <answer> 4 </answer>" -> "4"
     """
-    found, start = None, 0
-    while (opened := response.find("<answer>", start)) >= 0:
-        opened += len("<answer>")
-        closed = response.find("</answer>", opened)
-        if closed < 0:
-            break
-        found, start = response[opened:closed].strip(), closed + len("</answer>")
-    return found
+    pieces = [piece.partition("<answer>") for piece in response.split("</answer>")[:-1]]
+    return next((answer.strip() for _, mark, answer in reversed(pieces) if mark), None)
 
 
 GYM_REWARDS: dict[str, Callable[[str], str | None]] = {

@@ -71,7 +71,7 @@ class HttpReward(Reward):
         key = bearer_key(config.api_key_env)
         self._url, self._config = url, config
         self._headers = {"Content-Type": "application/json"} | ({"Authorization": f"Bearer {key}"} if key else {})
-        self._patience = Patience.of(config.num_workers)
+        self._patience = Patience(config.num_workers)
         self._loop: HttpLoop | None = None
         self._session: aiohttp.ClientSession | None = None
 

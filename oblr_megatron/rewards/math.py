@@ -20,6 +20,8 @@ from oblr_megatron.types import Prompt, Sample
 
 WORKERS = 2  # of `grade`
 DEADLINE_S = 10.0
+TARGET = "oblr_megatron.rewards.verifier.symbolic:score"  # compares extracted answers by computer algebra
+PREPARE = "oblr_megatron.rewards.verifier.latex:warm_up"
 
 
 def grade(prediction: str, gold: str, tolerance: str = "") -> bool:
@@ -43,7 +45,7 @@ def grade(prediction: str, gold: str, tolerance: str = "") -> bool:
     if answer is None:
         return False
     settled = settle(answer, gold, tolerance)
-    return _shared_pool().ask(answer, gold).value == 1.0 if settled is None else settled
+    return _shared().pool.ask(answer, gold).value == 1.0 if settled is None else settled
 
 
 def settle(answer: str, gold: str, tolerance: str = "") -> bool | None:
@@ -57,25 +59,12 @@ def settle(answer: str, gold: str, tolerance: str = "") -> bool | None:
         return False
 
 
-def make_pool(num_workers: int, deadline_s: float) -> Pool:
-    """Worker processes that compare extracted answers by computer algebra."""
-    target = "oblr_megatron.rewards.verifier.symbolic:score"
-    prepare = "oblr_megatron.rewards.verifier.latex:warm_up"
-    return Pool(target, num_workers=num_workers, deadline_s=deadline_s, prepare=prepare)
-
-
-@cache
-def _shared_pool() -> Pool:
-    """The pool of `grade`, shared by all callers; it ends with the process."""
-    return make_pool(WORKERS, DEADLINE_S)
-
-
 class MathReward(PooledReward):
     """Scores a batch; identical answers to the same question are scored once."""
 
     def __init__(self, extract: Callable[[str], str | None], *, num_workers: int, deadline_s: float) -> None:
         """`extract` returns the answer in a response, or None."""
-        super().__init__(make_pool(num_workers, deadline_s))
+        super().__init__(Pool(TARGET, num_workers=num_workers, deadline_s=deadline_s, prepare=PREPARE))
         self._extract = extract
 
     def score(self, prompts: Sequence[Prompt], samples: Sequence[Sample]) -> RewardResult:
@@ -100,3 +89,9 @@ def _settled(answer: str, gold: str, tolerance: str) -> Score | None:
     except Exception:  # noqa: BLE001 - a fault of the verifier costs the reward of one response, not the run
         return Score(error=traceback.format_exc())
     return None if right is None else Score(value=float(right))
+
+
+@cache
+def _shared() -> MathReward:
+    """The workers of `grade`, shared by all callers; they end with the process."""
+    return MathReward(boxed, num_workers=WORKERS, deadline_s=DEADLINE_S)

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable, Iterator
+from itertools import accumulate
 
 MAX_ANSWER_CHARS = 4000
 MAX_DEPTH = 64
@@ -75,14 +76,8 @@ def _bounded(answer: str) -> str | None:
     """The answer; None if it is empty, or longer or more deeply nested than any real answer."""
     if not answer.strip() or len(answer) > MAX_ANSWER_CHARS:
         return None
-    depth = deepest = 0
-    for character in answer:
-        if character in "{([":
-            depth += 1
-            deepest = max(deepest, depth)
-        elif character in "})]":
-            depth -= 1
-    return answer if deepest <= MAX_DEPTH else None
+    depths = accumulate((character in "{([") - (character in "})]") for character in answer)
+    return answer if max(depths) <= MAX_DEPTH else None
 
 
 EXTRACTIONS: dict[str, Callable[[str], str | None]] = {

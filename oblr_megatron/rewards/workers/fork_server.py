@@ -33,7 +33,7 @@ import signal
 import socket
 import sys
 import traceback
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import asdict
 from multiprocessing.connection import Connection
 from pathlib import Path
@@ -84,7 +84,7 @@ def main(
     _discard(STDIN)
     control = socket.socket(fileno=descriptor)
     try:
-        function = resolve(target)
+        caller = Caller(resolve(target), deadline_s, returns_text=returns_text)
         for name in imports:
             resolve(name)
         if prepare:
@@ -96,11 +96,7 @@ def main(
     sys.stdout = sys.stderr = open(os.devnull, "w", encoding="utf-8")  # noqa: SIM115 - open until the process ends
     gc.freeze()  # keeps the memory of the imports shared between the workers
     control.sendall(b"R")
-
-    def work(end: Connection) -> None:
-        _work(end, Caller(function, deadline_s, returns_text=returns_text), tasks_per_worker)
-
-    _serve(control, supervisor, work)
+    _serve(control, supervisor, caller, tasks_per_worker)
 
 
 def _supervise(server: int, parent: int) -> NoReturn:
@@ -145,7 +141,7 @@ def _from_file(path: Path) -> ModuleType:
     return sys.modules[name]
 
 
-def _serve(control: socket.socket, supervisor: int, work: Callable[[Connection], None]) -> NoReturn:
+def _serve(control: socket.socket, supervisor: int, caller: Caller, tasks: int) -> NoReturn:
     control.settimeout(PARENT_CHECK_S)
     helpers = set(children_of(os.getpid()))  # started by the import; they stay until the end
     workers: set[int] = set()
@@ -163,7 +159,7 @@ def _serve(control: socket.socket, supervisor: int, work: Callable[[Connection],
         if message[:1] == FORK:
             pid = os.fork()
             if pid == 0:
-                _become_worker(control, descriptors[0], work)
+                _become_worker(control, descriptors[0], caller, tasks)
             os.close(descriptors[0])
             workers.add(pid)
             control.sendall(pid.to_bytes(PID_BYTES, "little"))
@@ -175,19 +171,19 @@ def _serve(control: socket.socket, supervisor: int, work: Callable[[Connection],
     os._exit(0)
 
 
-def _become_worker(control: socket.socket, descriptor: int, work: Callable[[Connection], None]) -> NoReturn:
+def _become_worker(control: socket.socket, descriptor: int, caller: Caller, tasks: int) -> NoReturn:
     """In the forked child: die with the fork server, serve the socket."""
     try:
         die_with(os.getppid())
         become_subreaper()
         control.close()
-        work(Connection(descriptor))
+        _limit_memory()
+        _work(Connection(descriptor), caller, tasks)
     finally:
         os._exit(0)
 
 
 def _work(end: Connection, caller: Caller, tasks: int) -> None:
-    _limit_memory()
     worker = os.getpid()
     for count in range(1, tasks + 1):
         try:

@@ -20,20 +20,12 @@ import os
 import threading
 from collections import deque
 from collections.abc import Sequence
-from dataclasses import dataclass
 from queue import SimpleQueue
 
 from oblr_megatron.errors import RunError
 from oblr_megatron.rewards.workers.calls import Score
 from oblr_megatron.rewards.workers.fork_client import ForkServer, Worker
 from oblr_megatron.rewards.workers.patience import Patience
-
-
-@dataclass(slots=True)
-class _Slot:
-    """A slot for one worker; empty before its first call, and after its worker ended."""
-
-    worker: Worker | None = None
 
 
 class Pool:
@@ -120,16 +112,10 @@ class Pool:
             while self._waiting:
                 self._waiting.popleft().put(None)
             for slot in self._free:
-                if slot.worker is not None:
-                    slot.worker.pipe.close()
+                if (worker := self._workers[slot]) is not None:
+                    worker.pipe.close()
             if self._fork_server is not None:
                 self._fork_server.end()
-
-    def __enter__(self) -> Pool:
-        return self
-
-    def __exit__(self, *exception: object) -> None:
-        self.close()
 
     def _own(self) -> None:
         """In a forked child, start new workers: the inherited pipes belong to the parent."""
@@ -142,9 +128,10 @@ class Pool:
         self._lock = threading.Lock()  # guards the slots and the queue
         self._fork_server_lock = threading.Lock()  # one request to the fork server at a time
         self._fork_server: ForkServer | None = None
-        self._patience = Patience.of(self.num_workers)
-        self._free = [_Slot() for _ in range(self.num_workers)]
-        self._waiting: deque[SimpleQueue[_Slot | None]] = deque()
+        self._patience = Patience(self.num_workers)
+        self._workers: list[Worker | None] = [None] * self.num_workers  # by slot
+        self._free = list(range(self.num_workers))
+        self._waiting: deque[SimpleQueue[int | None]] = deque()
 
     def _ask(self, rows: Sequence[Sequence[str]]) -> list[Score]:
         """One call; the scores of its rows. Its slot then goes to the caller that has waited longest."""
@@ -159,21 +146,21 @@ class Pool:
                 else:
                     self._free.append(slot)
 
-    def _acquire(self) -> _Slot:
+    def _acquire(self) -> int:
         """A free slot, after a wait if there is none."""
         with self._lock:
             if self._closed:
                 raise RunError("the reward workers are closed")
             if self._free:
                 return self._free.pop()
-            ticket: SimpleQueue[_Slot | None] = SimpleQueue()
+            ticket: SimpleQueue[int | None] = SimpleQueue()
             self._waiting.append(ticket)
         slot = ticket.get()
         if slot is None:
             raise RunError("the reward workers were closed while a call was waiting")
         return slot
 
-    def _score_batch(self, slot: _Slot, rows: Sequence[Sequence[str]]) -> list[Score]:
+    def _score_batch(self, slot: int, rows: Sequence[Sequence[str]]) -> list[Score]:
         try:
             worker = self._send(slot, json.dumps([list(row) for row in rows]).encode())
             if not worker.pipe.poll(self.limit_s):
@@ -187,10 +174,10 @@ class Pool:
             self._end_worker(slot)
         return [Score(**score) for score in reply["scores"]]
 
-    def _send(self, slot: _Slot, message: bytes) -> Worker:
+    def _send(self, slot: int, message: bytes) -> Worker:
         """Send a message to the slot's worker. A worker that died while idle is replaced once."""
         try:
-            worker = slot.worker or self._start_worker(slot)
+            worker = self._workers[slot] or self._start_worker(slot)
             worker.pipe.send_bytes(message)
         except OSError:
             self._end_worker(slot)
@@ -198,23 +185,24 @@ class Pool:
             worker.pipe.send_bytes(message)
         return worker
 
-    def _start_worker(self, slot: _Slot) -> Worker:
+    def _start_worker(self, slot: int) -> Worker:
         """Fork a worker; start the fork server first if there is none or it has died."""
         with self._fork_server_lock:
             if self._closed:
                 raise RunError("the reward workers are closed")
             try:
                 self._fork_server = self._fork_server or ForkServer(self._launch)
-                slot.worker = self._fork_server.fork()
+                worker = self._fork_server.fork()
             except (OSError, EOFError):
                 if self._fork_server is not None:
                     self._fork_server.end()
                 self._fork_server = ForkServer(self._launch)
-                slot.worker = self._fork_server.fork()
-        return slot.worker
+                worker = self._fork_server.fork()
+            self._workers[slot] = worker
+        return worker
 
-    def _end_worker(self, slot: _Slot) -> None:
-        worker, slot.worker = slot.worker, None
+    def _end_worker(self, slot: int) -> None:
+        worker, self._workers[slot] = self._workers[slot], None
         if worker is None:
             return
         worker.pipe.close()
