@@ -190,6 +190,16 @@ def cause_of(results: Sequence[RewardResult], config: RewardConfig) -> str:
     return "see the run's log"
 
 
+class SampleReward(Reward):
+    """A function of each sample, called in this process: it must end soon, whatever the text."""
+
+    def __init__(self, value_of: Callable[[Sample], float]) -> None:
+        self._value_of = value_of
+
+    def score(self, prompts: Sequence[Prompt], samples: Sequence[Sample]) -> RewardResult:
+        return RewardResult([float(self._value_of(sample)) for _, sample in pair(prompts, samples)])
+
+
 class PooledReward(Reward):
     """A reward that scores in worker processes."""
 

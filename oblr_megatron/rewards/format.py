@@ -12,18 +12,10 @@ from collections.abc import Sequence
 
 from oblr_megatron.config.reward import RewardConfig
 from oblr_megatron.errors import UserError
-from oblr_megatron.rewards.base import PooledReward, Reward, RewardResult, collect, pair
+from oblr_megatron.rewards.base import PooledReward, RewardResult, collect, pair
 from oblr_megatron.rewards.verifier.extract import boxed, complete_boxes
 from oblr_megatron.rewards.workers.pool import Pool
 from oblr_megatron.types import Prompt, Sample
-
-
-class BoxFormatReward(Reward):
-    """Exactly one complete box, found by a linear scan in this process."""
-
-    def score(self, prompts: Sequence[Prompt], samples: Sequence[Sample]) -> RewardResult:
-        """Rewards in {0, 1}; see `Reward.score`."""
-        return RewardResult([float(keeps_to_box(sample)) for _, sample in pair(prompts, samples)])
 
 
 def keeps_to_box(sample: Sample) -> bool:

@@ -91,7 +91,7 @@ def import_from_here(name: str, what: str, where: str) -> Callable[..., Any]:
     if "" not in sys.path and here not in sys.path:
         sys.path.append(here)
     try:
-        function = resolve(name)
+        function: Callable[..., Any] = resolve(name)
     except (Exception, SystemExit) as error:  # the user's module may raise anything, or be a script that exits
         raise UserError(
             f"{what} cannot be imported: {type(error).__name__}: {error}",
@@ -100,5 +100,4 @@ def import_from_here(name: str, what: str, where: str) -> Callable[..., Any]:
         ) from error
     if not callable(function):
         raise UserError(f"{what} is not callable", where=where, fix="name a function")
-    found: Callable[..., Any] = function
-    return found
+    return function

@@ -11,14 +11,14 @@ from typing import TYPE_CHECKING
 from oblr_megatron.checks.packages import require_reasoning_gym
 from oblr_megatron.config.reward import RewardConfig
 from oblr_megatron.errors import UserError
-from oblr_megatron.rewards.base import Fault, Reward, RewardResult, pair
+from oblr_megatron.rewards.base import Fault, Reward, RewardResult, SampleReward, pair
 from oblr_megatron.rewards.combined import CombinedReward, Term
-from oblr_megatron.rewards.format import BoxFormatReward, PatternFormatReward, check_pattern
+from oblr_megatron.rewards.format import PatternFormatReward, check_pattern, keeps_to_box
 from oblr_megatron.rewards.function import FunctionReward, check_function
 from oblr_megatron.rewards.gym import GYM_REWARDS, GymReward
 from oblr_megatron.rewards.http import HttpReward, bearer_key, check_service, is_url
 from oblr_megatron.rewards.math import MathReward
-from oblr_megatron.rewards.overlong import OverlongReward, check_overlong
+from oblr_megatron.rewards.overlong import check_overlong, punishment
 from oblr_megatron.rewards.verifier.extract import EXTRACTIONS
 from oblr_megatron.types import Prompt, Sample
 
@@ -77,9 +77,11 @@ REWARDS: dict[str, Make] = {
     "exact_match": lambda config, tokens: ExactMatchReward(),
     **{name: _by_answer(MathReward, extract) for name, extract in EXTRACTIONS.items()},
     **{name: _by_answer(GymReward, extract) for name, extract in GYM_REWARDS.items()},
-    "format": lambda config, tokens: PatternFormatReward(config) if config.format_pattern else BoxFormatReward(),
+    "format": lambda config, _: PatternFormatReward(config) if config.format_pattern else SampleReward(keeps_to_box),
     "environment": lambda config, tokens: EnvironmentReward(),
-    "overlong": lambda config, tokens: OverlongReward(tokens, config.overlong_buffer_tokens),
+    "overlong": lambda config, tokens: SampleReward(
+        lambda sample: punishment(len(sample.response_ids), tokens, config.overlong_buffer_tokens)
+    ),
 }
 
 
@@ -96,14 +98,9 @@ def build_reward(config: RewardConfig, *, max_response_tokens: int) -> Reward:
     check_reward(config, max_response_tokens=max_response_tokens)
     if not config.terms and config.weight == 1.0:
         return _build(config.name, config, max_response_tokens)
-
     weights = (config.weight, *(term.weight for term in config.terms))
-    return CombinedReward(
-        [
-            Term(name, weight, _build(name, config, max_response_tokens))
-            for name, weight in zip(config.names, weights, strict=True)
-        ]
-    )
+    rewards = [_build(name, config, max_response_tokens) for name in config.names]
+    return CombinedReward(list(map(Term, config.names, weights, rewards)))
 
 
 def check_reward(config: RewardConfig, *, max_response_tokens: int) -> None:

@@ -121,7 +121,8 @@ def _equal_named(gold: Node, given: Node, symbolic: Symbolic) -> bool:
         return lines and symbolic(gold.text, given.text)  # x = (y - 3)/2 is y = 2x + 3
     if isinstance(gold, Relation) or isinstance(given, Relation):
         return symbolic(gold.text, given.text)
-    return _equal(*(side.value if isinstance(side, Named) else side for side in (gold, given)), symbolic)
+    gold, given = (side.value if isinstance(side, Named) else side for side in (gold, given))
+    return _equal(gold, given, symbolic)
 
 
 def _names_agree(gold: str, given: str) -> bool:

@@ -97,7 +97,7 @@ class Caller:
         returns_text: whether the function returns text instead of a number.
     """
 
-    def __init__(self, function: Callable[..., object], deadline_s: float, *, returns_text: bool = False) -> None:
+    def __init__(self, function: Callable[..., object], deadline_s: float, *, returns_text: bool) -> None:
         self._function, self._kind, self._deadline_s = function, kind_of(function), deadline_s
         self._score_of = (lambda value: Score(text=str(value))) if returns_text else score_of
         self._runner = asyncio.Runner()
