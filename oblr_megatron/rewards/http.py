@@ -175,11 +175,7 @@ class HttpReward(Reward):
 
 
 def _read_answer(text: bytes, count: int) -> list[Score]:
-    """Parse an answer.
-
-    Raises:
-        ServiceError: the answer has no list of `count` rewards.
-    """
+    """The scores in an answer; ServiceError unless it has a list of `count` rewards."""
     try:
         rewards = json.loads(text)["rewards"]
     except (ValueError, KeyError, TypeError, RecursionError):

@@ -49,7 +49,7 @@ class EnvironmentReward(Reward):
 
     def score(self, prompts: Sequence[Prompt], samples: Sequence[Sample]) -> RewardResult:
         faults = {n: fault for n, sample in enumerate(samples) if (fault := _fault(sample)) is not None}
-        missing = any(fault == "failed" and samples[n].finish_reason == "stop" for n, fault in faults.items())
+        missing = any(samples[n].finish_reason == "stop" for n in faults)
         return RewardResult(
             [sample.environment_reward or 0.0 for sample in samples],
             faults=faults,

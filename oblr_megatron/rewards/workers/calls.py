@@ -118,11 +118,7 @@ class Caller:
             return _failure(error, len(rows))
 
     def _result(self, value: object) -> object:
-        """The function's value, awaited if it is awaitable.
-
-        Raises:
-            LateError: it exceeded the deadline.
-        """
+        """The function's value, awaited if it is awaitable; LateError if that exceeds the deadline."""
         return self._runner.run(self._bounded(value)) if inspect.isawaitable(value) else value
 
     async def _bounded(self, value: Awaitable[object]) -> object:

@@ -125,12 +125,12 @@ class Pool:
     def _reset(self) -> None:
         self._owner = os.getpid()
         self._closed = False
-        self._lock = threading.Lock()  # guards the slots and the queue
+        self._lock: threading.Lock = threading.Lock()  # guards the slots and the queue
         self._fork_server_lock = threading.Lock()  # one request to the fork server at a time
         self._fork_server: ForkServer | None = None
         self._patience = Patience(self.num_workers)
         self._workers: list[Worker | None] = [None] * self.num_workers  # by slot
-        self._free = list(range(self.num_workers))
+        self._free: list[int] = list(range(self.num_workers))
         self._waiting: deque[SimpleQueue[int | None]] = deque()
 
     def _ask(self, rows: Sequence[Sequence[str]]) -> list[Score]:
