@@ -233,7 +233,7 @@ def _samples(config: Config) -> Iterator[Problem]:
 
 def _environment(config: Config) -> Iterator[Problem]:
     """What an environment needs, and what works with single responses alone."""
-    rollout, rewards = config.rollout, (config.reward.name, *(term.name for term in config.reward.terms))
+    rollout, rewards = config.rollout, config.reward.names
     options = rollout.environment
     if not options.function:
         if "environment" in rewards:

@@ -50,3 +50,8 @@ class RewardConfig(Section):
     overlong_buffer_tokens: int = Field(0, ge=0)
     """Tokens before rollout.max_response_tokens over which "overlong" falls from 0 to -1 (arXiv 2503.14476,
     equation 13)."""
+
+    @property
+    def names(self) -> tuple[str, ...]:
+        """The rewards that are added up, the main one first."""
+        return (self.name, *(term.name for term in self.terms))

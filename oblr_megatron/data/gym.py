@@ -34,7 +34,7 @@ from typing import Any
 
 from oblr_megatron.config.data import MOST_ROWS, SourceConfig
 from oblr_megatron.errors import RunError, UserError
-from oblr_megatron.rewards.gym_tasks import COLUMN, cause_of, make_task
+from oblr_megatron.rewards.gym import COLUMN, cause_of, make_task
 from oblr_megatron.runtime.processes import die_with
 
 TRAINING_ROWS, OTHER_ROWS = 5000, 500  # without `size`

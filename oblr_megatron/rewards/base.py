@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Literal, Self
 
 from oblr_megatron.rewards.workers.calls import Score
@@ -133,20 +133,35 @@ def collect(scores: Sequence[Score]) -> RewardResult:
     )
 
 
+def score_answers(
+    asked: Sequence[tuple[str | None, tuple[str, ...]]], score: Callable[[list[tuple[str, ...]]], Sequence[Score]]
+) -> RewardResult:
+    """Score extracted answers. Identical answers to the same question are scored once.
+
+    Args:
+        asked: [N] answer and question; a response without an answer (None) scores 0.
+        score: the scores of tuples (answer, *question), all of them different.
+    """
+    distinct = [(answer, *question) for answer, question in dict.fromkeys(asked) if answer is not None]
+    scores = dict(zip(distinct, score(distinct), strict=True))
+    wrong = Score(value=0.0)
+    result = collect([wrong if answer is None else scores[answer, *question] for answer, question in asked])
+    return replace(result, answers=[answer for answer, _ in asked])
+
+
 def joined(parts: Sequence[RewardResult]) -> RewardResult:
     """Concatenate the results of consecutive parts of a batch."""
     starts = [sum(len(part.rewards) for part in parts[:place]) for place in range(len(parts))]
+    placed = list(zip(starts, parts, strict=True))
     read = [part.answers for part in parts if part.answers is not None]
     names = next((list(part.terms) for part in parts if part.terms), [])
     return RewardResult(
         rewards=[reward for part in parts for reward in part.rewards],
-        faults={
-            start + n: fault for start, part in zip(starts, parts, strict=True) for n, fault in part.faults.items()
-        },
+        faults={start + n: fault for start, part in placed for n, fault in part.faults.items()},
         error=next((part.error for part in parts if part.error), None),
         answers=[answer for answers in read for answer in answers] if read else None,
         terms={name: [value for part in parts for value in part.terms[name]] for name in names},
-        side_faults=frozenset(start + n for start, part in zip(starts, parts, strict=True) for n in part.side_faults),
+        side_faults=frozenset(start + n for start, part in placed for n in part.side_faults),
     )
 
 
@@ -168,11 +183,21 @@ def cause_of(results: Sequence[RewardResult], config: RewardConfig) -> str:
     cause = next((result.cause for result in results if result.error), "")
     if cause:
         return cause
-    if "environment" in (config.name, *(term.name for term in config.terms)):
+    if "environment" in config.names:
         return "the episodes failed or were late, see logs/environment-*.log"
     if all(fault == "late" for result in results for fault in result.faults.values()):
         return f"no call ended within reward.timeout_s, {config.timeout_s:g} s"
     return "see the run's log"
+
+
+class SampleReward(Reward):
+    """A function of each sample, called in this process: it must end soon, whatever the text."""
+
+    def __init__(self, value_of: Callable[[Sample], float]) -> None:
+        self._value_of = value_of
+
+    def score(self, prompts: Sequence[Prompt], samples: Sequence[Sample]) -> RewardResult:
+        return RewardResult([float(self._value_of(sample)) for _, sample in pair(prompts, samples)])
 
 
 class PooledReward(Reward):
@@ -188,5 +213,4 @@ class PooledReward(Reward):
         return START_S + -(-calls // self.pool.num_workers) * self.pool.limit_s
 
     def close(self) -> None:
-        """End the workers."""
         self.pool.close()

@@ -34,12 +34,12 @@ class CombinedReward(Reward):
 
     @property
     def sees_groups(self) -> bool:
-        """Whether any term does."""
         return any(term.reward.sees_groups for term in self._terms)
 
     def score(self, prompts: Sequence[Prompt], samples: Sequence[Sample]) -> RewardResult:
         """See `Reward.score`. Terms are scored one after another, so that their workers do not compete for cores."""
         results = [term.reward.score(prompts, samples) for term in self._terms]
+        named = list(zip(self._terms, results, strict=True))
         weights = [term.weight for term in self._terms]
         columns = zip(*(result.rewards for result in results), strict=True)
         faults: dict[int, Fault] = {}
@@ -48,9 +48,9 @@ class CombinedReward(Reward):
         return RewardResult(
             rewards=[sum(weight * value for weight, value in zip(weights, values, strict=True)) for values in columns],
             faults=faults,
-            error=self._first_error(results),
+            error=next((f"{term.name}: {result.error}" for term, result in named if result.error), None),
             answers=results[0].answers,
-            terms={term.name: result.rewards for term, result in zip(self._terms, results, strict=True)},
+            terms={term.name: result.rewards for term, result in named},
             side_faults=frozenset(faults.keys() - results[0].faults.keys()),
         )
 
@@ -58,10 +58,5 @@ class CombinedReward(Reward):
         return sum(term.reward.longest_s(count) for term in self._terms)
 
     def close(self) -> None:
-        """Close all terms."""
         for term in self._terms:
             term.reward.close()
-
-    def _first_error(self, results: Sequence[RewardResult]) -> str | None:
-        named = zip(self._terms, results, strict=True)
-        return next((f"{term.name}: {result.error}" for term, result in named if result.error), None)

@@ -10,19 +10,12 @@ from __future__ import annotations
 import re
 from collections.abc import Sequence
 
+from oblr_megatron.config.reward import RewardConfig
 from oblr_megatron.errors import UserError
-from oblr_megatron.rewards.base import PooledReward, Reward, RewardResult, collect, pair
+from oblr_megatron.rewards.base import PooledReward, RewardResult, collect, pair
 from oblr_megatron.rewards.verifier.extract import boxed, complete_boxes
 from oblr_megatron.rewards.workers.pool import Pool
 from oblr_megatron.types import Prompt, Sample
-
-
-class BoxFormatReward(Reward):
-    """Exactly one complete box, found by a linear scan in this process."""
-
-    def score(self, prompts: Sequence[Prompt], samples: Sequence[Sample]) -> RewardResult:
-        """Rewards in {0, 1}; see `Reward.score`."""
-        return RewardResult([float(keeps_to_box(sample)) for _, sample in pair(prompts, samples)])
 
 
 def keeps_to_box(sample: Sample) -> bool:
@@ -34,10 +27,10 @@ def keeps_to_box(sample: Sample) -> bool:
 class PatternFormatReward(PooledReward):
     """The whole response matches a pattern."""
 
-    def __init__(self, pattern: str, *, num_workers: int, deadline_s: float) -> None:
-        """`pattern` must pass `check_pattern`."""
-        super().__init__(Pool(f"{__name__}:matches", num_workers=num_workers, deadline_s=deadline_s))
-        self._pattern = pattern
+    def __init__(self, config: RewardConfig) -> None:
+        """reward.format_pattern must pass `check_pattern`."""
+        super().__init__(Pool(f"{__name__}:matches", num_workers=config.num_workers, deadline_s=config.timeout_s))
+        self._pattern = config.format_pattern
 
     def score(self, prompts: Sequence[Prompt], samples: Sequence[Sample]) -> RewardResult:
         """Rewards in {0, 1}; see `Reward.score`."""

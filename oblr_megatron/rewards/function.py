@@ -15,9 +15,10 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
+from oblr_megatron.config.reward import RewardConfig
 from oblr_megatron.errors import UserError
 from oblr_megatron.rewards.base import PooledReward, RewardResult, collect, group_size, texts, whole_groups
-from oblr_megatron.rewards.workers.calls import BATCH, SINGLE, kind_of, parameter_names
+from oblr_megatron.rewards.workers.calls import BATCH, SINGLE, Kind, kind_of, parameter_names
 from oblr_megatron.rewards.workers.fork_server import resolve
 from oblr_megatron.rewards.workers.pool import Pool
 from oblr_megatron.types import Prompt, Sample
@@ -29,20 +30,12 @@ GRACE_S = 1.0
 class FunctionReward(PooledReward):
     """Calls the function on every sample, or on batches of whole groups."""
 
-    def __init__(self, name: str, *, num_workers: int, deadline_s: float, batch_size: int) -> None:
-        """Workers start with the first batch.
-
-        Args:
-            name: of a function that `check_function` accepts.
-            num_workers: worker processes.
-            deadline_s: for one response, or for one batch if the function takes batches.
-            batch_size: responses in one call of a batch or async function, rounded up to whole groups.
-        """
-        kind = kind_of(resolve(name))
-        grace = GRACE_S if kind.awaited else 0.0
-        pool = Pool(name, num_workers=num_workers, deadline_s=deadline_s, grace_s=grace)
-        super().__init__(pool, together=batch_size if kind.takes_many else 1)
-        self._kind = kind
+    def __init__(self, name: str, config: RewardConfig) -> None:
+        """Workers start with the first batch. `name`: of a function that `check_function` accepts."""
+        self._kind = kind_of(resolve(name))
+        grace = GRACE_S if self._kind.awaited else 0.0
+        pool = Pool(name, num_workers=config.num_workers, deadline_s=config.timeout_s, grace_s=grace)
+        super().__init__(pool, together=config.batch_size if self._kind.takes_many else 1)
 
     @property
     def sees_groups(self) -> bool:
@@ -56,46 +49,15 @@ class FunctionReward(PooledReward):
         return collect(self.pool.map(texts(prompts, samples, with_row=self._kind.takes_row), together))
 
 
-def takes_row(name: str) -> bool:
-    """Whether the function takes the row's other columns; `check_function` has accepted it."""
-    return kind_of(resolve(name)).takes_row
-
-
-def check_function(name: str, where: str) -> None:
+def check_function(name: str, where: str) -> Kind:
     """Import the function, also from the current directory, and check its parameters.
+
+    Checked are their number, and the order of those with reserved names: arguments are positional.
 
     Raises:
         UserError: the function cannot be imported or is not callable, or its parameters do not fit.
     """
     function = import_from_here(name, f"reward {name!r}", where)
-    _check_parameters(name, function, where)
-
-
-def import_from_here(name: str, what: str, where: str) -> Callable[..., Any]:
-    """Import "package.module:function", also from the current directory.
-
-    Raises:
-        UserError: it cannot be imported, or is not callable.
-    """
-    here = str(Path.cwd())
-    if "" not in sys.path and here not in sys.path:
-        sys.path.append(here)
-    try:
-        function = resolve(name)
-    except (Exception, SystemExit) as error:  # the user's module may raise anything, or be a script that exits
-        raise UserError(
-            f"{what} cannot be imported: {type(error).__name__}: {error}",
-            where=where,
-            fix='give "package.module:function", importable from the current directory',
-        ) from error
-    if not callable(function):
-        raise UserError(f"{what} is not callable", where=where, fix="name a function")
-    found: Callable[..., Any] = function
-    return found
-
-
-def _check_parameters(name: str, function: Callable[..., Any], where: str) -> None:
-    """Check the number of parameters, and the order of those with reserved names: arguments are positional."""
     kind = kind_of(function)
     every, wanted = BATCH if kind.batch else SINGLE, kind.parameters
     shape = f"function({', '.join(wanted)})"
@@ -108,7 +70,7 @@ def _check_parameters(name: str, function: Callable[..., Any], where: str) -> No
             fix=f"give it the parameters {', '.join(every[:-1])}, and {every[-1]} if it needs the row's other columns",
         ) from error
     except ValueError:
-        return  # a builtin without a signature cannot be checked
+        return kind  # a builtin without a signature cannot be checked
     names = parameter_names(function)
     if any(one in (*SINGLE, *BATCH) and wanted[place : place + 1] != (one,) for place, one in enumerate(names)):
         raise UserError(
@@ -116,3 +78,26 @@ def _check_parameters(name: str, function: Callable[..., Any], where: str) -> No
             where=where,
             fix="use these names in this order; plural names for batches, singular names for single responses",
         )
+    return kind
+
+
+def import_from_here(name: str, what: str, where: str) -> Callable[..., Any]:
+    """Import "package.module:function", also from the current directory.
+
+    Raises:
+        UserError: it cannot be imported, or is not callable.
+    """
+    here = str(Path.cwd())
+    if "" not in sys.path and here not in sys.path:
+        sys.path.append(here)
+    try:
+        function: Callable[..., Any] = resolve(name)
+    except (Exception, SystemExit) as error:  # the user's module may raise anything, or be a script that exits
+        raise UserError(
+            f"{what} cannot be imported: {type(error).__name__}: {error}",
+            where=where,
+            fix='give "package.module:function", importable from the current directory',
+        ) from error
+    if not callable(function):
+        raise UserError(f"{what} is not callable", where=where, fix="name a function")
+    return function

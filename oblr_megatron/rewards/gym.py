@@ -1,31 +1,115 @@
 """The reward "reasoning_gym": each task's own score, 0 to 1, for rows of the sources "reasoning_gym:NAME".
 
 Scored is the text of the last <answer>...</answer>, as the package does it; a response without one scores 0.
-"reasoning_gym:whole" scores the whole response, trimmed.
+"reasoning_gym:whole" scores the whole response, trimmed. The row names its task, so one reward scores a mixture of
+tasks.
 
-The row names its task, so one reward scores a mixture of tasks. Scoring runs in worker processes under a deadline.
+The package reasoning-gym is imported on first use. This takes two seconds and imports sympy and matplotlib. Ranks
+import it to check a source (data/sources.py). Other processes do the work: one generates rows (data/gym.py), and
+workers score answers under a deadline.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from dataclasses import replace
+import ast
+import difflib
+import re
+import sys
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import MISSING, fields
+from functools import lru_cache
+from typing import Any
 
-from oblr_megatron.rewards.base import PooledReward, RewardResult, collect, pair
-from oblr_megatron.rewards.gym_tasks import extracted
-from oblr_megatron.rewards.workers.calls import Score
+from oblr_megatron.checks.packages import require_reasoning_gym
+from oblr_megatron.config.data import GYM_PREFIX
+from oblr_megatron.errors import UserError
+from oblr_megatron.rewards.base import PooledReward, RewardResult, pair, score_answers
 from oblr_megatron.rewards.workers.pool import Pool
 from oblr_megatron.types import Prompt, Sample
 
-MODULE = "oblr_megatron.rewards.gym_tasks"
+COLUMN = "reasoning_gym"  # of a generated row; see data/gym.py
+NOT_TASKS = ("composite",)  # it mixes other tasks, as several sources of data.train do
+OWN_OPTIONS = ("seed", "size")  # of every task; keys of a source
+MAX_CAUSE = 200  # characters of the package's own message
+
+_FUNCTIONS = frozenset({"C", "E", "pi", "exp", "log", "ln", "sqrt", "cbrt", "Abs", "Rational", "erf", "erfi"}) | {
+    f"{inverse}{name}{hyperbolic}"
+    for inverse in ("", "a")
+    for name in ("sin", "cos", "tan", "cot", "sec", "csc")
+    for hyperbolic in ("", "h")
+}
+EVALUATED = {
+    "countdown": frozenset[str](),
+    "intermediate_integration": _FUNCTIONS,
+    "polynomial_multiplication": _FUNCTIONS,
+    "puzzle24": frozenset[str](),
+    "simple_integration": _FUNCTIONS,
+}
+"""Tasks that hand the answer to sympy, which evaluates it as Python; the names that an answer may use.
+
+The variables of the item are allowed as well.
+"""
+_NAME = re.compile(r"[^\W\d]\w*")
+_TEXT = re.compile("""["'`]""")  # sympy evaluates texts too, and escapes hide the names in them
+_READ = ("algorithmic.binary_matrix", "algorithmic.spiral_matrix", "algorithmic.string_insertion", "games.n_queens")
+"""Modules that read an answer in Python's notation for lists with `eval`."""
 
 
-def whole(response: str) -> str | None:
-    """The trimmed response; None if nothing is left."""
-    return response.strip() or None
+def make_task(name: str, options: Mapping[str, Any], *, seed: int = 0, size: int = 1, where: str = "") -> Any:
+    """The package's data set for a task: `size` items, each a function of the seed and its index.
+
+    Args:
+        name: of the task, e.g. "gcd".
+        options: of the task's config class, e.g. {"max_value": 100}.
+        seed: at least 0; seed + size is at most 2^32.
+        size: number of items.
+        where: for errors.
+
+    Raises:
+        UserError: the package is not installed, has no task of this name, or the task refuses its options.
+    """
+    require_reasoning_gym(where)
+    from reasoning_gym.factory import DATASETS
+
+    names = sorted(DATASETS.keys() - set(NOT_TASKS))
+    if name not in names:
+        near = difflib.get_close_matches(name, names, n=3) or [one for one in names if name and name in one]
+        fix = f"use {' or '.join(near[:3])}" if near else f"use one of {', '.join(names)}"
+        raise UserError(f"reasoning-gym has no task {name!r}", where=where, fix=fix)
+    task, config = DATASETS[name]
+    known = {field.name: field.default for field in fields(config) if field.name not in OWN_OPTIONS}
+    if unknown := sorted(options.keys() - known.keys()):
+        fix = f"use {', '.join(known)}" if known else "leave options out"
+        raise UserError(f"the task {name!r} has no option {unknown[0]!r}", where=where, fix=fix)
+    try:
+        return task(config=config(**options, seed=seed, size=size))
+    except Exception as error:  # the package checks by asserts, and wrong types raise what they happen to
+        shown = ", ".join(f"{key} = {value!r}" for key, value in known.items() if value is not MISSING)
+        raise UserError(
+            f"the task {name!r} refuses its options: {cause_of(error)}",
+            where=where,
+            fix=f"correct them; the defaults are {shown}" if shown else "correct them",
+        ) from error
 
 
-GYM_REWARDS: dict[str, Callable[[str], str | None]] = {"reasoning_gym": extracted, "reasoning_gym:whole": whole}
+def cause_of(error: BaseException) -> str:
+    """Class and message of an error, in one short line."""
+    return f"{type(error).__name__}: {' '.join(str(error).split())}"[:MAX_CAUSE]
+
+
+def extracted(response: str) -> str | None:
+    """The text of the last <answer>...</answer>, trimmed; None without one. As the package's `extract_answer`.
+
+    Example: "so <answer> 4 </answer>" -> "4"
+    """
+    pieces = [piece.partition("<answer>") for piece in response.split("</answer>")[:-1]]
+    return next((answer.strip() for _, mark, answer in reversed(pieces) if mark), None)
+
+
+GYM_REWARDS: dict[str, Callable[[str], str | None]] = {
+    "reasoning_gym": extracted,
+    "reasoning_gym:whole": lambda response: response.strip() or None,
+}
 """Rewards by name, each with the text that it scores."""
 
 
@@ -34,15 +118,50 @@ class GymReward(PooledReward):
 
     def __init__(self, extract: Callable[[str], str | None], *, num_workers: int, deadline_s: float) -> None:
         """`extract` returns the answer in a response, or None."""
-        pool = Pool(f"{MODULE}:score", num_workers=num_workers, deadline_s=deadline_s, prepare=f"{MODULE}:warm_up")
-        super().__init__(pool)
+        target, prepare = f"{__name__}:score", f"{__name__}:warm_up"
+        super().__init__(Pool(target, num_workers=num_workers, deadline_s=deadline_s, prepare=prepare))
         self._extract = extract
 
     def score(self, prompts: Sequence[Prompt], samples: Sequence[Sample]) -> RewardResult:
         """The tasks' scores; see `Reward.score`."""
-        asked = [(self._extract(sample.text), prompt.columns) for prompt, sample in pair(prompts, samples)]
-        distinct = [(answer, row) for answer, row in dict.fromkeys(asked) if answer is not None]
-        scores = dict(zip(distinct, self.pool.map(distinct), strict=True))
-        missing = Score(value=0.0)
-        result = collect([missing if answer is None else scores[answer, row] for answer, row in asked])
-        return replace(result, answers=[answer for answer, _ in asked])
+        asked = [(self._extract(sample.text), (prompt.columns,)) for prompt, sample in pair(prompts, samples)]
+        return score_answers(asked, self.pool.map)
+
+
+def score(answer: str, row: Mapping[str, Any]) -> float:
+    """The task's own score of an answer, 0 to 1. Runs in the worker processes.
+
+    An answer on which the task raises scores 0: some raise on a text that they cannot parse.
+
+    Raises:
+        ValueError: the row is not one of a reasoning_gym source.
+    """
+    if COLUMN not in row:
+        raise ValueError(f"the row has no column {COLUMN!r}: its source is not {GYM_PREFIX}NAME")
+    item = row[COLUMN]
+    task, entry = _scorer(item["name"], repr(item["options"])), ast.literal_eval(item["entry"])
+    if item["name"] in EVALUATED and not _is_formula(answer, EVALUATED[item["name"]], entry["metadata"]):
+        return 0.0
+    try:
+        return float(task.score_answer(answer, entry))
+    except Exception:  # noqa: BLE001  of any class, by task
+        return 0.0
+
+
+def _is_formula(answer: str, known: frozenset[str], metadata: Mapping[str, Any]) -> bool:
+    """Whether an answer holds no text and only known names. So it cannot reach Python's builtins, such as `eval`."""
+    variables = {*metadata.get("variables", ()), metadata.get("variable")}
+    return _TEXT.search(answer) is None and all(name in known or name in variables for name in _NAME.findall(answer))
+
+
+@lru_cache(maxsize=64)
+def _scorer(name: str, options: str) -> Any:
+    return make_task(name, ast.literal_eval(options), where=f"{GYM_PREFIX}{name}")
+
+
+def warm_up() -> None:
+    """Import the package, once for all workers. Answers are data there: `eval` reads literals only."""
+    import reasoning_gym  # noqa: F401
+
+    for module in _READ:
+        sys.modules[f"reasoning_gym.{module}"].__dict__["eval"] = ast.literal_eval

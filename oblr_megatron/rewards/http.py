@@ -1,19 +1,35 @@
-"""A reward computed by an HTTP service, named by its URL. The protocol is in http_client.py."""
+"""A reward computed by an HTTP service, named by its URL. A request always ends by its deadline and raises nothing.
+
+    POST URL    {"responses": [...], "answers": [...], "prompts": [...]}    lists of equal length
+    200         {"rewards": [...]}                                          finite numbers, of the same length
+
+With reward.send_rows the request also has "rows", the columns of each data row as an object.
+
+Failed and dropped connections, status 429 and 5xx are retried; other errors are permanent. The pause before a retry
+doubles each time. It is drawn from the upper half of [0, pause], so that ranks do not retry in lockstep, and is at
+least the service's Retry-After.
+"""
 
 from __future__ import annotations
 
 import asyncio
+import json
 import os
+import random
 import socket
+import time
 from collections.abc import Sequence
-from urllib.parse import SplitResult, urlsplit
+from datetime import UTC
+from email.utils import parsedate_to_datetime
+from typing import Any
+from urllib.parse import urlsplit
 
 import aiohttp
 
+from oblr_megatron.config.reward import RewardConfig
 from oblr_megatron.errors import UserError
 from oblr_megatron.rewards.base import Reward, RewardResult, collect, group_size, texts, whole_groups
-from oblr_megatron.rewards.http_client import Rows, Service
-from oblr_megatron.rewards.workers.calls import Score
+from oblr_megatron.rewards.workers.calls import BATCH, Score, score_of
 from oblr_megatron.rewards.workers.patience import Patience
 from oblr_megatron.runtime.http_loop import HttpLoop, open_session
 from oblr_megatron.types import Prompt, Sample
@@ -21,6 +37,13 @@ from oblr_megatron.types import Prompt, Sample
 SCHEMES = {"http": 80, "https": 443}
 REACH_S = 5.0
 """Deadline for the test connection before the run."""
+BACKOFF_S = 0.2
+TOO_MANY, FAILED = 429, 500
+ANSWER_BYTES = 2**20
+"""Limit on the size of an answer, plus BYTES_A_REWARD for each reward."""
+BYTES_A_REWARD = 64
+
+Rows = Sequence[Sequence[str]]  # [n, 3] response, gold answer, prompt; or [n, 4] with the data row as JSON
 
 
 def is_url(name: str) -> bool:
@@ -28,35 +51,27 @@ def is_url(name: str) -> bool:
     return name.partition("://")[0].lower() in SCHEMES
 
 
+class ServiceError(Exception):
+    """The service gave no usable answer."""
+
+
+class TransientError(ServiceError):
+    """The request can be retried, after at least `after_s` seconds."""
+
+    def __init__(self, message: str, after_s: float = 0.0) -> None:
+        super().__init__(message)
+        self.after_s = after_s
+
+
 class HttpReward(Reward):
     """Posts batches of whole groups, with several requests in flight."""
 
-    def __init__(
-        self,
-        url: str,
-        *,
-        key: str,
-        num_requests: int,
-        deadline_s: float,
-        batch_size: int,
-        retries: int,
-        send_rows: bool,
-    ) -> None:
-        """Connections are opened with the first batch.
-
-        Args:
-            url: of the service.
-            key: bearer token; empty for none.
-            num_requests: maximum number of requests in flight.
-            deadline_s: for a request including its retries, not counting the wait for a free slot.
-            batch_size: responses per request, rounded up to whole groups.
-            retries: after a request that failed.
-            send_rows: whether requests contain the columns of the data rows.
-        """
-        self._url, self._key, self._retries = url, key, retries
-        self._num_requests, self._deadline_s, self._batch_size = num_requests, deadline_s, batch_size
-        self._send_rows = send_rows
-        self._patience = Patience.of(num_requests)
+    def __init__(self, url: str, config: RewardConfig) -> None:
+        """Connections are opened with the first batch."""
+        key = bearer_key(config.api_key_env)
+        self._url, self._config = url, config
+        self._headers = {"Content-Type": "application/json"} | ({"Authorization": f"Bearer {key}"} if key else {})
+        self._patience = Patience(config.num_workers)
         self._loop: HttpLoop | None = None
         self._session: aiohttp.ClientSession | None = None
 
@@ -67,15 +82,15 @@ class HttpReward(Reward):
 
     def score(self, prompts: Sequence[Prompt], samples: Sequence[Sample]) -> RewardResult:
         """The service's rewards; see `Reward.score`."""
-        rows = texts(prompts, samples, with_row=self._send_rows)
-        size = whole_groups(self._batch_size, group_size(prompts, samples))
+        rows = texts(prompts, samples, with_row=self._config.send_rows)
+        size = whole_groups(self._config.batch_size, group_size(prompts, samples))
         self._loop = self._loop or HttpLoop()
         return collect(self._loop.run(self._score_batch([rows[at : at + size] for at in range(0, len(rows), size)])))
 
     def longest_s(self, count: int) -> float:
         """Every request takes until its deadline."""
-        requests = -(-count // self._batch_size)
-        return -(-requests // self._num_requests) * self._deadline_s
+        requests = -(-count // self._config.batch_size)
+        return -(-requests // self._config.num_workers) * self._config.timeout_s
 
     def close(self) -> None:
         """Close the connections and end their thread."""
@@ -87,23 +102,103 @@ class HttpReward(Reward):
             loop.run(session.close())
         loop.close()
 
-    async def _score_batch(self, batches: Sequence[Rows]) -> list[Score]:
-        self._session = self._session or open_session()
-        service = Service(self._url, self._session, key=self._key, deadline_s=self._deadline_s, retries=self._retries)
-        scores: list[list[Score]] = [[] for _ in batches]
-        remaining = self._patience.begin(len(batches))
+    async def _score_batch(self, requests: Sequence[Rows]) -> list[Score]:
+        self._session = session = self._session or open_session()
+        scores = [[Score(timed_out=True)] * len(rows) for rows in requests]
+        remaining = self._patience.begin(len(requests))
 
         async def dispatch() -> None:
             for position in remaining:
-                rows = batches[position]
-                if self._patience.ended:
-                    scores[position] = [Score(timed_out=True)] * len(rows)
-                    continue
-                scores[position] = await service.score_batch(rows)
+                scores[position] = await self._score_request(session, requests[position])
                 self._patience.take(scores[position])
 
-        await asyncio.gather(*(dispatch() for _ in range(self._num_requests)))
+        await asyncio.gather(*(dispatch() for _ in range(self._config.num_workers)))
         return [score for part in scores for score in part]
+
+    async def _score_request(self, session: aiohttp.ClientSession, rows: Rows) -> list[Score]:
+        """The score of each row. If the request fails, all rows get its error."""
+        columns: dict[str, list[Any]] = {
+            name: list(column) for name, column in zip(BATCH, zip(*rows, strict=True), strict=False)
+        }
+        if "rows" in columns:
+            columns["rows"] = [json.loads(row) for row in columns["rows"]]
+        try:
+            return await self._ask(session, json.dumps(columns).encode(), len(rows))
+        except TimeoutError:
+            return [Score(timed_out=True)] * len(rows)
+        except ServiceError as error:
+            return [Score(error=f"{self._url} {error}")] * len(rows)
+
+    async def _ask(self, session: aiohttp.ClientSession, body: bytes, count: int) -> list[Score]:
+        """Post with retries until the deadline.
+
+        Raises:
+            ServiceError: the error of the last attempt that ended.
+            TimeoutError: no attempt ended within the deadline.
+        """
+        deadline, failed = time.monotonic() + self._config.timeout_s, None
+        try:
+            async with asyncio.timeout(self._config.timeout_s):
+                for attempt in range(self._config.retries + 1):
+                    try:
+                        return _read_answer(await self._post(session, body, count), count)
+                    except TransientError as error:
+                        failed = error
+                        pause = max(BACKOFF_S * 2**attempt * random.uniform(0.5, 1.0), error.after_s)
+                        if attempt == self._config.retries or pause >= deadline - time.monotonic():
+                            raise
+                        await asyncio.sleep(pause)
+        except TimeoutError:
+            if failed is not None:  # it says more than the deadline
+                raise failed from None
+            raise
+        raise AssertionError("the last attempt returns or raises")
+
+    async def _post(self, session: aiohttp.ClientSession, body: bytes, count: int) -> bytes:
+        limit, text = ANSWER_BYTES + BYTES_A_REWARD * count, b""
+        try:
+            async with session.post(self._url, data=body, headers=self._headers, allow_redirects=False) as response:
+                async for piece in response.content.iter_any():
+                    text += piece
+                    if len(text) > limit:
+                        break
+        except (aiohttp.ClientError, OSError) as error:
+            raise TransientError(f"request failed: {str(error) or type(error).__name__}") from error
+        status = f"answered with status {response.status}: {_start(text)}"
+        if response.status == TOO_MANY or response.status >= FAILED:
+            raise TransientError(status, _seconds(response.headers.get("Retry-After", "")))
+        if response.status != 200:
+            raise ServiceError(status)
+        if len(text) > limit:
+            raise ServiceError(f"answered with more than {limit} bytes for {count} responses")
+        return text
+
+
+def _read_answer(text: bytes, count: int) -> list[Score]:
+    """The scores in an answer; ServiceError unless it has a list of `count` rewards."""
+    try:
+        rewards = json.loads(text)["rewards"]
+    except (ValueError, KeyError, TypeError, RecursionError):
+        raise ServiceError(f'sent something other than {{"rewards": [...]}}: {_start(text)}') from None
+    if not isinstance(rewards, list) or len(rewards) != count:
+        given = len(rewards) if isinstance(rewards, list) else "no list of"
+        raise ServiceError(f"answered {given} rewards for {count} responses")
+    return [score_of(reward) for reward in rewards]
+
+
+def _start(text: bytes) -> str:
+    return repr(text[:200].decode(errors="replace"))
+
+
+def _seconds(retry_after: str) -> float:
+    """The seconds until the time in a Retry-After header (seconds or a date); 0 for anything else."""
+    try:
+        if retry_after.isdigit():
+            return float(retry_after)
+        moment = parsedate_to_datetime(retry_after)
+        return max(moment.replace(tzinfo=moment.tzinfo or UTC).timestamp() - time.time(), 0.0)
+    except (ValueError, OverflowError):  # the latter for a date far beyond the calendar
+        return 0.0
 
 
 def bearer_key(variable: str) -> str:
@@ -128,26 +223,27 @@ def check_service(url: str, where: str) -> None:
     Raises:
         UserError: the address is malformed, or nothing listens there.
     """
-    parts = _parse(url)
-    if parts is None or parts.username is not None or parts.fragment or not url.isprintable():
+    host, port = _address(url) if url.isprintable() else ("", 0)
+    if not host:
         raise UserError(
             f"{url!r} is not the address of a service",
             where=where,
             fix="write http://HOST:PORT/PATH, and put a token into the variable that reward.api_key_env names",
         )
-    assert parts.hostname is not None, "_parse refuses an address without a host"
-    port = parts.port or SCHEMES[parts.scheme]
     try:
-        socket.create_connection((parts.hostname, port), REACH_S).close()
+        socket.create_connection((host, port), REACH_S).close()
     except (OSError, UnicodeError) as error:  # UnicodeError: a host name that cannot be encoded
         raise UserError(
             f"cannot connect to the service {url}: {error}", where=where, fix="start it, or correct the address"
         ) from error
 
 
-def _parse(url: str) -> SplitResult | None:
+def _address(url: str) -> tuple[str, int]:
+    """Host and port of a URL without user and fragment; ("", 0) for anything else."""
     try:
         parts = urlsplit(url)
-        return parts if parts.scheme in SCHEMES and parts.hostname and parts.port != 0 else None
-    except ValueError:  # malformed port or brackets
-        return None
+        port = SCHEMES[parts.scheme] if parts.port is None else parts.port
+    except (ValueError, KeyError):  # malformed port or brackets; another scheme
+        return "", 0
+    usable = port != 0 and parts.username is None and not parts.fragment
+    return (parts.hostname or "", port) if usable else ("", 0)

@@ -8,10 +8,9 @@ from __future__ import annotations
 
 import traceback
 from collections.abc import Callable, Sequence
-from dataclasses import replace
 from functools import cache
 
-from oblr_megatron.rewards.base import PooledReward, RewardResult, collect, pair
+from oblr_megatron.rewards.base import PooledReward, RewardResult, pair, score_answers
 from oblr_megatron.rewards.verifier.compare import Unsettled, equal_answers, unsettled
 from oblr_megatron.rewards.verifier.extract import boxed
 from oblr_megatron.rewards.verifier.tolerance import within
@@ -21,6 +20,8 @@ from oblr_megatron.types import Prompt, Sample
 
 WORKERS = 2  # of `grade`
 DEADLINE_S = 10.0
+TARGET = "oblr_megatron.rewards.verifier.symbolic:score"  # compares extracted answers by computer algebra
+PREPARE = "oblr_megatron.rewards.verifier.latex:warm_up"
 
 
 def grade(prediction: str, gold: str, tolerance: str = "") -> bool:
@@ -44,7 +45,7 @@ def grade(prediction: str, gold: str, tolerance: str = "") -> bool:
     if answer is None:
         return False
     settled = settle(answer, gold, tolerance)
-    return _shared_pool().ask(answer, gold).value == 1.0 if settled is None else settled
+    return _shared().pool.ask(answer, gold).value == 1.0 if settled is None else settled
 
 
 def settle(answer: str, gold: str, tolerance: str = "") -> bool | None:
@@ -58,50 +59,39 @@ def settle(answer: str, gold: str, tolerance: str = "") -> bool | None:
         return False
 
 
-def make_pool(num_workers: int, deadline_s: float) -> Pool:
-    """Worker processes that compare extracted answers by computer algebra."""
-    target = "oblr_megatron.rewards.verifier.symbolic:score"
-    prepare = "oblr_megatron.rewards.verifier.latex:warm_up"
-    return Pool(target, num_workers=num_workers, deadline_s=deadline_s, prepare=prepare)
-
-
-@cache
-def _shared_pool() -> Pool:
-    """The pool of `grade`, shared by all callers; it ends with the process."""
-    return make_pool(WORKERS, DEADLINE_S)
-
-
 class MathReward(PooledReward):
     """Scores a batch; identical answers to the same question are scored once."""
 
     def __init__(self, extract: Callable[[str], str | None], *, num_workers: int, deadline_s: float) -> None:
         """`extract` returns the answer in a response, or None."""
-        super().__init__(make_pool(num_workers, deadline_s))
+        super().__init__(Pool(TARGET, num_workers=num_workers, deadline_s=deadline_s, prepare=PREPARE))
         self._extract = extract
 
     def score(self, prompts: Sequence[Prompt], samples: Sequence[Sample]) -> RewardResult:
         """Rewards in {0, 1}; see `Reward.score`."""
-        questions = [
-            (self._extract(sample.text), prompt.answer, prompt.tolerance) for prompt, sample in pair(prompts, samples)
+        asked = [
+            (self._extract(sample.text), (prompt.answer, prompt.tolerance)) for prompt, sample in pair(prompts, samples)
         ]
-        scores = self._score_batch([(a, gold, bound) for a, gold, bound in dict.fromkeys(questions) if a is not None])
-        wrong = Score(value=0.0)
-        result = collect([wrong if question[0] is None else scores[question] for question in questions])
-        return replace(result, answers=[answer for answer, _, _ in questions])
+        return score_answers(asked, self._score_batch)
 
-    def _score_batch(self, questions: Sequence[tuple[str, str, str]]) -> dict[tuple[str | None, str, str], Score]:
+    def _score_batch(self, questions: Sequence[tuple[str, ...]]) -> list[Score]:
         """The score of each (answer, gold, tolerance)."""
-        scores: dict[tuple[str | None, str, str], Score] = {}
-        undecided: list[tuple[str, str, str]] = []
-        for question in questions:
-            try:
-                settled = settle(*question)
-            except Exception:  # noqa: BLE001 - a fault of the verifier costs the reward of one response, not the run
-                scores[question] = Score(error=traceback.format_exc())
-                continue
-            if settled is None:
-                undecided.append(question)
-            else:
-                scores[question] = Score(value=float(settled))
-        pooled = self.pool.map([(answer, gold) for answer, gold, _ in undecided])
-        return scores | dict(zip(undecided, pooled, strict=True))
+        settled = [_settled(*question) for question in questions]
+        undecided = [question[:2] for question, score in zip(questions, settled, strict=True) if score is None]
+        pooled = iter(self.pool.map(undecided))
+        return [next(pooled) if score is None else score for score in settled]
+
+
+def _settled(answer: str, gold: str, tolerance: str) -> Score | None:
+    """The score by `settle`; None if only computer algebra can tell."""
+    try:
+        right = settle(answer, gold, tolerance)
+    except Exception:  # noqa: BLE001 - a fault of the verifier costs the reward of one response, not the run
+        return Score(error=traceback.format_exc())
+    return None if right is None else Score(value=float(right))
+
+
+@cache
+def _shared() -> MathReward:
+    """The workers of `grade`, shared by all callers; they end with the process."""
+    return MathReward(boxed, num_workers=WORKERS, deadline_s=DEADLINE_S)

@@ -14,24 +14,7 @@ L/5 (the paper: B = 4096, L = 20480); B = L punishes every token.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-
 from oblr_megatron.errors import UserError
-from oblr_megatron.rewards.base import Reward, RewardResult, pair
-from oblr_megatron.types import Prompt, Sample
-
-
-class OverlongReward(Reward):
-    """Punishes responses near the length limit."""
-
-    def __init__(self, max_tokens: int, buffer_tokens: int) -> None:
-        """`max_tokens`: L; `buffer_tokens`: B, 1 to L."""
-        self._max_tokens, self._buffer_tokens = max_tokens, buffer_tokens
-
-    def score(self, prompts: Sequence[Prompt], samples: Sequence[Sample]) -> RewardResult:
-        """Rewards in [-1, 0]; see `Reward.score`."""
-        lengths = [len(sample.response_ids) for _, sample in pair(prompts, samples)]
-        return RewardResult([punishment(length, self._max_tokens, self._buffer_tokens) for length in lengths])
 
 
 def punishment(length: int, max_tokens: int, buffer_tokens: int) -> float:

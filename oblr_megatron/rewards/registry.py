@@ -6,21 +6,19 @@ To add a reward to the package, write a class and add a line to `REWARDS`. A use
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
-from functools import partial
 from typing import TYPE_CHECKING
 
 from oblr_megatron.checks.packages import require_reasoning_gym
-from oblr_megatron.config.reward import RewardConfig, RewardTermConfig
+from oblr_megatron.config.reward import RewardConfig
 from oblr_megatron.errors import UserError
-from oblr_megatron.rewards.base import Reward, RewardResult, pair
+from oblr_megatron.rewards.base import Fault, Reward, RewardResult, SampleReward, pair
 from oblr_megatron.rewards.combined import CombinedReward, Term
-from oblr_megatron.rewards.environment import EnvironmentReward
-from oblr_megatron.rewards.format import BoxFormatReward, PatternFormatReward, check_pattern
-from oblr_megatron.rewards.function import FunctionReward, check_function, takes_row
+from oblr_megatron.rewards.format import PatternFormatReward, check_pattern, keeps_to_box
+from oblr_megatron.rewards.function import FunctionReward, check_function
 from oblr_megatron.rewards.gym import GYM_REWARDS, GymReward
 from oblr_megatron.rewards.http import HttpReward, bearer_key, check_service, is_url
 from oblr_megatron.rewards.math import MathReward
-from oblr_megatron.rewards.overlong import OverlongReward, check_overlong
+from oblr_megatron.rewards.overlong import check_overlong, punishment
 from oblr_megatron.rewards.verifier.extract import EXTRACTIONS
 from oblr_megatron.types import Prompt, Sample
 
@@ -43,27 +41,47 @@ def one_line(text: str) -> str:
     return " ".join(text.split())
 
 
-def _math(extract: Callable[[str], str | None], config: RewardConfig, max_response_tokens: int) -> Reward:
-    return MathReward(extract, num_workers=config.num_workers, deadline_s=config.timeout_s)
+class EnvironmentReward(Reward):
+    """Reads `Sample.environment_reward` (docs/environments.md).
+
+    0 for an episode that reached a limit before it gave one, and for a failed one, which is counted.
+    """
+
+    def score(self, prompts: Sequence[Prompt], samples: Sequence[Sample]) -> RewardResult:
+        faults = {n: fault for n, sample in enumerate(samples) if (fault := _fault(sample)) is not None}
+        missing = any(samples[n].finish_reason == "stop" for n in faults)
+        return RewardResult(
+            [sample.environment_reward or 0.0 for sample in samples],
+            faults=faults,
+            error="the environment returned no reward" if missing else None,
+        )
 
 
-def _gym(extract: Callable[[str], str | None], config: RewardConfig, max_response_tokens: int) -> Reward:
-    return GymReward(extract, num_workers=config.num_workers, deadline_s=config.timeout_s)
+def _fault(sample: Sample) -> Fault | None:
+    match sample.finish_reason:
+        case "failed" | "late" as fault:
+            return fault
+        case "stop" if sample.environment_reward is None:
+            return "failed"
+    return None
 
 
-def _format(config: RewardConfig, max_response_tokens: int) -> Reward:
-    if not config.format_pattern:
-        return BoxFormatReward()
-    return PatternFormatReward(config.format_pattern, num_workers=config.num_workers, deadline_s=config.timeout_s)
+Make = Callable[[RewardConfig, int], Reward]  # from the section [reward] and rollout.max_response_tokens
 
 
-REWARDS: dict[str, Callable[[RewardConfig, int], Reward]] = {
+def _by_answer(kind: type[MathReward | GymReward], extract: Callable[[str], str | None]) -> Make:
+    return lambda config, tokens: kind(extract, num_workers=config.num_workers, deadline_s=config.timeout_s)
+
+
+REWARDS: dict[str, Make] = {
     "exact_match": lambda config, tokens: ExactMatchReward(),
-    **{name: partial(_math, extract) for name, extract in EXTRACTIONS.items()},
-    **{name: partial(_gym, extract) for name, extract in GYM_REWARDS.items()},
-    "format": _format,
+    **{name: _by_answer(MathReward, extract) for name, extract in EXTRACTIONS.items()},
+    **{name: _by_answer(GymReward, extract) for name, extract in GYM_REWARDS.items()},
+    "format": lambda config, _: PatternFormatReward(config) if config.format_pattern else SampleReward(keeps_to_box),
     "environment": lambda config, tokens: EnvironmentReward(),
-    "overlong": lambda config, tokens: OverlongReward(tokens, config.overlong_buffer_tokens),
+    "overlong": lambda config, tokens: SampleReward(
+        lambda sample: punishment(len(sample.response_ids), tokens, config.overlong_buffer_tokens)
+    ),
 }
 
 
@@ -80,12 +98,9 @@ def build_reward(config: RewardConfig, *, max_response_tokens: int) -> Reward:
     check_reward(config, max_response_tokens=max_response_tokens)
     if not config.terms and config.weight == 1.0:
         return _build(config.name, config, max_response_tokens)
-
-    def term(asked: RewardTermConfig) -> Term:
-        return Term(asked.name, asked.weight, _build(asked.name, config, max_response_tokens))
-
-    main = RewardTermConfig(name=config.name, weight=config.weight)
-    return CombinedReward([term(asked) for asked in (main, *config.terms)])
+    weights = (config.weight, *(term.weight for term in config.terms))
+    rewards = [_build(name, config, max_response_tokens) for name in config.names]
+    return CombinedReward(list(map(Term, config.names, weights, rewards)))
 
 
 def check_reward(config: RewardConfig, *, max_response_tokens: int) -> None:
@@ -95,15 +110,14 @@ def check_reward(config: RewardConfig, *, max_response_tokens: int) -> None:
         UserError: a name is duplicate, unknown, or names a function or service that cannot be used; or an option of
             a named reward is missing or wrong.
     """
-    names = [config.name, *(term.name for term in config.terms)]
-    if len(set(names)) < len(names):
-        twice = next(name for place, name in enumerate(names) if name in names[:place])
-        raise UserError(
-            f"the reward {twice!r} is listed twice",
-            where="config: reward.terms",
-            fix="list it once, with the sum of the weights",
-        )
-    for place, name in enumerate(names):
+    for place, name in enumerate(config.names):
+        if name in config.names[:place]:
+            raise UserError(
+                f"the reward {name!r} is listed twice",
+                where="config: reward.terms",
+                fix="list it once, with the sum of the weights",
+            )
+    for place, name in enumerate(config.names):
         _check(name, config, max_response_tokens, where=f"config: reward.{'terms' if place else 'name'}")
 
 
@@ -113,7 +127,7 @@ def check_rows(config: RewardConfig, sources: Iterable[SourceConfig]) -> None:
     Raises:
         UserError: a reward is for reasoning-gym's tasks, and a source is none.
     """
-    gym = next((name for name in (config.name, *(term.name for term in config.terms)) if name in GYM_REWARDS), None)
+    gym = next((name for name in config.names if name in GYM_REWARDS), None)
     other = next((source.path for source in sources if not source.gym_task), None)
     if gym is not None and other is not None:
         raise UserError(
@@ -129,12 +143,11 @@ def takes_rows(config: RewardConfig) -> bool:
     Raises:
         UserError: see `check_function`.
     """
-    names = [config.name, *(term.name for term in config.terms)]
-    functions = [name for name in names if ":" in name and name not in REWARDS and not is_url(name)]
-    for name in functions:
-        check_function(name, "config: reward")
-    generated = not GYM_REWARDS.keys().isdisjoint(names)
-    return generated or any(map(takes_row, functions)) or (config.send_rows and any(map(is_url, names)))
+    functions = [name for name in config.names if ":" in name and name not in REWARDS and not is_url(name)]
+    kinds = [check_function(name, "config: reward") for name in functions]
+    generated = not GYM_REWARDS.keys().isdisjoint(config.names)
+    sent = config.send_rows and any(map(is_url, config.names))
+    return generated or sent or any(kind.takes_row for kind in kinds)
 
 
 def data_for(config: Config) -> DataConfig:
@@ -147,18 +160,8 @@ def _build(name: str, config: RewardConfig, max_response_tokens: int) -> Reward:
     if make := REWARDS.get(name):
         return make(config, max_response_tokens)
     if is_url(name):
-        return HttpReward(
-            name,
-            key=bearer_key(config.api_key_env),
-            num_requests=config.num_workers,
-            deadline_s=config.timeout_s,
-            batch_size=config.batch_size,
-            retries=config.retries,
-            send_rows=config.send_rows,
-        )
-    return FunctionReward(
-        name, num_workers=config.num_workers, deadline_s=config.timeout_s, batch_size=config.batch_size
-    )
+        return HttpReward(name, config)
+    return FunctionReward(name, config)
 
 
 def _check(name: str, config: RewardConfig, max_response_tokens: int, where: str) -> None:

@@ -39,7 +39,6 @@ class SharedReward(Reward):
 
     @property
     def sees_groups(self) -> bool:
-        """As the reward."""
         return self.own.sees_groups
 
     def score(self, prompts: Sequence[Prompt], samples: Sequence[Sample]) -> RewardResult:
@@ -76,7 +75,6 @@ class SharedReward(Reward):
         return self._share, self.own.score(prompts[first:last], samples[first * size : last * size])
 
     def close(self) -> None:
-        """Close this rank's reward."""
         self.own.close()
 
 

@@ -11,7 +11,7 @@ from fractions import Fraction
 from functools import lru_cache
 from typing import NoReturn
 
-from oblr_megatron.rewards.verifier.leaf import Symbolic, equal_leaves, has_variable
+from oblr_megatron.rewards.verifier.leaf import LETTER, Symbolic, equal_leaves, has_variable
 from oblr_megatron.rewards.verifier.normalize import compact, normalize
 from oblr_megatron.rewards.verifier.structure import Group, Leaf, Named, Node, Relation, has_grouping, parse
 
@@ -26,7 +26,6 @@ _LABEL = re.compile(
 )
 _STATED = re.compile(r"([A-J])\.(?!.*(?<![A-Za-z])[A-J](?![A-Za-z])).+")  # a gold choice with its text
 _HEDGED = re.compile(r"(?:^(?:and\b)?|[;.]|\bor\b)\s*\(?([A-H])\)?\s*(?:$|[,;/&.]|(?:or|and|is|are)\b)")
-_LETTER = re.compile(r"\\[A-Za-z]+|([A-Za-z])")
 
 
 class Unsettled(Exception):
@@ -120,21 +119,17 @@ def _equal_named(gold: Node, given: Node, symbolic: Symbolic) -> bool:
             return _equal(gold.value, _with_argument(gold.name, given), symbolic)
         lines = all(isinstance(side.value, Leaf) and "(" not in side.name for side in (gold, given))
         return lines and symbolic(gold.text, given.text)  # x = (y - 3)/2 is y = 2x + 3
-    if isinstance(gold, Named):
-        if isinstance(given, Relation):
-            return symbolic(gold.text, given.text)
-        return _equal(gold.value, given, symbolic)
-    assert isinstance(given, Named)
-    if isinstance(gold, Relation):
+    if isinstance(gold, Relation) or isinstance(given, Relation):
         return symbolic(gold.text, given.text)
-    return _equal(gold, given.value, symbolic)
+    gold, given = (side.value if isinstance(side, Named) else side for side in (gold, given))
+    return _equal(gold, given, symbolic)
 
 
 def _names_agree(gold: str, given: str) -> bool:
     """Whether two names may denote the same quantity: words and angles always may, y may be a function's value."""
     if any(name.startswith(("\\text", "\\angle")) for name in (gold, given)):
         return True
-    heads = [re.split(r"[(]", name, maxsplit=1)[0] for name in (gold, given)]
+    heads = [name.partition("(")[0] for name in (gold, given)]
     if "y" in heads and any("(" in name for name in (gold, given)):
         return True
     if not all("_" in head for head in heads):
@@ -149,9 +144,9 @@ def _with_argument(gold_name: str, given: Named) -> Node:
         return given.value
     new, old = names[0].group(1), names[1].group(1)
     text = given.value.text
-    if new == old or any(match.group() == new for match in _LETTER.finditer(text)):
+    if new == old or any(match.group() == new for match in LETTER.finditer(text)):
         return given.value
-    return Leaf(_LETTER.sub(lambda match: new if match.group() == old else match.group(), text))
+    return Leaf(LETTER.sub(lambda match: new if match.group() == old else match.group(), text))
 
 
 def _equal_relation(gold: Node, given: Node, symbolic: Symbolic) -> bool:
@@ -167,12 +162,9 @@ def _equal_relation(gold: Node, given: Node, symbolic: Symbolic) -> bool:
 def _equal_groups(gold: Group, given: Group, symbolic: Symbolic) -> bool:
     if gold.kind == "union" and given.kind == "list" and all(isinstance(item, Named) for item in given.items):
         given = Group(given.text, "union", given.items)  # x < 2 or x > 3
+    if "()" in (gold.kind, given.kind):
+        gold, given = _as_point(gold), _as_point(given)
     kinds = {gold.kind, given.kind}
-    column = next((group for group in (gold, given) if group.kind == "matrix" and _is_column(group)), None)
-    if kinds == {"()", "list"} and (named := _tuple_of_named(gold if gold.kind == "list" else given)) is not None:
-        return _equal_groups(*((named, given) if gold.kind == "list" else (gold, named)), symbolic)
-    if column is not None and kinds == {"matrix", "()"}:
-        return _equal_groups(_flat(gold), _flat(given), symbolic)
     if "union" in kinds and "list" not in kinds:
         return _unordered(gold, given, symbolic) or symbolic(gold.text, given.text)
     if len(kinds) > 1 or len(gold.items) != len(given.items):
@@ -197,22 +189,16 @@ def _unordered(gold: Group, given: Group, symbolic: Symbolic) -> bool:
     return True
 
 
-def _tuple_of_named(group: Group) -> Group | None:
-    """The point (1, 2) of "y = 2, x = 1": values sorted by name; None unless the names are distinct letters."""
-    values = {item.name: item.value for item in group.items if isinstance(item, Named) and len(item.name) == 1}
-    if len(values) != len(group.items):
-        return None
-    return Group(group.text, "()", tuple(values[name] for name in sorted(values)))
-
-
-def _is_column(group: Group) -> bool:
-    return all(isinstance(row, Group) and len(row.items) == 1 for row in group.items)
-
-
-def _flat(group: Group) -> Group:
-    rows = group.items if group.kind == "matrix" else ()
-    entries = tuple(row.items[0] for row in rows if isinstance(row, Group))
-    return Group(group.text, "()", entries) if rows else group
+def _as_point(group: Group) -> Group:
+    """The point (1, 2) of a column matrix, or of "y = 2, x = 1", where values are sorted by name; else the group."""
+    if group.kind == "matrix":
+        entries = [row.items[0] for row in group.items if isinstance(row, Group) and len(row.items) == 1]
+        is_point = len(entries) == len(group.items) > 0
+    else:
+        values = {item.name: item.value for item in group.items if isinstance(item, Named) and len(item.name) == 1}
+        entries = [values[name] for name in sorted(values)]
+        is_point = group.kind == "list" and len(entries) == len(group.items)
+    return Group(group.text, "()", tuple(entries)) if is_point else group
 
 
 def _algebra_of_sets(node: Node) -> bool:

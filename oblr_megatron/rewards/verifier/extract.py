@@ -6,8 +6,8 @@ Each function is a linear scan and returns None if there is no answer.
 from __future__ import annotations
 
 import re
-from collections import deque
 from collections.abc import Callable, Iterator
+from itertools import accumulate
 
 MAX_ANSWER_CHARS = 4000
 MAX_DEPTH = 64
@@ -24,8 +24,8 @@ def boxed(text: str) -> str | None:
 
     Examples: "so \boxed{\frac{1}{2}}." -> r"\frac{1}{2}";  r"\boxed{3} or \boxed{4" -> "3";  "42" -> None.
     """
-    last = next(iter(deque(complete_boxes(text), maxlen=1)), None)
-    return None if last is None else _bounded(text[slice(*last)])
+    boxes = list(complete_boxes(text))
+    return _bounded(text[slice(*boxes[-1])]) if boxes else None
 
 
 def complete_boxes(text: str) -> Iterator[tuple[int, int]]:
@@ -76,14 +76,8 @@ def _bounded(answer: str) -> str | None:
     """The answer; None if it is empty, or longer or more deeply nested than any real answer."""
     if not answer.strip() or len(answer) > MAX_ANSWER_CHARS:
         return None
-    depth = deepest = 0
-    for character in answer:
-        if character in "{([":
-            depth += 1
-            deepest = max(deepest, depth)
-        elif character in "})]":
-            depth -= 1
-    return answer if deepest <= MAX_DEPTH else None
+    depths = accumulate((character in "{([") - (character in "})]") for character in answer)
+    return answer if max(depths) <= MAX_DEPTH else None
 
 
 EXTRACTIONS: dict[str, Callable[[str], str | None]] = {

@@ -20,7 +20,7 @@ _OPERATORS = re.compile(
 _TEXT = re.compile(r"\\text\{([^{}]*)\}")
 _TEXT_LETTER = re.compile(r"\\text\{\s*[A-Za-z]\s*\}")
 _WORD = re.compile(r"[A-Za-z][A-Za-z .'-]*")
-_LETTER = re.compile(r"\\[A-Za-z]+|([A-Za-z])")
+LETTER = re.compile(r"\\[A-Za-z]+|([A-Za-z])")
 _CONSTANTS = {"e", "i"}
 _PLAIN_WORDS = {"yes", "no", "odd", "even", "true", "false", "none", "all"}
 _TIME = re.compile(r"([0-9]{1,2}:[0-9]{2})\s*([ap])\.?\s*m")
@@ -44,7 +44,7 @@ def equal_leaves(gold: str, given: str, symbolic: Symbolic) -> bool:
 
 def has_variable(text: str) -> bool:
     """Whether the text contains letters other than constants, units and words."""
-    letters = (match.group(1) for match in _LETTER.finditer(_TEXT.sub("", read_marks(text).core)))
+    letters = (match.group(1) for match in LETTER.finditer(_TEXT.sub("", read_marks(text).core)))
     return any(letter and letter not in _CONSTANTS for letter in letters)
 
 

@@ -30,8 +30,7 @@ def score(prediction: str, gold: str) -> float:
 def equal_expressions(gold: str, given: str) -> bool:
     """Whether two normalized expressions are equal; False if one cannot be parsed."""
     try:
-        expected, found = read(gold), read(given)
-        return _equal(expected, found)
+        return _equal(read(gold), read(given))
     except (MemoryError, KeyboardInterrupt):
         raise
     except Exception:  # noqa: BLE001 - on malformed text, the grammar and sympy raise exceptions of any class
@@ -52,8 +51,8 @@ def _equal(gold: Any, given: Any) -> bool:
 
 def _equal_relations(gold: Relational, given: Relational) -> bool:
     """Equal if one difference of sides is a constant multiple of the other, with a positive factor for inequalities."""
-    kind = _kind(gold)
-    if kind != _kind(given):
+    kind, other = (str(side.rel_op).replace(">", "<") for side in (gold, given))  # "<=" stands for ">=" too
+    if kind != other:
         return False
     a, b = _evaluate(_difference(gold)), _evaluate(_difference(given))
     symbols = sorted(a.free_symbols | b.free_symbols, key=str)
@@ -65,11 +64,6 @@ def _equal_relations(gold: Relational, given: Relational) -> bool:
         factor = above / below
         return (kind in ("==", "!=") or bool(factor.evalf() > 0)) and _equal_scalars(a, factor * b)
     return False
-
-
-def _kind(relation: Relational) -> str:
-    """ "==", "!=", "<" for strict inequalities, "<=" for the others."""
-    return str(relation.rel_op).replace(">", "<")
 
 
 def _difference(relation: Relational) -> Expr:
@@ -165,10 +159,9 @@ def _evaluate(value: Expr) -> Expr:
 
 def _imaginary_unit(gold: Expr, given: Expr) -> tuple[Expr, Expr]:
     """Replace i by the imaginary unit if it is the only variable."""
-    names = {symbol.name for symbol in gold.free_symbols | given.free_symbols}
-    if names != {"i"}:
-        return gold, given
     unit = dict.fromkeys(gold.free_symbols | given.free_symbols, sympy.I)
+    if {symbol.name for symbol in unit} != {"i"}:
+        return gold, given
     return sympy.expand(gold.subs(unit)), sympy.expand(given.subs(unit))
 
 

@@ -38,17 +38,14 @@ def within(prediction: str, gold: str, tolerance: str) -> bool | None:
 
 def _read(text: str) -> Fraction | None:
     """The value of a non-negative decimal number, else None."""
+    exponent = text.lower().partition("e")[2].strip("+- ")
+    if len(text) > MAX_CHARS or len(exponent) > 3:  # Fraction("1e999999999") would not terminate
+        return None
     try:
-        value = Fraction(text.strip()) if 0 < len(text) <= MAX_CHARS and not _huge(text) else None
+        value = Fraction(text.strip())
     except (ValueError, ZeroDivisionError):
         return None
-    return value if value is not None and value >= 0 else None
-
-
-def _huge(text: str) -> bool:
-    """Whether the exponent has more than three digits: Fraction("1e999999999") would not terminate."""
-    exponent = text.lower().partition("e")[2]
-    return len(exponent.strip("+- ")) > 3
+    return value if value >= 0 else None
 
 
 def _plain(text: str) -> str:

@@ -28,10 +28,7 @@ BATCH = ("responses", "answers", "prompts", "rows")
 
 @dataclass(frozen=True, slots=True)
 class Score:
-    """Result for one row; exactly one field is set.
-
-    Examples: Score(value=1.0); Score(error="Traceback ..."); Score(timed_out=True).
-    """
+    """Result for one row; exactly one field is set. Example: Score(value=1.0)."""
 
     value: float | None = None
     error: str = ""  # traceback or message
@@ -100,9 +97,9 @@ class Caller:
         returns_text: whether the function returns text instead of a number.
     """
 
-    def __init__(self, function: Callable[..., object], deadline_s: float, *, returns_text: bool = False) -> None:
+    def __init__(self, function: Callable[..., object], deadline_s: float, *, returns_text: bool) -> None:
         self._function, self._kind, self._deadline_s = function, kind_of(function), deadline_s
-        self._score_of = text_of if returns_text else score_of
+        self._score_of = (lambda value: Score(text=str(value))) if returns_text else score_of
         self._runner = asyncio.Runner()
 
     def answer(self, rows: Sequence[Sequence[str]]) -> Reply:
@@ -118,14 +115,10 @@ class Caller:
                 return self._runner.run(self._concurrently(calls))
             return Reply([self._score_of(self._result(self._function(*call))) for call in calls])
         except BaseException as error:  # noqa: BLE001  a reward function may raise anything, SystemExit included
-            return Reply([_failed(error)] * len(rows), leaving=_must_leave(error))
+            return _failure(error, len(rows))
 
     def _result(self, value: object) -> object:
-        """The function's value, awaited if it is awaitable.
-
-        Raises:
-            LateError: it exceeded the deadline.
-        """
+        """The function's value, awaited if it is awaitable; LateError if that exceeds the deadline."""
         return self._runner.run(self._bounded(value)) if inspect.isawaitable(value) else value
 
     async def _bounded(self, value: Awaitable[object]) -> object:
@@ -139,8 +132,7 @@ class Caller:
         """Run all calls at once. Late calls stay in the event loop, so the worker must exit."""
         tasks = [asyncio.ensure_future(self._attempt(call)) for call in calls]
         done, _ = await asyncio.wait(tasks, timeout=self._deadline_s)
-        late = Reply([_failed(LateError())], leaving=True)
-        replies = [task.result() if task in done else late for task in tasks]
+        replies = [task.result() if task in done else _failure(LateError()) for task in tasks]
         return Reply([score for reply in replies for score in reply.scores], any(reply.leaving for reply in replies))
 
     async def _attempt(self, arguments: Sequence[Any]) -> Reply:
@@ -148,7 +140,7 @@ class Caller:
             value = self._function(*arguments)
             return Reply([self._score_of(await value if inspect.isawaitable(value) else value)])
         except BaseException as error:  # noqa: BLE001  as in `answer`; the other calls must go on
-            return Reply([_failed(error)], leaving=_must_leave(error))
+            return _failure(error)
 
 
 def score_of(value: object) -> Score:
@@ -159,11 +151,6 @@ def score_of(value: object) -> Score:
     except (TypeError, ValueError, RuntimeError, OverflowError):  # an array; an integer larger than any float
         number = math.nan
     return Score(number) if math.isfinite(number) else Score(error=f"the reward {value!r:.200} is not a finite number")
-
-
-def text_of(value: object) -> Score:
-    """The result of a function that returns text."""
-    return Score(text=str(value))
 
 
 def _batch_scores(value: object, count: int) -> list[Score]:
@@ -181,14 +168,13 @@ def _batch_scores(value: object, count: int) -> list[Score]:
     return [score_of(one) for one in values]
 
 
-def _failed(error: BaseException) -> Score:
+def _failure(error: BaseException, count: int = 1) -> Reply:
+    """The same error for `count` rows. The worker leaves if its state may be damaged."""
     if isinstance(error, LateError):
-        return Score(timed_out=True)
-    if isinstance(error, MemoryError):
-        return Score(error="the worker's memory limit was reached")
-    return Score(error="".join(traceback.format_exception(error))[-4000:])
-
-
-def _must_leave(error: BaseException) -> bool:
-    """Whether the worker's state may be damaged, so that a new worker must replace it."""
-    return isinstance(error, (LateError, MemoryError)) or not isinstance(error, Exception)
+        score = Score(timed_out=True)
+    elif isinstance(error, MemoryError):
+        score = Score(error="the worker's memory limit was reached")
+    else:
+        score = Score(error="".join(traceback.format_exception(error))[-4000:])
+    leaving = isinstance(error, (LateError, MemoryError)) or not isinstance(error, Exception)
+    return Reply([score] * count, leaving)

@@ -33,7 +33,7 @@ import signal
 import socket
 import sys
 import traceback
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import asdict
 from multiprocessing.connection import Connection
 from pathlib import Path
@@ -45,6 +45,8 @@ from oblr_megatron.rewards.workers.children import become_subreaper, end_childre
 from oblr_megatron.runtime.processes import children_of, die_with
 from oblr_megatron.runtime.stopping import SIGNALS
 
+MEMORY_BYTES = 2 * 2**30
+"""Allocation limit of a worker, in addition to the memory of the imports."""
 FORK, KILL = b"F", b"K"
 PID_BYTES = 8
 PARENT_CHECK_S = 1.0
@@ -58,10 +60,9 @@ def main(
     prepare: str,
     *,
     deadline_s: float,
-    memory_bytes: int,
+    imports: Sequence[str],
+    returns_text: bool,
     tasks_per_worker: int,
-    imports: Sequence[str] = (),
-    returns_text: bool = False,
 ) -> None:
     """Import the target, report "R" (ready) or "E" with a traceback, and serve until the parent ends.
 
@@ -70,13 +71,7 @@ def main(
     Args:
         descriptor: of this end of the socket pair.
         parent: process id of the trainer; everything ends within PARENT_CHECK_S after it.
-        target: "package.module:function", the reward function.
-        prepare: "package.module:function", called once before the first fork; "" for none.
-        deadline_s: for awaited calls.
-        memory_bytes: a worker's allocation limit, in addition to the memory of the imports.
-        tasks_per_worker: a worker is replaced after this many requests.
-        imports: further functions to import before the first fork.
-        returns_text: whether the target returns text, not a number.
+        target, prepare, deadline_s, imports, returns_text, tasks_per_worker: as for `Pool`.
     """
     for number in SIGNALS:
         signal.signal(number, _ignore)
@@ -89,7 +84,7 @@ def main(
     _discard(STDIN)
     control = socket.socket(fileno=descriptor)
     try:
-        function = resolve(target)
+        caller = Caller(resolve(target), deadline_s, returns_text=returns_text)
         for name in imports:
             resolve(name)
         if prepare:
@@ -101,11 +96,7 @@ def main(
     sys.stdout = sys.stderr = open(os.devnull, "w", encoding="utf-8")  # noqa: SIM115 - open until the process ends
     gc.freeze()  # keeps the memory of the imports shared between the workers
     control.sendall(b"R")
-
-    def work(end: Connection) -> None:
-        _work(end, Caller(function, deadline_s, returns_text=returns_text), memory_bytes, tasks_per_worker)
-
-    _serve(control, supervisor, work)
+    _serve(control, supervisor, caller, tasks_per_worker)
 
 
 def _supervise(server: int, parent: int) -> NoReturn:
@@ -150,7 +141,7 @@ def _from_file(path: Path) -> ModuleType:
     return sys.modules[name]
 
 
-def _serve(control: socket.socket, supervisor: int, work: Callable[[Connection], None]) -> NoReturn:
+def _serve(control: socket.socket, supervisor: int, caller: Caller, tasks: int) -> NoReturn:
     control.settimeout(PARENT_CHECK_S)
     helpers = set(children_of(os.getpid()))  # started by the import; they stay until the end
     workers: set[int] = set()
@@ -168,7 +159,7 @@ def _serve(control: socket.socket, supervisor: int, work: Callable[[Connection],
         if message[:1] == FORK:
             pid = os.fork()
             if pid == 0:
-                _become_worker(control, descriptors[0], work)
+                _become_worker(control, descriptors[0], caller, tasks)
             os.close(descriptors[0])
             workers.add(pid)
             control.sendall(pid.to_bytes(PID_BYTES, "little"))
@@ -180,19 +171,19 @@ def _serve(control: socket.socket, supervisor: int, work: Callable[[Connection],
     os._exit(0)
 
 
-def _become_worker(control: socket.socket, descriptor: int, work: Callable[[Connection], None]) -> NoReturn:
+def _become_worker(control: socket.socket, descriptor: int, caller: Caller, tasks: int) -> NoReturn:
     """In the forked child: die with the fork server, serve the socket."""
     try:
         die_with(os.getppid())
         become_subreaper()
         control.close()
-        work(Connection(descriptor))
+        _limit_memory()
+        _work(Connection(descriptor), caller, tasks)
     finally:
         os._exit(0)
 
 
-def _work(end: Connection, caller: Caller, memory_bytes: int, tasks: int) -> None:
-    _limit_memory(memory_bytes)
+def _work(end: Connection, caller: Caller, tasks: int) -> None:
     worker = os.getpid()
     for count in range(1, tasks + 1):
         try:
@@ -209,11 +200,11 @@ def _work(end: Connection, caller: Caller, memory_bytes: int, tasks: int) -> Non
             return
 
 
-def _limit_memory(extra: int) -> None:
-    """Limit the address space to its current size plus `extra` bytes; disable core dumps."""
+def _limit_memory() -> None:
+    """Limit the address space to its current size plus MEMORY_BYTES; disable core dumps."""
     with open("/proc/self/statm", encoding="ascii") as statm:
         used = int(statm.read().split()[0]) * resource.getpagesize()
-    resource.setrlimit(resource.RLIMIT_AS, (used + extra, used + extra))
+    resource.setrlimit(resource.RLIMIT_AS, (used + MEMORY_BYTES, used + MEMORY_BYTES))
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
 
 

@@ -20,7 +20,6 @@ import os
 import threading
 from collections import deque
 from collections.abc import Sequence
-from dataclasses import dataclass
 from queue import SimpleQueue
 
 from oblr_megatron.errors import RunError
@@ -28,27 +27,9 @@ from oblr_megatron.rewards.workers.calls import Score
 from oblr_megatron.rewards.workers.fork_client import ForkServer, Worker
 from oblr_megatron.rewards.workers.patience import Patience
 
-GIB = 2**30
-
-
-@dataclass(slots=True)
-class _Slot:
-    """A slot for one worker; empty before its first call, and after its worker ended."""
-
-    worker: Worker | None = None
-
 
 class Pool:
     """Worker processes that call the function "package.module:function", of one of the kinds in calls.py."""
-
-    _owner: int  # process id; a forked child resets the pool
-    _closed: bool
-    _lock: threading.Lock  # guards the slots and the queue
-    _fork_server_lock: threading.Lock  # one request to the fork server at a time
-    _fork_server: ForkServer | None
-    _patience: Patience
-    _free: list[_Slot]
-    _waiting: deque[SimpleQueue[_Slot | None]]
 
     def __init__(
         self,
@@ -60,7 +41,6 @@ class Pool:
         prepare: str = "",
         imports: Sequence[str] = (),
         returns_text: bool = False,
-        memory_bytes: int = 2 * GIB,
         tasks_per_worker: int = 2000,
     ) -> None:
         """Processes start with the first call.
@@ -73,14 +53,12 @@ class Pool:
             prepare: a function called once in the fork server, e.g. to fill caches.
             imports: further functions to import in the fork server; an import in a worker counts as its memory.
             returns_text: whether the function returns text, not a number; then `Score.text` has it.
-            memory_bytes: allocation limit of a worker.
             tasks_per_worker: a worker is replaced after this many calls.
         """
         self.limit_s = deadline_s + grace_s
         self._launch: dict[str, object] = {
-            "target": target, "prepare": prepare, "deadline_s": deadline_s, "memory_bytes": memory_bytes,
-            "tasks_per_worker": tasks_per_worker, "returns_text": returns_text,
-            "imports": list(imports),
+            "target": target, "prepare": prepare, "deadline_s": deadline_s, "imports": list(imports),
+            "returns_text": returns_text, "tasks_per_worker": tasks_per_worker,
         }  # fmt: skip
         self.num_workers = num_workers
         self._reset()
@@ -105,16 +83,13 @@ class Pool:
         """
         self._own()
         calls = [batch[first : first + together] for first in range(0, len(batch), together)]
-        scores: list[list[Score]] = [[] for _ in calls]
+        scores = [[Score(timed_out=True)] * len(call) for call in calls]
         errors: list[BaseException] = []
-        remaining = self._patience.begin(len(calls))  # next() on an iterator is atomic
+        remaining = self._patience.begin(len(calls))
 
         def dispatch() -> None:
             try:
                 for index in remaining:
-                    if self._patience.ended:
-                        scores[index] = [Score(timed_out=True)] * len(calls[index])
-                        continue
                     scores[index] = self._ask(calls[index])
                     self._patience.take(scores[index])
             except BaseException as error:  # noqa: BLE001 - every error is raised again in the caller's thread
@@ -137,16 +112,10 @@ class Pool:
             while self._waiting:
                 self._waiting.popleft().put(None)
             for slot in self._free:
-                if slot.worker is not None:
-                    slot.worker.pipe.close()
+                if (worker := self._workers[slot]) is not None:
+                    worker.pipe.close()
             if self._fork_server is not None:
                 self._fork_server.end()
-
-    def __enter__(self) -> Pool:
-        return self
-
-    def __exit__(self, *exception: object) -> None:
-        self.close()
 
     def _own(self) -> None:
         """In a forked child, start new workers: the inherited pipes belong to the parent."""
@@ -156,44 +125,42 @@ class Pool:
     def _reset(self) -> None:
         self._owner = os.getpid()
         self._closed = False
-        self._lock = threading.Lock()
-        self._fork_server_lock = threading.Lock()
-        self._fork_server = None
-        self._patience = Patience.of(self.num_workers)
-        self._free = [_Slot() for _ in range(self.num_workers)]
-        self._waiting = deque()
+        self._lock: threading.Lock = threading.Lock()  # guards the slots and the queue
+        self._fork_server_lock = threading.Lock()  # one request to the fork server at a time
+        self._fork_server: ForkServer | None = None
+        self._patience = Patience(self.num_workers)
+        self._workers: list[Worker | None] = [None] * self.num_workers  # by slot
+        self._free: list[int] = list(range(self.num_workers))
+        self._waiting: deque[SimpleQueue[int | None]] = deque()
 
-    def _acquire(self) -> _Slot:
-        """A free slot. A slot that becomes free goes to the caller that has waited longest."""
+    def _ask(self, rows: Sequence[Sequence[str]]) -> list[Score]:
+        """One call; the scores of its rows. Its slot then goes to the caller that has waited longest."""
+        self._own()
+        slot = self._acquire()
+        try:
+            return self._score_batch(slot, rows)
+        finally:
+            with self._lock:
+                if self._waiting:
+                    self._waiting.popleft().put(slot)
+                else:
+                    self._free.append(slot)
+
+    def _acquire(self) -> int:
+        """A free slot, after a wait if there is none."""
         with self._lock:
             if self._closed:
                 raise RunError("the reward workers are closed")
             if self._free:
                 return self._free.pop()
-            ticket: SimpleQueue[_Slot | None] = SimpleQueue()
+            ticket: SimpleQueue[int | None] = SimpleQueue()
             self._waiting.append(ticket)
         slot = ticket.get()
         if slot is None:
             raise RunError("the reward workers were closed while a call was waiting")
         return slot
 
-    def _release(self, slot: _Slot) -> None:
-        with self._lock:
-            if self._waiting:
-                self._waiting.popleft().put(slot)
-            else:
-                self._free.append(slot)
-
-    def _ask(self, rows: Sequence[Sequence[str]]) -> list[Score]:
-        """One call; the scores of its rows."""
-        self._own()
-        slot = self._acquire()
-        try:
-            return self._score_batch(slot, rows)
-        finally:
-            self._release(slot)
-
-    def _score_batch(self, slot: _Slot, rows: Sequence[Sequence[str]]) -> list[Score]:
+    def _score_batch(self, slot: int, rows: Sequence[Sequence[str]]) -> list[Score]:
         try:
             worker = self._send(slot, json.dumps([list(row) for row in rows]).encode())
             if not worker.pipe.poll(self.limit_s):
@@ -207,10 +174,10 @@ class Pool:
             self._end_worker(slot)
         return [Score(**score) for score in reply["scores"]]
 
-    def _send(self, slot: _Slot, message: bytes) -> Worker:
+    def _send(self, slot: int, message: bytes) -> Worker:
         """Send a message to the slot's worker. A worker that died while idle is replaced once."""
         try:
-            worker = slot.worker or self._start_worker(slot)
+            worker = self._workers[slot] or self._start_worker(slot)
             worker.pipe.send_bytes(message)
         except OSError:
             self._end_worker(slot)
@@ -218,23 +185,24 @@ class Pool:
             worker.pipe.send_bytes(message)
         return worker
 
-    def _start_worker(self, slot: _Slot) -> Worker:
+    def _start_worker(self, slot: int) -> Worker:
         """Fork a worker; start the fork server first if there is none or it has died."""
         with self._fork_server_lock:
             if self._closed:
                 raise RunError("the reward workers are closed")
             try:
                 self._fork_server = self._fork_server or ForkServer(self._launch)
-                slot.worker = self._fork_server.fork()
+                worker = self._fork_server.fork()
             except (OSError, EOFError):
                 if self._fork_server is not None:
                     self._fork_server.end()
                 self._fork_server = ForkServer(self._launch)
-                slot.worker = self._fork_server.fork()
-        return slot.worker
+                worker = self._fork_server.fork()
+            self._workers[slot] = worker
+        return worker
 
-    def _end_worker(self, slot: _Slot) -> None:
-        worker, slot.worker = slot.worker, None
+    def _end_worker(self, slot: int) -> None:
+        worker, self._workers[slot] = self._workers[slot], None
         if worker is None:
             return
         worker.pipe.close()

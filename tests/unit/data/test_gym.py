@@ -27,7 +27,7 @@ from oblr_megatron.data.prompt_set import read_prompts
 from oblr_megatron.data.prompts import PromptStream
 from oblr_megatron.data.sources import kind_of, named_source, open_source
 from oblr_megatron.errors import UserError
-from oblr_megatron.rewards.gym_tasks import NOT_TASKS
+from oblr_megatron.rewards.gym import NOT_TASKS
 from tests.unit.data.conftest import config, stream
 
 SMALL = {"max_value": 30}
@@ -228,7 +228,7 @@ def test_an_item_without_a_solution_ends_in_one_line(monkeypatch: pytest.MonkeyP
 @pytest.mark.slow
 def test_gold_answers_of_every_fast_task_score_one() -> None:
     """Also after the entry was written and read. Tasks without a gold answer are left out."""
-    from oblr_megatron.rewards.gym_tasks import score
+    from oblr_megatron.rewards.gym import score
 
     slow = {"knight_swap", "intermediate_integration", "futoshiki", "sokoban", "zebra_puzzles"}
     checked = 0

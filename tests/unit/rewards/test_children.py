@@ -10,6 +10,7 @@ import signal
 import subprocess
 import sys
 import time
+from contextlib import closing
 from pathlib import Path
 
 import pytest
@@ -22,9 +23,9 @@ SCORERS = "tests.unit.rewards.scorers_children"
 WAYS = ("program", "fork", "double fork", "daemon", "family")
 
 
-def make(name: str = "starts", **options: object) -> Pool:
+def make(name: str = "starts", **options: object) -> closing[Pool]:
     values: dict = {"num_workers": 1, "deadline_s": 30.0, **options}
-    return Pool(f"{SCORERS}:{name}", **values)
+    return closing(Pool(f"{SCORERS}:{name}", **values))
 
 
 def told_in(path: Path) -> list[int]:

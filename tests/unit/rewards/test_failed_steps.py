@@ -5,6 +5,7 @@ Not covered: a whole run (tests/e2e/test_train.py), a service that hangs (test_h
 
 from __future__ import annotations
 
+from contextlib import closing
 from pathlib import Path
 
 import pytest
@@ -89,8 +90,8 @@ def test_the_cause_of_a_real_failure() -> None:
 
 
 def test_patience_ends_when_nothing_was_ever_answered() -> None:
-    patience = Patience.of(at_once=2)
-    assert patience.limit == MIN_LATE == 8 and Patience.of(at_once=32).limit == 64
+    patience = Patience(at_once=2)
+    assert patience.limit == MIN_LATE == 8 and Patience(at_once=32).limit == 64
     order = list(patience.begin(512))
     assert sorted(order) == list(range(512)) and order[:8] == list(range(0, 512, 64)), "of eight different prompts"
     for _ in range(8):
@@ -101,7 +102,7 @@ def test_patience_ends_when_nothing_was_ever_answered() -> None:
 
 
 def test_patience_does_not_end_after_an_answer() -> None:
-    patience = Patience.of(at_once=1)
+    patience = Patience(at_once=1)
     list(patience.begin(100))
     patience.take([*LATE, *ANSWERED])
     for _ in range(50):
@@ -111,7 +112,7 @@ def test_patience_does_not_end_after_an_answer() -> None:
 
 def test_a_function_that_hangs_is_called_a_few_times_in_a_batch(tmp_path: Path) -> None:
     told = tmp_path / "told"
-    with Pool(f"{SCORERS}:hangs", num_workers=4, deadline_s=0.5) as pool:
+    with closing(Pool(f"{SCORERS}:hangs", num_workers=4, deadline_s=0.5)) as pool:
         assert all(score.timed_out for score in pool.map([(str(told), "60")] * 100))
         assert MIN_LATE <= len(told.read_text()) < MIN_LATE + 4, "the last ones were under way"
         assert pool.ask(str(told), "0").value == 1
@@ -119,7 +120,7 @@ def test_a_function_that_hangs_is_called_a_few_times_in_a_batch(tmp_path: Path) 
 
 def test_a_function_that_has_worked_gets_all_its_calls(tmp_path: Path) -> None:
     told = tmp_path / "told"
-    with Pool(f"{SCORERS}:hangs", num_workers=4, deadline_s=2) as pool:
+    with closing(Pool(f"{SCORERS}:hangs", num_workers=4, deadline_s=2)) as pool:
         assert pool.map([(str(told), "0")])[0].value == 1
         assert sum(score.timed_out for score in pool.map([(str(told), "60")] * 12)) == 12
         assert len(told.read_text()) == 13

@@ -18,7 +18,7 @@ from oblr_megatron.config import RewardConfig, parse_config, with_own_scores
 from oblr_megatron.config.data import SourceConfig
 from oblr_megatron.data.gym import gym_rows
 from oblr_megatron.errors import UserError
-from oblr_megatron.rewards.gym_tasks import EVALUATED, extracted, make_task, score, warm_up
+from oblr_megatron.rewards.gym import EVALUATED, extracted, make_task, score, warm_up
 from oblr_megatron.rewards.registry import build_reward, check_reward, check_rows, data_for, takes_rows
 from oblr_megatron.types import Prompt, Sample
 

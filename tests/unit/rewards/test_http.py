@@ -17,7 +17,7 @@ import pytest
 from oblr_megatron.config import RewardConfig
 from oblr_megatron.errors import UserError
 from oblr_megatron.rewards.base import Reward, RewardResult
-from oblr_megatron.rewards.http_client import _seconds
+from oblr_megatron.rewards.http import _seconds
 from oblr_megatron.rewards.registry import build_reward, check_reward
 from oblr_megatron.rewards.workers.patience import MIN_LATE
 from tests.unit.rewards.conftest import batch

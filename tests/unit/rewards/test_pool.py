@@ -11,6 +11,7 @@ import subprocess
 import sys
 import threading
 import time
+from contextlib import closing
 from pathlib import Path
 
 import psutil
@@ -24,9 +25,9 @@ SCORERS = "tests.unit.rewards.scorers"
 ROOT = Path(__file__).resolve().parents[3]
 
 
-def make(name: str = "mixed", **options: object) -> Pool:
+def make(name: str = "mixed", **options: object) -> closing[Pool]:
     values: dict = {"num_workers": 2, "deadline_s": 30.0, **options}
-    return Pool(f"{SCORERS}:{name}", **values)
+    return closing(Pool(f"{SCORERS}:{name}", **values))
 
 
 @pytest.fixture(scope="module")
@@ -143,7 +144,7 @@ def test_workers_ignore_the_signals_that_stop_a_run() -> None:
 
 
 def test_close_ends_all_processes_and_later_calls_fail() -> None:
-    pool = make("process_id")
+    pool = make("process_id").thing
     pid = pool.ask("", "", "").value
     assert pid is not None
     pool.close()
