@@ -15,14 +15,12 @@ from dataclasses import dataclass
 from typing import Any
 
 from megatron.core.models.gpt import GPTModel
-from megatron.core.tensor_parallel import param_is_not_tensor_parallel_duplicate
-from megatron.core.transformer.module import param_is_not_shared
-from torch import nn
 
 from oblr_megatron.checks.layout import num_experts
 from oblr_megatron.config import Config, ModelConfig, ParallelConfig
 from oblr_megatron.dryrun.fake_ranks import standing_as
 from oblr_megatron.model import moe
+from oblr_megatron.model.optimizer import counted_here
 from oblr_megatron.model.parallel import Parallel, Position, positions
 from oblr_megatron.model.policy import build_model
 from oblr_megatron.model.transformer_config import HFConfig, hf_config_of, transformer_config_of
@@ -120,14 +118,9 @@ def _count(hf_config: HFConfig, config: Config, parallel: Parallel) -> tuple[int
         for parameter in chunk.parameters():
             expert = moe.is_expert(parameter)
             sizes[expert] += parameter.numel()
-            if expert or _counts_here(parameter, parallel):
+            if expert or counted_here(parameter, parallel):
                 sizes[2 + expert] += parameter.numel()
     return sizes[0], sizes[1], sizes[2], sizes[3]
-
-
-def _counts_here(parameter: nn.Parameter, parallel: Parallel) -> bool:
-    """Whether this rank counts the parameter, among the ranks of the replica that hold it."""
-    return param_is_not_shared(parameter) and param_is_not_tensor_parallel_duplicate(parameter, parallel.tp_group)
 
 
 def _chunks(

@@ -18,40 +18,36 @@ from typing import Any
 import torch
 
 _CPU = torch.device("cpu")
-_MISSING = object()
 
 
-class _Shim:
-    """The attributes replaced so far, with their original values."""
+class Replacements:
+    """Attributes of modules, classes and instances that are replaced until `restore`."""
 
     def __init__(self) -> None:
-        self._originals: list[tuple[Any, str, Any]] = []
-
-    @property
-    def installed(self) -> bool:
-        return bool(self._originals)
+        self.undo: list[Callable[[], object]] = []
 
     def replace(self, owner: Any, name: str, value: Any) -> None:
-        self._originals.append((owner, name, vars(owner).get(name, _MISSING)))
+        """Set an attribute of the owner itself."""
+        if name in vars(owner):
+            self.undo.append(partial(setattr, owner, name, vars(owner)[name]))
+        else:
+            self.undo.append(partial(delattr, owner, name))
         setattr(owner, name, value)
 
     def restore(self) -> None:
-        while self._originals:
-            owner, name, value = self._originals.pop()
-            if value is _MISSING:
-                delattr(owner, name)
-            else:
-                setattr(owner, name, value)
+        """Restore the originals, the last one first."""
+        while self.undo:
+            self.undo.pop()()
 
 
-_SHIM = _Shim()
+_SHIM = Replacements()
 
 
 def install() -> bool:
     """Install the shim. Returns False and changes nothing if CUDA is available. Safe to call twice."""
     if torch.cuda.is_available():
         return False
-    if not _SHIM.installed:
+    if not _SHIM.undo:
         _replace_device()
         _replace_random_state()
         _replace_recompute()
@@ -67,7 +63,7 @@ def uninstall() -> None:
 
 def installed() -> bool:
     """Whether the shim is installed."""
-    return _SHIM.installed
+    return bool(_SHIM.undo)
 
 
 class _TorchOnCpu:
@@ -209,7 +205,7 @@ def cuda_type_names() -> Iterator[None]:
     Its mixed-precision optimizer recognises bf16 weights only by 'torch.cuda.BFloat16Tensor'. Does nothing unless the
     shim is installed.
     """
-    if not _SHIM.installed:
+    if not _SHIM.undo:
         yield
         return
     original = torch.Tensor.type

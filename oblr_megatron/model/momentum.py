@@ -10,7 +10,7 @@ gradient in the gradient's precision (fp32, or fp64 in fp64 runs), or a share of
 from __future__ import annotations
 
 import math
-from typing import TYPE_CHECKING, Any, cast
+from typing import TYPE_CHECKING, Any
 
 import torch
 from megatron.core.dist_checkpointing.optimizer import get_param_id_to_sharded_param_map
@@ -18,6 +18,7 @@ from megatron.core.dist_checkpointing.optimizer import get_param_id_to_sharded_p
 from oblr_megatron.model.optimizer import over_parameters
 from oblr_megatron.model.shards import held, is_sharded, pieces, put_back
 from oblr_megatron.model.sq_norms import dot
+from oblr_megatron.model.taps import main_grad
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -47,7 +48,7 @@ class GradientMomentum:
         spans = held(policy)
         self._spans = {name: spans[parameter] for name, parameter in policy.named_parameters()}
         self._sums: dict[str, Tensor] = {  # flattened
-            name: torch.zeros_like(_grad(parameter).flatten()[spans[parameter]])
+            name: torch.zeros_like(main_grad(parameter).flatten()[spans[parameter]])
             for name, parameter in policy.named_parameters()
         }
         self._count = 0  # gradients averaged so far
@@ -65,9 +66,9 @@ class GradientMomentum:
         found = math.nan
         if self._count:
             weight = 1 - (1 - 1 / self._horizon) ** self._count
-            found = over_parameters(self._policy, self._dot) / weight
+            found = over_parameters(self._policy, lambda name, grad: dot(grad, self._sums[name])) / weight
         for name, parameter in self._policy.named_parameters():
-            self._sums[name].lerp_(_grad(parameter).flatten()[self._spans[name]], 1 / self._horizon)
+            self._sums[name].lerp_(main_grad(parameter).flatten()[self._spans[name]], 1 / self._horizon)
         self._count += 1
         return found
 
@@ -91,10 +92,3 @@ class GradientMomentum:
         for name, tensor in self._sums.items():
             put_back(tensor, state["sums"].get(name, {}))
         self._count = int(state["count"])
-
-    def _dot(self, name: str, parameter: torch.nn.Parameter, span: slice) -> Tensor:
-        return dot(_grad(parameter).flatten()[span], self._sums[name])
-
-
-def _grad(parameter: torch.nn.Parameter) -> Tensor:
-    return cast("Tensor", cast(Any, parameter).main_grad)

@@ -106,9 +106,10 @@ def build_policy(
         chunks.append(DistributedDataParallel(transformer_config, ddp_config, model))
         if options.own_weight_gradients:
             continue
-        install(model, tap, moe.splits_of(model, parallel, tap))
+        splits = moe.splits_of(model, parallel, tap)
+        install(model, tap, splits)
         if uses_transformer_engine(config, parallel):
-            install_te(model, tap, transformer_config, moe.grouped_splits_of(model, parallel, tap))
+            install_te(model, tap, transformer_config, splits)
     if options.overlap_grad_reduce:  # megatron-core skips the reduction until the last microbatch
         syncs = [chunk.no_sync for chunk in chunks]
         transformer_config.no_sync_func = syncs if len(chunks) > 1 else syncs[0]

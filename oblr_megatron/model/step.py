@@ -29,7 +29,6 @@ from torch import Tensor
 from torch.autograd import Variable
 
 from oblr_megatron.data.packing import empty_batch
-from oblr_megatron.model import moe
 from oblr_megatron.model.router import RouterBatch, routers_of
 from oblr_megatron.model.sequence import local_part, packed_params
 from oblr_megatron.model.taps import DropSink, Sink, Tap
@@ -96,24 +95,34 @@ def reduce_model_parallel_grads(policy: TappedModel) -> None:
     - Tensor parallelism: q and k norms; under sequence parallelism also the other norms and routers.
     - Pipeline: a tied embedding, over the first and last stage.
     - Experts: over the ranks that have seen parts of the same sequences.
+
+    Example for experts: TP4 and EP2 with whole experts (expert_tensor_parallel_size 1). Ranks 0 and 2 hold the same
+    experts, and each has seen half of the sequence.
     """
-    if policy.parallel.cp_size > 1:  # else NCCL would make a communicator of one rank and read every buffer
-        for chunk in policy.chunks:
-            for buffer in chunk.buffers:
-                dist.all_reduce(buffer.grad_data, group=policy.parallel.cp_group)
+    for buffer, group in _repeated_buffers(policy):
+        dist.all_reduce(buffer.grad_data, group=group)
     _reduce_partial_grads(policy)
-    moe.sum_expert_grads(policy)
 
 
 def reduce_data_parallel_grads(policy: TappedModel) -> None:
     """Sum `main_grad` over replicas with megatron-core's gradient sync. Call once, after the last microbatch."""
-    moe.share_expert_grads(policy)
-    cp_size = policy.parallel.cp_size
+    for buffer, group in _repeated_buffers(policy):  # megatron-core sums over these ranks too, and each has the sum
+        buffer.grad_data.div_(group.size())
     for chunk in policy.chunks:
-        if cp_size > 1:  # megatron-core also sums over context-parallel ranks, and each has the whole gradient
-            for buffer in chunk.buffers:
-                buffer.grad_data.div_(cp_size)
         chunk.finish_grad_sync()
+
+
+def _repeated_buffers(policy: TappedModel) -> Iterator[tuple[Any, dist.ProcessGroup]]:
+    """Gradient buffers of which several ranks of a replica have a part, and these ranks. No group has one rank.
+
+    With NCCL a group of one would get its own communicator, and an all-reduce would read every buffer.
+    """
+    parallel = policy.parallel
+    for chunk in policy.chunks:
+        if parallel.cp_size > 1:
+            yield from ((buffer, parallel.cp_group) for buffer in chunk.buffers)
+        if parallel.expert_sum_group is not None:
+            yield from ((buffer, parallel.expert_sum_group) for buffer in chunk.expert_parallel_buffers)
 
 
 def finish_overlapped_grads(policy: TappedModel) -> None:

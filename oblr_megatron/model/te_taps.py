@@ -79,7 +79,7 @@ class HandOver:
 
 
 def install_te(
-    module: nn.Module, tap: Tap, config: TransformerConfig, splits: Mapping[nn.Module, Sequence[SplitsFn]] | None = None
+    module: nn.Module, tap: Tap, config: TransformerConfig, splits: Mapping[nn.Module, Sequence[SplitsFn]]
 ) -> Mapping[str, str]:
     """Tap the Transformer Engine layers of this model chunk, after `taps.install`. No-op without CUDA or the package.
 
@@ -87,7 +87,7 @@ def install_te(
         module: the model chunk.
         tap: connects the layers to a sink.
         config: the model's configuration.
-        splits: for grouped layers, the replicas that each expert's tokens come from (`moe.grouped_splits_of`).
+        splits: of grouped layers (`moe.splits_of`).
 
     Returns:
         The layers left to autograd: name -> reason.
@@ -105,8 +105,8 @@ def install_te(
         bias = cast("nn.Parameter | None", layer.bias if layer.use_bias else None)
         tap.weights.update(id(held) for held in (*weights, bias) if held is not None)
         tap.replace(layer, "wgrad_store", layer.wgrad_store)  # `_renew_store` sets another; `Tap.remove` this one
-        hook = layer.register_forward_pre_hook(partial(_renew_store, tap, weights, bias, (splits or {}).get(layer)))
-        tap.on_remove(hook.remove)
+        hook = layer.register_forward_pre_hook(partial(_renew_store, tap, weights, bias, splits.get(layer)))
+        tap.undo.append(hook.remove)
     return left
 
 

@@ -152,5 +152,5 @@ def test_a_quantised_factor_is_refused() -> None:
 def test_without_transformer_engine_nothing_is_tapped() -> None:
     tap = Tap()
     config = TransformerConfig(num_layers=1, hidden_size=4, num_attention_heads=1)
-    assert install_te(nn.Sequential(nn.Linear(4, 4)), tap, config) == {}
+    assert install_te(nn.Sequential(nn.Linear(4, 4)), tap, config, {}) == {}
     assert tap.weights == set()
