@@ -60,7 +60,9 @@ class HostState:
     def tensors(self) -> Iterator[tuple[Key, Tensor]]:
         """fp32 masters of bf16 weights, and moments; not step counts, nor weights that are updated in place."""
         for number, part in enumerate(self._parts):
-            masters = {id(main) for main in _masters(part)}
+            # fp32 copies of half-precision weights: of the distributed optimizer, or of the plain one
+            groups = getattr(part, "shard_fp32_from_float16_groups", getattr(part, "fp32_from_float16_groups", []))
+            masters = {id(main) for group in groups for main in group}
             updated = [main for group in part.optimizer.param_groups for main in group["params"]]
             for index, main in enumerate(updated):
                 if id(main) in masters:
@@ -72,9 +74,3 @@ class HostState:
     def _end(self) -> None:
         if self._pinned:
             torch.cuda.synchronize(self._device)
-
-
-def _masters(part: Any) -> Iterator[Tensor]:
-    """The fp32 copies of half-precision weights: of the distributed optimizer, or of the plain one."""
-    groups = getattr(part, "shard_fp32_from_float16_groups", None) or getattr(part, "fp32_from_float16_groups", [])
-    return (main for group in groups for main in group)

@@ -48,12 +48,6 @@ class Policy(TappedModel):
     vocab_size: int  # without padding
     padded_vocab_size: int  # a multiple of make_vocab_size_divisible_by * tp_size
 
-    @property
-    def module(self) -> GPTModel:
-        """The unwrapped model of a rank that has one chunk."""
-        assert len(self.chunks) == 1, f"this rank has {len(self.chunks)} model chunks"
-        return self.chunks[0].module
-
     def named_parameters(self) -> Iterator[tuple[str, nn.Parameter]]:
         """Parameters by global Megatron name: the layer number counts over all pipeline stages and chunks.
 

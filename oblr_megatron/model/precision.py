@@ -42,14 +42,9 @@ def precision_fields(config: ModelConfig, *, transformer_engine: bool) -> dict[s
     """
     dtype = DTYPES[config.dtype]
     fields = {"params_dtype": dtype, "pipeline_dtype": dtype, "bf16": dtype == torch.bfloat16}
-    return fields | (fp8_fields(config) if transformer_engine else {})
-
-
-def fp8_fields(config: ModelConfig) -> dict[str, Any]:
-    """The FP8 fields; none if FP8 is off."""
-    if config.fp8 == "none":
-        return {}
-    fields = {
+    if config.fp8 == "none" or not transformer_engine:
+        return fields
+    fields |= {
         "fp8": config.fp8,
         "fp8_recipe": config.fp8_recipe,
         "first_last_layers_bf16": config.first_last_layers_bf16,

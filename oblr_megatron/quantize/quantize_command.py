@@ -12,7 +12,7 @@ from oblr_megatron.runtime.arguments import count
 
 if TYPE_CHECKING:
     from oblr_megatron.checkpoint.hf_dir import HFDir
-    from oblr_megatron.quantize.pipeline import Engine, Task
+    from oblr_megatron.quantize.pipeline import Task
 
 FORMATS = ("fp8",)
 ENGINES = ("auto", "vllm", "transformers")
@@ -95,6 +95,7 @@ def _check_data(options: argparse.Namespace, source: HFDir) -> Task:
     from oblr_megatron.config import with_own_scores
     from oblr_megatron.data.sources import named_source
     from oblr_megatron.evaluation.setup import config_of, load_sets, named_sets
+    from oblr_megatron.quantize.accuracy import vllm_computes_fp8
     from oblr_megatron.quantize.calibration import read_rows
     from oblr_megatron.quantize.pipeline import Task
     from oblr_megatron.rewards.registry import check_reward, check_rows
@@ -114,15 +115,9 @@ def _check_data(options: argparse.Namespace, source: HFDir) -> Task:
         check_rows(config.reward, sources.values())
     sets = load_sets(sources, config, tokenizer)
     check_space(options.target.parent, source.num_bytes)
-    engine = _engine(options.accuracy_engine)
+    engine = options.accuracy_engine
+    if engine == "auto":
+        engine = "vllm" if vllm_computes_fp8() else "transformers"
     if sets and engine == "vllm":
         check_head_size(source.config, options.source, on_gpu=torch.cuda.is_available())
     return Task(source, options.target, options.format, rows, config, tokenizer, sets, engine)
-
-
-def _engine(asked: str) -> Engine:
-    from oblr_megatron.quantize.accuracy import vllm_computes_fp8
-
-    if asked == "auto":
-        return "vllm" if vllm_computes_fp8() else "transformers"
-    return "vllm" if asked == "vllm" else "transformers"

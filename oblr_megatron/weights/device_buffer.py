@@ -18,7 +18,6 @@ from oblr_megatron.weights.shm import SharedBuffer
 WORD = 8
 _CHUNK_BYTES = 2**24
 """How much of a bucket is read at once: the factors take as much memory again."""
-_MODULUS = 2**64
 
 
 class DeviceBuffer(SharedBuffer):
@@ -55,4 +54,4 @@ def device_checksum(data: Tensor) -> int:
         factors = torch.arange(first, first + values.numel(), dtype=torch.int64, device=data.device).mul_(2).add_(1)
         total += factors.mul_(values).sum()
         first += values.numel()
-    return int(total) % _MODULUS
+    return int(total) % 2**64

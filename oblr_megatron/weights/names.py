@@ -139,7 +139,7 @@ _DENSE_ONLY = {"mlp.linear_fc1.weight", "mlp.linear_fc2.weight"}
 _MIXTURE_ONLY = {"mlp.router.weight"}
 _QKV_BIAS = {"self_attention.linear_qkv.bias"}
 _QK_NORMS = {"self_attention.q_layernorm.weight", "self_attention.k_layernorm.weight"}
-# One module per expert, or Transformer Engine's grouped layer with one weight per expert.
+# One module per expert, or Transformer Engine's grouped layer with one weight per expert: "... linear_fc2.weight7".
 _EXPERT = re.compile(r"mlp\.experts\.(?:local_experts\.(\d+)\.(linear_fc[12])\.weight|(linear_fc[12])\.weight(\d+))")
 _IN_EXPERT: dict[str, tuple[Cut, tuple[str, ...]]] = {
     "linear_fc1": ("gate_up", ("gate_proj.weight", "up_proj.weight")),
@@ -181,8 +181,9 @@ def entry(name: str, shape: ModelShape) -> Entry:
     if match is None or int(match[1]) >= shape.layers:
         raise KeyError(f"unknown Megatron parameter {name!r}")
     inside = _FUSED_NORMS.get(match[2], match[2])
-    expert, part = _expert_of(inside)
-    if expert is not None and expert < shape.experts:
+    of_expert = _EXPERT.fullmatch(inside)
+    if of_expert is not None and (expert := int(of_expert[1] or of_expert[4])) < shape.experts:
+        part = of_expert[2] or of_expert[3]
         cut, hf = _IN_EXPERT[part]
         names = tuple(f"model.layers.{match[1]}.mlp.experts.{expert}.{tensor}" for tensor in hf)
         return Entry(name, cut, names, _mlp_shapes(part, shape.expert_ffn, shape), expert)
@@ -190,15 +191,6 @@ def entry(name: str, shape: ModelShape) -> Entry:
         raise KeyError(f"unknown Megatron parameter {name!r}")
     cut, hf = _IN_LAYER[inside]
     return Entry(name, cut, tuple(f"model.layers.{match[1]}.{tensor}" for tensor in hf), _shapes(inside, shape))
-
-
-def _expert_of(inside: str) -> tuple[int | None, str]:
-    """(expert, its linear layer) of a name inside a transformer layer; (None, "") if it is not an expert's.
-
-    Example: "mlp.experts.linear_fc2.weight7" -> (7, "linear_fc2")
-    """
-    match = _EXPERT.fullmatch(inside)
-    return (int(match[1] or match[4]), match[2] or match[3]) if match else (None, "")
 
 
 def _outside_experts(shape: ModelShape) -> list[str]:
