@@ -50,7 +50,6 @@ def install() -> bool:
     if not _SHIM.undo:
         _replace_device()
         _replace_random_state()
-        _replace_recompute()
         _replace_experts()
         _replace_optimizer()
     return True
@@ -106,7 +105,7 @@ def _replace_device() -> None:
 
 
 def _replace_random_state() -> None:
-    """Let megatron's tracker save and restore the state of a generator that nothing draws from."""
+    """Let megatron's tracker and recomputation save and restore the state of a generator that nothing draws from."""
     import megatron.core.tensor_parallel.random as megatron_random
 
     generator = torch.Generator(_CPU)
@@ -122,12 +121,7 @@ def _replace_random_state() -> None:
     _SHIM.replace(torch.cuda, "manual_seed", generator.manual_seed)
     # Not torch.cuda.set_rng_state: megatron queues each call until CUDA is initialised, so the queue would grow.
     _SHIM.replace(megatron_random, "_set_cuda_rng_state", set_state)
-
-
-def _replace_recompute() -> None:
-    """Pass `fp8=None`: for False, output-discarding recomputation asks Transformer Engine about FP8."""
-    import megatron.core.tensor_parallel.random as megatron_random
-
+    # For fp8=False, output-discarding recomputation asks Transformer Engine about FP8.
     checkpoint = megatron_random.CheckpointWithoutOutput
     _SHIM.replace(checkpoint, "__init__", partialmethod(checkpoint.__init__, fp8=None))
 
@@ -215,8 +209,9 @@ def cuda_type_names() -> Iterator[None]:
             return original(tensor, dtype, **kwargs)
         return original(tensor).replace("torch.", "torch.cuda.")
 
-    torch.Tensor.type = type_name  # type: ignore[method-assign, assignment]
+    renamed = Replacements()
+    renamed.replace(torch.Tensor, "type", type_name)
     try:
         yield
     finally:
-        torch.Tensor.type = original  # type: ignore[method-assign]
+        renamed.restore()

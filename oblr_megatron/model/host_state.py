@@ -25,10 +25,7 @@ class HostState:
     """The state of megatron-core's optimizers on this rank, on the device or in host memory."""
 
     def __init__(self, parts: Sequence[Any], device: torch.device) -> None:
-        """Args:
-        parts: megatron-core's optimizers, with or without state; what they create later is moved too.
-        device: of the weights.
-        """
+        """Take megatron-core's optimizers, with or without state; what they create later is moved too."""
         self._parts, self._device = parts, device
         self._pinned = device.type == "cuda"
         self._host: dict[Key, Tensor] = {}  # kept between moves if pinned

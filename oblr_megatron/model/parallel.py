@@ -105,13 +105,8 @@ class Position:
 def positions(world_size: int, *, tp: int, pp: int, cp: int, ep: int, etp: int) -> list[Position]:
     """The position of every rank, in megatron-core's rank order.
 
-    Args:
-        world_size: number of ranks; the sizes must divide it (`checks.layout.check_world_size`).
-        tp: tensor_model_parallel_size.
-        pp: pipeline_model_parallel_size.
-        cp: context_parallel_size.
-        ep: expert_model_parallel_size.
-        etp: expert_tensor_parallel_size.
+    The sizes of tensor, pipeline, context, expert and expert-tensor parallelism must divide the number of ranks
+    (`checks.layout.check_world_size`).
     """
     from megatron.core.parallel_state import RankGenerator
 

@@ -36,7 +36,7 @@ from oblr_megatron.model.precision import uses_transformer_engine
 from oblr_megatron.model.tapped import TappedModel
 from oblr_megatron.model.taps import Tap, install
 from oblr_megatron.model.te_taps import install_te
-from oblr_megatron.model.transformer_config import HFConfig, transformer_config_of, with_sizes
+from oblr_megatron.model.transformer_config import HFConfig, transformer_config_of
 from oblr_megatron.padding import padded_vocab_size, padding_of
 
 
@@ -81,7 +81,16 @@ def build_policy(
     Raises:
         UserError: the layout does not divide the model, or the model has an unsupported feature.
     """
-    options = with_sizes(options or ParallelConfig(), parallel)
+    sizes = {
+        "tensor_model_parallel_size": parallel.tp_size,
+        "pipeline_model_parallel_size": parallel.pp_size,
+        "virtual_pipeline_model_parallel_size": parallel.vp_size if parallel.vp_size > 1 else None,
+        "context_parallel_size": parallel.cp_size,
+        "expert_model_parallel_size": parallel.ep_size,
+        "expert_tensor_parallel_size": parallel.etp_size,
+        "sequence_parallel": parallel.sequence_parallel,
+    }
+    options = (options or ParallelConfig()).model_copy(update=sizes)
     check_model(hf_config.to_dict(), options, where=str(config.path))
     check_attention(config.attention, options)
     transformer_config = transformer_config_of(hf_config, config, parallel, options)

@@ -32,9 +32,6 @@ class DeviceBuffer(SharedBuffer):
         if self._view.numel() < size:
             self._view = torch.empty(size, dtype=torch.uint8, device=self._view.device)
 
-    def map(self) -> None:
-        """Does nothing: device memory is not mapped."""
-
     def checksum(self, start: int, used: int) -> int:
         return device_checksum(self._view[start : start + used])
 

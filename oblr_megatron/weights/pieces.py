@@ -55,14 +55,14 @@ class Piece:
 def pieces(shape: ModelShape, *, tp: int, ep: int, etp: int, padded_vocab: int, budget: int) -> tuple[Piece, ...]:
     """All parameters of a model in the order of a push.
 
+    A piece holds at least one whole parameter. A piece of experts holds at least one matrix from every expert-parallel
+    rank. A smaller budget is raised to that.
+
     Args:
         shape: the model's sizes.
-        tp: tensor-parallel ranks.
-        ep: expert-parallel ranks.
-        etp: expert-tensor-parallel ranks.
+        tp, ep, etp: numbers of tensor-, expert- and expert-tensor-parallel ranks.
         padded_vocab: rows of the vocabulary matrices with padding.
-        budget: elements of a piece. A piece holds at least one whole parameter. A piece of experts holds at least one
-            matrix from every expert-parallel rank. A smaller budget is raised to that.
+        budget: elements of a piece.
     """
     singles: list[list[Piece]] = []  # by layer, and whether they are experts
     for _, group in groupby(table(shape), _group_of):
