@@ -35,7 +35,7 @@ from oblr_megatron.model.taps import DropSink, Sink, Tap
 from oblr_megatron.types import TokenRows
 
 if TYPE_CHECKING:
-    from oblr_megatron.model.router import Router, RouterLosses
+    from oblr_megatron.model.router import RouterLosses
     from oblr_megatron.model.tapped import TappedModel
 
 LossFn = Callable[[Tensor, Any], tuple[Tensor, dict[str, Tensor]]]
@@ -76,8 +76,24 @@ def run_schedule(
     items = _items(policy, microbatches)
     losses = nullcontext() if routers is None else routers.attached()
     with torch.set_grad_enabled(not forward_only), policy.tap.into(sink), losses, routers_of(policy) as found:
+
+        def forward_step(data: Iterator[Item], model: DistributedDataParallel) -> tuple[Tensor, Callable[..., Any]]:
+            position, batch = next(data)
+            chunk = next(index for index, candidate in enumerate(policy.chunks) if candidate is model)
+            routed = RouterBatch(found[chunk], batch)
+            routed.enter()
+            output = model(
+                input_ids=batch.input_ids,
+                position_ids=None,  # the rotary embedding computes positions itself
+                attention_mask=None,
+                packed_seq_params=packed_params(policy.parallel, batch),
+            )
+            if not forward_only:
+                output.register_hook(partial(_announce, policy.tap, position, chunk, batch, routed))
+            return output, partial(_loss, loss_fn if position is not None else _no_loss, batch)
+
         records: list[dict[str, Tensor]] = get_forward_backward_func()(
-            forward_step_func=_forward_step(policy, loss_fn, found, announces=not forward_only),
+            forward_step_func=forward_step,
             data_iterator=[iter(items) for _ in policy.chunks],
             model=policy.chunks,
             num_microbatches=len(items),
@@ -159,27 +175,6 @@ def _items(policy: TappedModel, microbatches: Sequence[TokenRows]) -> list[Item]
         filler = local_part(parallel, empty_batch(device=parallel.device), padding)
         items += [(None, filler)] * (-len(items) % parallel.pp_size)
     return items
-
-
-def _forward_step(
-    policy: TappedModel, loss_fn: LossFn, routers: Sequence[Sequence[Router]], *, announces: bool
-) -> Callable[[Iterator[Item], DistributedDataParallel], tuple[Tensor, Callable[..., Any]]]:
-    def forward_step(data: Iterator[Item], model: DistributedDataParallel) -> tuple[Tensor, Callable[..., Any]]:
-        position, batch = next(data)
-        chunk = next(index for index, candidate in enumerate(policy.chunks) if candidate is model)
-        routed = RouterBatch(routers[chunk], batch)
-        routed.enter()
-        output = model(
-            input_ids=batch.input_ids,
-            position_ids=None,  # the rotary embedding computes positions itself
-            attention_mask=None,
-            packed_seq_params=packed_params(policy.parallel, batch),
-        )
-        if announces:
-            output.register_hook(partial(_announce, policy.tap, position, chunk, batch, routed))
-        return output, partial(_loss, loss_fn if position is not None else _no_loss, batch)
-
-    return forward_step
 
 
 def _announce(tap: Tap, position: int | None, chunk: int, batch: TokenRows, routed: RouterBatch, grad: Tensor) -> None:

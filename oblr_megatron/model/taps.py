@@ -231,7 +231,10 @@ class _TappedLinear(torch.autograd.Function):
     def backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, None, None, None, None, None, None]:
         input, weight = ctx.saved_tensors
         group = ctx.tp_group
-        x, gather = _gathered(input, group) if ctx.sequence_parallel else (input, None)
+        x, gather = input, None
+        if ctx.sequence_parallel:  # into new memory: the next layer overwrites megatron's scratch buffer
+            x = input.new_empty((input.shape[0] * group.size(), *input.shape[1:]))
+            gather = dist.all_gather_into_tensor(x, input.contiguous(), group=group, async_op=True)
         dx = dy.matmul(weight)
         if gather is not None:
             gather.wait()
@@ -246,12 +249,6 @@ class _TappedLinear(torch.autograd.Function):
         if pending is not None:
             pending.wait()
         return dx, None, None, None, None, None, None
-
-
-def _gathered(input: Tensor, group: dist.ProcessGroup) -> tuple[Tensor, Any]:
-    """All-gather the sequence into new memory: the next layer overwrites megatron's scratch buffer."""
-    whole = input.new_empty((input.shape[0] * group.size(), *input.shape[1:]))
-    return whole, dist.all_gather_into_tensor(whole, input.contiguous(), group=group, async_op=True)
 
 
 def _embedding(tap: Tap, module: VocabParallelEmbedding, ids: Tensor) -> Tensor:

@@ -239,18 +239,21 @@ def split(
         tp_size: number of shards; the expert-tensor-parallel size for an expert.
         padded_vocab: rows of the vocabulary matrices with padding, over all ranks.
     """
+    import torch
+
     if item.cut == "replicated":
         return tensors[0][:]
     if item.cut == "columns":
         start, stop = _share(item.shapes[0][1], tp_rank, tp_size)
         return tensors[0][:, start:stop]
     if item.cut == "gate_up":
-        import torch
-
         start, stop = _share(item.shapes[0][0], tp_rank, tp_size)
         return torch.cat([tensor[start:stop] for tensor in tensors])
     if item.cut == "vocab":
-        return _split_vocab(tensors[0], shape, *_share(padded_vocab, tp_rank, tp_size))
+        start, stop = _share(padded_vocab, tp_rank, tp_size)
+        rows = tensors[0][min(start, shape.vocab) : min(stop, shape.vocab)]
+        padding = rows.new_zeros(stop - start - rows.shape[0], shape.hidden)
+        return torch.cat([rows, padding]) if len(padding) else rows
     return _split_qkv(item, tensors, shape, tp_rank, tp_size)
 
 
@@ -299,14 +302,6 @@ def shard_shape(item: Entry, shape: ModelShape, *, tp_size: int, padded_vocab: i
 def _share(size: int, rank: int, ranks: int) -> tuple[int, int]:
     assert size % ranks == 0, f"{size} rows cannot be shared by {ranks} ranks"
     return size // ranks * rank, size // ranks * (rank + 1)
-
-
-def _split_vocab(tensor: Sliceable, shape: ModelShape, start: int, stop: int) -> Tensor:
-    import torch
-
-    rows = tensor[min(start, shape.vocab) : min(stop, shape.vocab)]
-    padding = rows.new_zeros(stop - start - rows.shape[0], shape.hidden)
-    return torch.cat([rows, padding]) if len(padding) else rows
 
 
 def _group_rows(shape: ModelShape) -> tuple[int, int, int]:
