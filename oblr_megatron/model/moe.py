@@ -37,13 +37,9 @@ _EXPERT = re.compile(r"(?<=\.mlp\.experts\.local_experts\.)\d+|(?<=\.mlp\.expert
 
 
 def with_global_expert(name: str, first: int) -> str:
-    """The parameter's name with the local expert index replaced by the global one; other names are unchanged.
+    """The parameter's name with the expert counted over all ranks; `first` is the number of this rank's first expert.
 
     Example: ("decoder.layers.0.mlp.experts.local_experts.1.linear_fc1.weight", 4) -> "... local_experts.5 ...".
-
-    Args:
-        name: megatron-core's name on this rank.
-        first: the global index of this rank's first expert.
     """
     return _EXPERT.sub(lambda index: str(first + int(index[0])), name)
 

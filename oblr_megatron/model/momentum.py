@@ -36,11 +36,8 @@ def momentum_of(policy: Policy, config: Config) -> GradientMomentum | None:
 class GradientMomentum:
     """m_t = m_{t-1} + (g_t - m_{t-1}) / horizon from m = 0, read as m / (1 - (1 - 1/horizon)^count).
 
-    The correction makes the average of a constant gradient that gradient. Every rank creates one.
-
-    Args:
-        policy: provides main_grad.
-        horizon: in steps, more than 1.
+    The correction makes the average of a constant gradient that gradient. The horizon is more than 1 step. Every rank
+    creates one.
     """
 
     def __init__(self, policy: Policy, horizon: float) -> None:
@@ -56,10 +53,8 @@ class GradientMomentum:
     def take(self, sq_norm: float) -> float:
         """<main_grad, average so far> over all ranks; then add main_grad to the average. Collective.
 
-        Returns NaN before the first gradient. Also NaN, with the average unchanged, if main_grad is zero or not finite.
-
-        Args:
-            sq_norm: ||main_grad||^2, reduced over all ranks and unclipped.
+        `sq_norm` is ||main_grad||^2, reduced over all ranks and unclipped. Returns NaN before the first gradient. Also
+        NaN, with the average unchanged, if main_grad is zero or not finite.
         """
         if not 0 < sq_norm < math.inf:
             return math.nan
@@ -75,8 +70,7 @@ class GradientMomentum:
     def sharded_state_dict(self, model_state: dict[str, Any]) -> dict[str, Any]:
         """The state for megatron-core's distributed checkpoints, to save or to load into.
 
-        Args:
-            model_state: the policy's sharded state dict; each average is cut like its weight.
+        Each average is cut like its weight in `model_state`, the policy's sharded state dict.
         """
         names, parameters = zip(*self._policy.named_parameters(), strict=True)
         cuts = get_param_id_to_sharded_param_map(model_state, iter(parameters))

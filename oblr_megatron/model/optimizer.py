@@ -160,10 +160,8 @@ class PolicyOptimizer:
         """fp32 masters and moments for megatron-core's distributed checkpoints, to save or to load into.
 
         The format is the same with and without the distributed optimizer. Moments are created if no step has made them
-        yet. Offloaded state is given where it is, in host memory.
-
-        Args:
-            model_state: the policy's sharded state dict; each tensor is cut like its weight.
+        yet. Offloaded state is given where it is, in host memory. Each tensor is cut like its weight in `model_state`,
+        the policy's sharded state dict.
         """
         parts = self._optimizer.chained_optimizers
         if isinstance(parts[0], DistributedOptimizer):

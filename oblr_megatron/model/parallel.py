@@ -153,12 +153,7 @@ def local_world_size(world_size: int) -> int:
 
 
 def join(config: ParallelConfig, *, backend: str | None = None) -> None:
-    """Join the process group, or keep an existing one. The layout is not looked at.
-
-    Args:
-        config: its timeout is read.
-        backend: as for `initialize`.
-    """
+    """Join the process group, or keep an existing one. Of the config only the timeout is read; see `initialize`."""
     if cpu.install():
         share_device()
         keep_freed_memory()
@@ -212,8 +207,7 @@ def initialize(config: ParallelConfig, *, backend: str | None = None, seed: int 
 def shutdown(*, keep_process_group: bool = False) -> None:
     """Destroy megatron-core's groups and leave the process group, if there is one.
 
-    Args:
-        keep_process_group: stay in the process group, so that the same processes can initialize another layout.
+    With `keep_process_group` stay in it, so that the same processes can initialize another layout.
     """
     from megatron.core import parallel_state
 
@@ -361,9 +355,7 @@ def share_group(parallel: Parallel, size: int) -> ProcessGroup | None:
 def _group_by(keys: Sequence[object], timeout: timedelta) -> ProcessGroup:
     """The group of all ranks with this rank's key, for combinations that megatron-core has no group for.
 
-    Args:
-        keys: one key for every rank; the list is the same on all ranks.
-        timeout: of the group's collectives.
+    There is one key for every rank, and the list is the same on all ranks.
     """
     groups = {}
     for which in dict.fromkeys(keys):  # collective: every rank creates every group

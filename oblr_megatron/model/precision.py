@@ -34,12 +34,7 @@ def uses_transformer_engine(config: ModelConfig, parallel: Parallel) -> bool:
 
 
 def precision_fields(config: ModelConfig, *, transformer_engine: bool) -> dict[str, Any]:
-    """The precision fields of megatron's TransformerConfig.
-
-    Args:
-        config: the model's configuration.
-        transformer_engine: whether the layers are Transformer Engine's; other layers have no FP8.
-    """
+    """The precision fields of megatron's TransformerConfig. Only Transformer Engine's layers have FP8."""
     dtype = DTYPES[config.dtype]
     fields = {"params_dtype": dtype, "pipeline_dtype": dtype, "bf16": dtype == torch.bfloat16}
     if config.fp8 == "none" or not transformer_engine:

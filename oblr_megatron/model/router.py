@@ -61,12 +61,8 @@ class Router(TopKRouter):
     def routing(self, logits: Tensor, padding_mask: Tensor | None = None) -> tuple[Tensor, Tensor]:
         """[t, b, E] -> each token's expert weights [t * b, E], zero if not selected, and the selection [t * b, E] bool.
 
-        Padding is routed like any token. A token with a route in `routes` takes these experts. Their weights are the
-        trainer's own scores, so that the router learns from them as from its own choice.
-
-        Args:
-            logits: of this rank's tokens.
-            padding_mask: not used; `trained` is the mask.
+        Padding is routed like any token; `padding_mask` is not used. A token with a route in `routes` takes these
+        experts. Their weights are the trainer's own scores, so that the router learns from them as from its own choice.
         """
         losses = self.losses if torch.is_grad_enabled() else None  # recomputed layers count once
         trained, logits = self.trained, logits.flatten(0, -2)
@@ -97,10 +93,6 @@ class RouterBatch:
 
     Backward runs layers again under recomputation. A router then has to know which microbatch this is: with a pipeline
     others went forward in between. So the schedule enters the microbatch before each forward and each backward.
-
-    Args:
-        routers: of the chunk; may be empty.
-        batch: from `local_part`.
     """
 
     def __init__(self, routers: Sequence[Router], batch: TokenRows) -> None:
@@ -211,10 +203,7 @@ class RouterLosses:
     def compare(self, router: Router, agree: Tensor, counted: Tensor) -> None:
         """Count the router's own choices that are not among the replayed ones.
 
-        Args:
-            router: of the layer.
-            agree: [n, k] bool, whether each own choice of a token was replayed.
-            counted: [n, 1] bool, the trained tokens that have a route.
+        `agree` [n, k] bool: whether each own choice was replayed; `counted` [n, 1]: the trained tokens with a route.
         """
         record = self._record(router)
         record[-2] += (~agree & counted).sum()

@@ -48,11 +48,6 @@ def local_part(parallel: Parallel, batch: Batch, padding: Padding) -> Batch:
 
     Padding has mask False; at the end of the row it belongs to the last sample. Position j of the result still
     predicts `labels[:, j]`. `cu_seqlens` counts this rank's tokens, 1 / cp_size of the padded ones.
-
-    Args:
-        parallel: the layout.
-        batch: the whole microbatch.
-        padding: the run's padding.
     """
     length = batch.input_ids.shape[1]
     bounds = [0, length] if batch.cu_seqlens is None else batch.cu_seqlens.tolist()

@@ -125,10 +125,7 @@ class Tap(Replacements):
 def install(module: nn.Module, tap: Tap, splits: Mapping[nn.Module, Sequence[SplitsFn]]) -> None:
     """Tap every module of this model chunk that can be tapped. Frozen parameters are skipped during forward.
 
-    Args:
-        module: the model chunk.
-        tap: connects the modules to a sink.
-        splits: of experts' linear layers (`moe.splits_of`).
+    `splits` of experts' layers come from `moe.splits_of`.
     """
     for child in module.modules():
         if isinstance(child, (ColumnParallelLinear, RowParallelLinear)):

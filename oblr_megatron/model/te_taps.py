@@ -54,11 +54,9 @@ class HandOver:
         return type(self.tap.sink) is not AccumulateSink
 
     def put(self, factors: Sequence[Any], product: Callable[..., Any]) -> None:
-        """Pass the factors to the sink; Transformer Engine calls this instead of multiplying.
+        """Pass the factors to the sink; Transformer Engine calls this instead of `product`, which multiplies.
 
-        Args:
-            factors: x [tokens, d] and dy [tokens, p]; for a grouped layer a list of each, and the list of its outputs.
-            product: the function that would multiply them; unused.
+        The factors are x [tokens, d] and dy [tokens, p]; for a grouped layer a list of each, and the list of its outputs.
         """
         x, dy, *outputs = factors
         pairs = list(zip(x, dy, strict=True)) if outputs else [(x, dy)]
@@ -83,11 +81,7 @@ def install_te(
 ) -> None:
     """Tap the Transformer Engine layers of this model chunk, after `taps.install`. No-op without CUDA or the package.
 
-    Args:
-        module: the model chunk.
-        tap: connects the layers to a sink.
-        config: the model's configuration.
-        splits: of grouped layers (`moe.splits_of`).
+    `splits` of grouped layers come from `moe.splits_of`.
     """
     kinds = _kinds()
     for layer in module.modules():

@@ -68,12 +68,9 @@ def load_model(source: Path, device: torch.device) -> PreTrainedModel:
 
 @torch.no_grad()
 def calibrate(model: PreTrainedModel, batches: Sequence[PackedRows], advance: Advance = lambda rows: None) -> None:
-    """Insert quantizers and set their scales from the weights and the calibration rows.
+    """Insert quantizers and set their scales from the weights and the calibration rows, of at least one batch.
 
-    Args:
-        model: changed in place; output layer, embedding, norms and routers are not quantised.
-        batches: at least one.
-        advance: called after each batch.
+    The model is changed in place. Its output layer, embedding, norms and routers are not quantised.
 
     Raises:
         RunError: a quantised layer saw no token.

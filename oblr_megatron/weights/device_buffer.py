@@ -37,10 +37,7 @@ class DeviceBuffer(SharedBuffer):
 
 
 def device_checksum(data: Tensor) -> int:
-    """The checksum that the module defines.
-
-    Args:
-        data: [n] uint8, on any device; starts at a multiple of eight bytes of its memory.
+    """The checksum that the module defines, of [n] uint8 on any device that start at a multiple of eight bytes.
 
     Example: bytes 1, 0 ... (one word, 1) and then 2 -> 1 * 1 + 3 * 2 = 7
     """

@@ -260,14 +260,10 @@ def split(
 def views(item: Entry, stacked: Tensor, shape: ModelShape) -> list[tuple[str, Tensor]]:
     """The whole Hugging Face tensors from all shards in rank order; the inverse of `split`.
 
-    They are views with the tensors' elements in row-major order, in up to four dimensions.
+    They are views with the tensors' elements in row-major order, in up to four dimensions. With more ranks than KV
+    groups, q, k and v are views only if the shards are contiguous; otherwise they are copied.
 
-    With more ranks than KV groups, q, k and v are copied. They are views if the shards are contiguous.
-
-    Args:
-        item: the parameter.
-        stacked: all ranks' shards on top of each other, [ranks, *shard]; of what every rank holds whole, [1, *shard].
-        shape: the model's sizes.
+    `stacked` has all ranks' shards on top of each other, [ranks, *shard]; of what every rank holds whole, [1, *shard].
 
     Example: of linear_fc2, cut by columns over 2 ranks, [2, hidden, ffn / 2] -> [hidden, 2, ffn / 2].
     """
