@@ -13,7 +13,6 @@ backward starts the sum over replicas, and `finish_overlapped_grads` replaces bo
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import nullcontext
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
@@ -74,8 +73,7 @@ def run_schedule(
     if not microbatches:
         return []
     items = _items(policy, microbatches)
-    losses = nullcontext() if routers is None else routers.attached()
-    with torch.set_grad_enabled(not forward_only), policy.tap.into(sink), losses, routers_of(policy) as found:
+    with torch.set_grad_enabled(not forward_only), policy.tap.into(sink), routers_of(policy, routers) as found:
 
         def forward_step(data: Iterator[Item], model: DistributedDataParallel) -> tuple[Tensor, Callable[..., Any]]:
             position, batch = next(data)

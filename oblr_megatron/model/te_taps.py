@@ -56,7 +56,7 @@ class HandOver:
     def put(self, factors: Sequence[Any], product: Callable[..., Any]) -> None:
         """Pass the factors to the sink; Transformer Engine calls this instead of `product`, which multiplies.
 
-        The factors are x [tokens, d] and dy [tokens, p]; for a grouped layer a list of each, and the list of its outputs.
+        The factors are x [tokens, d] and dy [tokens, p]. A grouped layer puts lists, and that of its outputs.
         """
         x, dy, *outputs = factors
         pairs = list(zip(x, dy, strict=True)) if outputs else [(x, dy)]
