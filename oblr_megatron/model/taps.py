@@ -77,11 +77,17 @@ class Sink(Protocol):
         """All factors of this microbatch and chunk were passed, and untapped gradients are in `main_grad`."""
 
 
-class DropSink(Sink):
+class DropSink:
     """Drops every gradient: that of a filler in the interleaved schedule, which is zero."""
 
+    def begin(self, position: int, chunk: int, batch: TokenRows) -> None: ...
+    def linear(self, weight: nn.Parameter, x: Tensor, dy: Tensor, splits: Splits | None = None) -> None: ...
+    def embedding(self, weight: nn.Parameter, rows: Tensor, dy: Tensor) -> None: ...
+    def scale(self, weight: nn.Parameter, terms: Tensor) -> None: ...
+    def end(self, position: int, chunk: int) -> None: ...
 
-class AccumulateSink(Sink):
+
+class AccumulateSink(DropSink):
     """The sink of ordinary training: adds every gradient to `main_grad`."""
 
     def linear(self, weight: nn.Parameter, x: Tensor, dy: Tensor, splits: Splits | None = None) -> None:
