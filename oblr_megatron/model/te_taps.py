@@ -88,7 +88,7 @@ def install_te(
         if not isinstance(layer, kinds) or not _can_be_tapped(layer, config):
             continue
         # A grouped layer numbers its weights and has no `weight_names`.
-        names = getattr(layer, "weight_names", None) or [f"weight{index}" for index in range(layer.num_gemms)]
+        names = getattr(layer, "weight_names", None) or [f"weight{n}" for n in range(cast(int, layer.num_gemms))]
         weights = [getattr(layer, name) for name in names]
         bias = cast("nn.Parameter | None", layer.bias if layer.use_bias else None)
         tap.weights.update(id(held) for held in (*weights, bias) if held is not None)
