@@ -64,9 +64,6 @@ FAMILIES: tuple[Family, ...] = (
 )
 LLAMA3_ROPE = {"low_freq_factor": 1, "high_freq_factor": 4, "original_max_position_embeddings": 8192}
 """Of rope_type "llama3": megatron-core computes with these values, and reads only `factor`. All of Llama 3 has them."""
-SUPPORTED = ", ".join(f"{family.name} ({family.architecture})" for family in FAMILIES)
-"""The families in one line, for messages."""
-_BY_TYPE = {family.model_type: family for family in FAMILIES}
 
 
 def family_of(hf_config: Mapping[str, Any], where: str = "config.json") -> Family:
@@ -75,14 +72,15 @@ def family_of(hf_config: Mapping[str, Any], where: str = "config.json") -> Famil
     Raises:
         UserError: the architecture is not supported.
     """
-    family = _BY_TYPE.get(str(hf_config.get("model_type")))
     names = hf_config.get("architectures") or []
-    if family is not None and names in ([family.architecture], []):
-        return family
+    for family in FAMILIES:
+        if family.model_type == hf_config.get("model_type") and names in ([family.architecture], []):
+            return family
+    supported = ", ".join(f"{family.name} ({family.architecture})" for family in FAMILIES)
     raise UserError(
         f"model_type {hf_config.get('model_type')!r} with architectures {names!r} is not supported",
         where=where,
-        fix=f"give a model of one of these families: {SUPPORTED}",
+        fix=f"give a model of one of these families: {supported}",
     )
 
 

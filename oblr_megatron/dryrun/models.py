@@ -15,13 +15,12 @@ from dataclasses import dataclass
 from typing import Any
 
 from megatron.core.models.gpt import GPTModel
-from megatron.core.tensor_parallel import param_is_not_tensor_parallel_duplicate
-from megatron.core.transformer.module import param_is_not_shared
 
 from oblr_megatron.checks.layout import num_experts
 from oblr_megatron.config import Config, ModelConfig, ParallelConfig
 from oblr_megatron.dryrun.fake_ranks import standing_as
 from oblr_megatron.model import moe
+from oblr_megatron.model.optimizer import counted_here
 from oblr_megatron.model.parallel import Parallel, Position, positions
 from oblr_megatron.model.policy import build_model
 from oblr_megatron.model.transformer_config import HFConfig, hf_config_of, transformer_config_of
@@ -114,13 +113,12 @@ def _check_position(parallel: Parallel, place: Position) -> None:
 
 def _count(hf_config: HFConfig, config: Config, parallel: Parallel) -> tuple[int, int, int, int]:
     """(dense, experts, counted dense, counted experts) of this rank."""
-    sizes, group = [0, 0, 0, 0], parallel.tp_group
+    sizes = [0, 0, 0, 0]
     for chunk in _chunks(hf_config, config.model, parallel, config.parallel):
         for parameter in chunk.parameters():
             expert = moe.is_expert(parameter)
             sizes[expert] += parameter.numel()
-            unique = param_is_not_shared(parameter) and param_is_not_tensor_parallel_duplicate(parameter, group)
-            if expert or unique:
+            if expert or counted_here(parameter, parallel):
                 sizes[2 + expert] += parameter.numel()
     return sizes[0], sizes[1], sizes[2], sizes[3]
 

@@ -12,7 +12,15 @@ for _message in (
     "MimoModelConfig is experimental.*",  # from 0.19 on; no part of a GPTModel
 ):
     warnings.filterwarnings("ignore", message=_message, category=UserWarning)
+
+
+def _drop(logger: str, start: str) -> None:
+    """Drop the logger's messages that start so."""
+    logging.getLogger(logger).addFilter(lambda record: not str(record.msg).startswith(start))
+
+
 # megatron-core 0.19 imports this module of torch, which logs so on a machine with nvcc and without a GPU.
-logging.getLogger("torch.utils.cpp_extension").addFilter(
-    lambda record: not str(record.msg).startswith("No CUDA runtime is found")
-)
+_drop("torch.utils.cpp_extension", "No CUDA runtime is found")
+# 0.19 logs these at each model and each load. Both work as before: see docs/architecture.md.
+_drop("megatron.core.models.gpt.gpt_model", "GPTModel IS DEPRECATED")
+_drop("megatron.core.dist_checkpointing.strategies.common", "load_common is deprecated")

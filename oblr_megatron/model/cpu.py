@@ -18,43 +18,38 @@ from typing import Any
 import torch
 
 _CPU = torch.device("cpu")
-_MISSING = object()
 
 
-class _Shim:
-    """The attributes replaced so far, with their original values."""
+class Replacements:
+    """Attributes of modules, classes and instances that are replaced until `restore`."""
 
     def __init__(self) -> None:
-        self._originals: list[tuple[Any, str, Any]] = []
-
-    @property
-    def installed(self) -> bool:
-        return bool(self._originals)
+        self.undo: list[Callable[[], object]] = []
 
     def replace(self, owner: Any, name: str, value: Any) -> None:
-        self._originals.append((owner, name, vars(owner).get(name, _MISSING)))
+        """Set an attribute of the owner itself."""
+        if name in vars(owner):
+            self.undo.append(partial(setattr, owner, name, vars(owner)[name]))
+        else:
+            self.undo.append(partial(delattr, owner, name))
         setattr(owner, name, value)
 
     def restore(self) -> None:
-        while self._originals:
-            owner, name, value = self._originals.pop()
-            if value is _MISSING:
-                delattr(owner, name)
-            else:
-                setattr(owner, name, value)
+        """Restore the originals, the last one first."""
+        while self.undo:
+            self.undo.pop()()
 
 
-_SHIM = _Shim()
+_SHIM = Replacements()
 
 
 def install() -> bool:
     """Install the shim. Returns False and changes nothing if CUDA is available. Safe to call twice."""
     if torch.cuda.is_available():
         return False
-    if not _SHIM.installed:
+    if not _SHIM.undo:
         _replace_device()
         _replace_random_state()
-        _replace_recompute()
         _replace_experts()
         _replace_optimizer()
     return True
@@ -67,7 +62,7 @@ def uninstall() -> None:
 
 def installed() -> bool:
     """Whether the shim is installed."""
-    return _SHIM.installed
+    return bool(_SHIM.undo)
 
 
 class _TorchOnCpu:
@@ -110,7 +105,7 @@ def _replace_device() -> None:
 
 
 def _replace_random_state() -> None:
-    """Let megatron's tracker save and restore the state of a generator that nothing draws from."""
+    """Let megatron's tracker and recomputation save and restore the state of a generator that nothing draws from."""
     import megatron.core.tensor_parallel.random as megatron_random
 
     generator = torch.Generator(_CPU)
@@ -126,12 +121,7 @@ def _replace_random_state() -> None:
     _SHIM.replace(torch.cuda, "manual_seed", generator.manual_seed)
     # Not torch.cuda.set_rng_state: megatron queues each call until CUDA is initialised, so the queue would grow.
     _SHIM.replace(megatron_random, "_set_cuda_rng_state", set_state)
-
-
-def _replace_recompute() -> None:
-    """Pass `fp8=None`: for False, output-discarding recomputation asks Transformer Engine about FP8."""
-    import megatron.core.tensor_parallel.random as megatron_random
-
+    # For fp8=False, output-discarding recomputation asks Transformer Engine about FP8.
     checkpoint = megatron_random.CheckpointWithoutOutput
     _SHIM.replace(checkpoint, "__init__", partialmethod(checkpoint.__init__, fp8=None))
 
@@ -209,7 +199,7 @@ def cuda_type_names() -> Iterator[None]:
     Its mixed-precision optimizer recognises bf16 weights only by 'torch.cuda.BFloat16Tensor'. Does nothing unless the
     shim is installed.
     """
-    if not _SHIM.installed:
+    if not _SHIM.undo:
         yield
         return
     original = torch.Tensor.type
@@ -219,8 +209,9 @@ def cuda_type_names() -> Iterator[None]:
             return original(tensor, dtype, **kwargs)
         return original(tensor).replace("torch.", "torch.cuda.")
 
-    torch.Tensor.type = type_name  # type: ignore[method-assign, assignment]
+    renamed = Replacements()
+    renamed.replace(torch.Tensor, "type", type_name)
     try:
         yield
     finally:
-        torch.Tensor.type = original  # type: ignore[method-assign]
+        renamed.restore()

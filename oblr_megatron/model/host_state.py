@@ -25,10 +25,7 @@ class HostState:
     """The state of megatron-core's optimizers on this rank, on the device or in host memory."""
 
     def __init__(self, parts: Sequence[Any], device: torch.device) -> None:
-        """Args:
-        parts: megatron-core's optimizers, with or without state; what they create later is moved too.
-        device: of the weights.
-        """
+        """Take megatron-core's optimizers, with or without state; what they create later is moved too."""
         self._parts, self._device = parts, device
         self._pinned = device.type == "cuda"
         self._host: dict[Key, Tensor] = {}  # kept between moves if pinned
@@ -60,7 +57,9 @@ class HostState:
     def tensors(self) -> Iterator[tuple[Key, Tensor]]:
         """fp32 masters of bf16 weights, and moments; not step counts, nor weights that are updated in place."""
         for number, part in enumerate(self._parts):
-            masters = {id(main) for main in _masters(part)}
+            # fp32 copies of half-precision weights: of the distributed optimizer, or of the plain one
+            groups = getattr(part, "shard_fp32_from_float16_groups", getattr(part, "fp32_from_float16_groups", []))
+            masters = {id(main) for group in groups for main in group}
             updated = [main for group in part.optimizer.param_groups for main in group["params"]]
             for index, main in enumerate(updated):
                 if id(main) in masters:
@@ -72,9 +71,3 @@ class HostState:
     def _end(self) -> None:
         if self._pinned:
             torch.cuda.synchronize(self._device)
-
-
-def _masters(part: Any) -> Iterator[Tensor]:
-    """The fp32 copies of half-precision weights: of the distributed optimizer, or of the plain one."""
-    groups = getattr(part, "shard_fp32_from_float16_groups", None) or getattr(part, "fp32_from_float16_groups", [])
-    return (main for group in groups for main in group)

@@ -1,12 +1,10 @@
 """Differences between the accepted versions of megatron-core (0.16.1 to 0.19). No other module asks for the version.
 
-Checkpoints need nothing but silence here: `checkpoint/torch_files.py` writes the same two files under every version.
+Checkpoints need nothing here: `checkpoint/torch_files.py` writes the same two files under every version.
 """
 
 from __future__ import annotations
 
-import logging
-from collections.abc import Callable
 from inspect import signature
 from typing import Any
 
@@ -16,21 +14,6 @@ from megatron.core.tensor_parallel.layers import LinearWithGradAccumulationAndAs
 from megatron.core.transformer.spec_utils import ModuleSpec
 from megatron.core.transformer.transformer_config import TransformerConfig
 from torch import Tensor, nn
-
-# 0.19 logs these at each model and each load. Both work as before, and a user can do nothing: see docs/architecture.md.
-_DEPRECATED = {
-    "megatron.core.models.gpt.gpt_model": "GPTModel IS DEPRECATED",
-    "megatron.core.dist_checkpointing.strategies.common": "load_common is deprecated",
-}
-
-
-def _without(start: str) -> Callable[[logging.LogRecord], bool]:
-    """A filter that drops the messages with this beginning."""
-    return lambda record: not str(record.msg).startswith(start)
-
-
-for _logger, _start in _DEPRECATED.items():
-    logging.getLogger(_logger).addFilter(_without(_start))
 
 _linear = LinearWithGradAccumulationAndAsyncCommunication
 # 0.19 shards weights over a group of its own if `gtp_remat_size` is above 1, and wants the argument from every caller.

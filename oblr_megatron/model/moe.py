@@ -9,7 +9,6 @@ that share a sample, that `main_grad` is a partial sum.
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator, Mapping, Sequence
 from functools import partial
 from itertools import groupby
 from typing import TYPE_CHECKING, Any
@@ -31,7 +30,6 @@ from oblr_megatron.model.router import Router
 if TYPE_CHECKING:
     from oblr_megatron.config import ModelConfig
     from oblr_megatron.model.parallel import Parallel
-    from oblr_megatron.model.tapped import TappedModel
     from oblr_megatron.model.taps import Splits, SplitsFn, Tap
     from oblr_megatron.model.transformer_config import HFConfig
 
@@ -39,13 +37,9 @@ _EXPERT = re.compile(r"(?<=\.mlp\.experts\.local_experts\.)\d+|(?<=\.mlp\.expert
 
 
 def with_global_expert(name: str, first: int) -> str:
-    """The parameter's name with the local expert index replaced by the global one; other names are unchanged.
+    """The parameter's name with the expert counted over all ranks; `first` is the number of this rank's first expert.
 
     Example: ("decoder.layers.0.mlp.experts.local_experts.1.linear_fc1.weight", 4) -> "... local_experts.5 ...".
-
-    Args:
-        name: megatron-core's name on this rank.
-        first: the global index of this rank's first expert.
     """
     return _EXPERT.sub(lambda index: str(first + int(index[0])), name)
 
@@ -111,64 +105,25 @@ def experts_of(model: nn.Module) -> set[nn.Parameter]:
     return {parameter for layer in layers for parameter in layer.experts.parameters()}
 
 
-def sum_expert_grads(policy: TappedModel) -> None:
-    """All-reduce the experts' `main_grad` within a replica if expert parallelism does not span its ranks.
+def splits_of(model: nn.Module, parallel: Parallel, tap: Tap) -> dict[nn.Module, list[SplitsFn]]:
+    """For each linear layer of experts, and each expert in it: the replicas that its current tokens come from.
 
-    Part of `step.reduce_model_parallel_grads`. Example: TP4 and EP2 with whole experts (expert_tensor_parallel_size 1).
-    Ranks 0 and 2 hold the same experts, and each has seen half of the sequence.
+    Transformer Engine's grouped layer has all local experts, other layers have one. Empty if replicas share no experts.
     """
-    if policy.parallel.expert_sum_group is None:
-        return
-    for chunk in policy.chunks:
-        for buffer in chunk.expert_parallel_buffers:
-            dist.all_reduce(buffer.grad_data, group=policy.parallel.expert_sum_group)
-
-
-def share_expert_grads(policy: TappedModel) -> None:
-    """Undo the repetition of `sum_expert_grads`: each of its ranks has the full sum, so divide by their number.
-
-    Part of `step.reduce_data_parallel_grads`: megatron-core then sums experts over all ranks that hold them.
-    """
-    if policy.parallel.expert_sum_group is None:
-        return
-    for chunk in policy.chunks:
-        for buffer in chunk.expert_parallel_buffers:
-            buffer.grad_data.div_(policy.parallel.expert_sum_group.size())
-
-
-def splits_of(model: nn.Module, parallel: Parallel, tap: Tap) -> Mapping[nn.Module, SplitsFn]:
-    """For each linear layer of each local expert: a function that returns the replicas of the current tokens.
-
-    Empty if all tokens belong to this rank's replica. For experts that are separate modules.
-    """
-    return {
-        linear: partial(sources.splits, index)
-        for experts, sources in _dispatched(model, SequentialMLP, parallel, tap)
-        for index, expert in enumerate(experts.local_experts)
-        for linear in (expert.linear_fc1, expert.linear_fc2)
-    }
-
-
-def grouped_splits_of(model: nn.Module, parallel: Parallel, tap: Tap) -> Mapping[nn.Module, Sequence[SplitsFn]]:
-    """The same for Transformer Engine's grouped layers: one function for each local expert of a layer."""
-    return {
-        linear: [partial(sources.splits, index) for index in range(experts.num_local_experts)]
-        for experts, sources in _dispatched(model, TEGroupedMLP, parallel, tap)
-        for linear in (experts.linear_fc1, experts.linear_fc2)
-    }
-
-
-def _dispatched(
-    model: nn.Module, kind: type[nn.Module], parallel: Parallel, tap: Tap
-) -> Iterator[tuple[Any, _Sources]]:
-    """Each layer's experts of this kind and the sources of their tokens; nothing if replicas do not share experts."""
-    if parallel.block_size == 1:
-        return
-    layers = [layer for layer in model.modules() if isinstance(layer, MoELayer) and isinstance(layer.experts, kind)]
-    if layers:
-        replicas = _senders(layers[0].token_dispatcher, parallel.block_rank)
-        for layer in layers:
-            yield layer.experts, _Sources(layer.token_dispatcher, replicas, tap)
+    layers = [layer for layer in model.modules() if isinstance(layer, MoELayer)]
+    if parallel.block_size == 1 or not layers:
+        return {}
+    replicas = _senders(layers[0].token_dispatcher, parallel.block_rank)
+    found: dict[nn.Module, list[SplitsFn]] = {}
+    for layer in layers:
+        sources, experts = _Sources(layer.token_dispatcher, replicas, tap), layer.experts
+        splits = [partial(sources.splits, index) for index in range(experts.num_local_experts)]
+        if isinstance(experts, TEGroupedMLP):
+            found |= {experts.linear_fc1: splits, experts.linear_fc2: splits}
+        elif isinstance(experts, SequentialMLP):
+            for expert, own in zip(experts.local_experts, splits, strict=True):
+                found |= {expert.linear_fc1: [own], expert.linear_fc2: [own]}
+    return found
 
 
 def _senders(dispatcher: MoEAlltoAllTokenDispatcher, block_rank: int) -> list[int]:

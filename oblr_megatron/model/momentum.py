@@ -10,7 +10,7 @@ gradient in the gradient's precision (fp32, or fp64 in fp64 runs), or a share of
 from __future__ import annotations
 
 import math
-from typing import TYPE_CHECKING, Any, cast
+from typing import TYPE_CHECKING, Any
 
 import torch
 from megatron.core.dist_checkpointing.optimizer import get_param_id_to_sharded_param_map
@@ -18,6 +18,7 @@ from megatron.core.dist_checkpointing.optimizer import get_param_id_to_sharded_p
 from oblr_megatron.model.optimizer import over_parameters
 from oblr_megatron.model.shards import held, is_sharded, pieces, put_back
 from oblr_megatron.model.sq_norms import dot
+from oblr_megatron.model.taps import main_grad
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -35,11 +36,8 @@ def momentum_of(policy: Policy, config: Config) -> GradientMomentum | None:
 class GradientMomentum:
     """m_t = m_{t-1} + (g_t - m_{t-1}) / horizon from m = 0, read as m / (1 - (1 - 1/horizon)^count).
 
-    The correction makes the average of a constant gradient that gradient. Every rank creates one.
-
-    Args:
-        policy: provides main_grad.
-        horizon: in steps, more than 1.
+    The correction makes the average of a constant gradient that gradient. The horizon is more than 1 step. Every rank
+    creates one.
     """
 
     def __init__(self, policy: Policy, horizon: float) -> None:
@@ -47,7 +45,7 @@ class GradientMomentum:
         spans = held(policy)
         self._spans = {name: spans[parameter] for name, parameter in policy.named_parameters()}
         self._sums: dict[str, Tensor] = {  # flattened
-            name: torch.zeros_like(_grad(parameter).flatten()[spans[parameter]])
+            name: torch.zeros_like(main_grad(parameter).flatten()[spans[parameter]])
             for name, parameter in policy.named_parameters()
         }
         self._count = 0  # gradients averaged so far
@@ -55,27 +53,24 @@ class GradientMomentum:
     def take(self, sq_norm: float) -> float:
         """<main_grad, average so far> over all ranks; then add main_grad to the average. Collective.
 
-        Returns NaN before the first gradient. Also NaN, with the average unchanged, if main_grad is zero or not finite.
-
-        Args:
-            sq_norm: ||main_grad||^2, reduced over all ranks and unclipped.
+        `sq_norm` is ||main_grad||^2, reduced over all ranks and unclipped. Returns NaN before the first gradient. Also
+        NaN, with the average unchanged, if main_grad is zero or not finite.
         """
         if not 0 < sq_norm < math.inf:
             return math.nan
         found = math.nan
         if self._count:
             weight = 1 - (1 - 1 / self._horizon) ** self._count
-            found = over_parameters(self._policy, self._dot) / weight
+            found = over_parameters(self._policy, lambda name, grad: dot(grad, self._sums[name])) / weight
         for name, parameter in self._policy.named_parameters():
-            self._sums[name].lerp_(_grad(parameter).flatten()[self._spans[name]], 1 / self._horizon)
+            self._sums[name].lerp_(main_grad(parameter).flatten()[self._spans[name]], 1 / self._horizon)
         self._count += 1
         return found
 
     def sharded_state_dict(self, model_state: dict[str, Any]) -> dict[str, Any]:
         """The state for megatron-core's distributed checkpoints, to save or to load into.
 
-        Args:
-            model_state: the policy's sharded state dict; each average is cut like its weight.
+        Each average is cut like its weight in `model_state`, the policy's sharded state dict.
         """
         names, parameters = zip(*self._policy.named_parameters(), strict=True)
         cuts = get_param_id_to_sharded_param_map(model_state, iter(parameters))
@@ -91,10 +86,3 @@ class GradientMomentum:
         for name, tensor in self._sums.items():
             put_back(tensor, state["sums"].get(name, {}))
         self._count = int(state["count"])
-
-    def _dot(self, name: str, parameter: torch.nn.Parameter, span: slice) -> Tensor:
-        return dot(_grad(parameter).flatten()[span], self._sums[name])
-
-
-def _grad(parameter: torch.nn.Parameter) -> Tensor:
-    return cast("Tensor", cast(Any, parameter).main_grad)

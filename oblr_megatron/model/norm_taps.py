@@ -30,13 +30,10 @@ def torch_norms(module: nn.Module, tap: Tap) -> Iterator[tuple[nn.Module, Callab
         if (
             isinstance(child, (nn.LayerNorm, nn.RMSNorm))
             and type(child).forward in _FORWARDS
-            and _is_vector(child.weight)
+            and child.weight is not None
+            and child.weight.dim() == 1
         ):
             yield child, partial(_forward, tap, child)
-
-
-def _is_vector(weight: Tensor | None) -> bool:
-    return weight is not None and weight.dim() == 1
 
 
 def _forward(tap: Tap, norm: Any, x: Tensor) -> Tensor:

@@ -1,7 +1,7 @@
 """megatron-core's optimizer for the policy, with the gradient norm and clipping computed in fp64 over all ranks.
 
     optimizer = PolicyOptimizer(policy, config.optimizer)
-    sq_norm = optimizer.grad_sq_norm()
+    sq_norm = grad_sq_norm(policy)
     optimizer.clip(sq_norm)
     optimizer.step(lr)
 
@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
-from typing import Any, cast
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -31,13 +31,15 @@ from oblr_megatron.errors import BrokenStepError
 from oblr_megatron.model import cpu, moe
 from oblr_megatron.model.host_state import HostState
 from oblr_megatron.model.megatron_versions import take_rates
+from oblr_megatron.model.parallel import Parallel
 from oblr_megatron.model.policy import Policy
 from oblr_megatron.model.sharded_optimizer import load_sharded_state, sharded_state
 from oblr_megatron.model.shards import held, is_sharded
 from oblr_megatron.model.sq_norms import sq_norm
+from oblr_megatron.model.taps import main_grad
 
-ElementSum = Callable[[str, nn.Parameter, slice], torch.Tensor]
-"""(global name, this rank's shard, slice of the flattened shard) -> fp64 scalar, summed over the slice's elements."""
+ElementSum = Callable[[str, torch.Tensor], torch.Tensor]
+"""(global name of a parameter, elements of its `main_grad` [n]) -> fp64 scalar, a sum over the elements."""
 
 
 def optimizer_implementation() -> str:
@@ -46,18 +48,15 @@ def optimizer_implementation() -> str:
     return package if package in ("transformer_engine", "apex") else "torch"
 
 
-def counted_here(parameter: nn.Parameter, policy: Policy) -> bool:
+def counted_here(parameter: nn.Parameter, parallel: Parallel) -> bool:
     """Whether this rank counts the parameter in a norm over all ranks of a replica.
 
     Shards count on every rank, copies on tensor-parallel rank 0, and a tied embedding on the first pipeline stage only.
     An expert counts once in a replica, or once in the block of replicas that share it.
     """
     if moe.is_expert(parameter):
-        group = policy.parallel.expert_sum_group
-        return group is None or group.rank() == 0
-    return param_is_not_shared(parameter) and param_is_not_tensor_parallel_duplicate(
-        parameter, policy.parallel.tp_group
-    )
+        return parallel.expert_sum_group is None or parallel.expert_sum_group.rank() == 0
+    return param_is_not_shared(parameter) and param_is_not_tensor_parallel_duplicate(parameter, parallel.tp_group)
 
 
 def grad_sq_norm(policy: Policy, *, reduced: bool = True) -> float:
@@ -70,37 +69,28 @@ def grad_sq_norm(policy: Policy, *, reduced: bool = True) -> float:
         policy: after `step.reduce_model_parallel_grads`.
         reduced: whether main_grad was also summed over replicas.
     """
-    return over_parameters(policy, _sq_norm, reduced=reduced)
+    return over_parameters(policy, lambda _, grad: sq_norm(grad), reduced=reduced)
 
 
 def over_parameters(policy: Policy, sum_of: ElementSum, *, reduced: bool = True) -> float:
     """Sum `sum_of` over all parameters, each element counted once, and over ranks. See `grad_sq_norm`."""
-    if reduced and is_sharded(policy):
-        return _over_shares(policy, sum_of)
-    rest, experts = torch.zeros(2, dtype=torch.float64, device=policy.parallel.device)
+    parallel = policy.parallel
+    rest, experts = torch.zeros(2, dtype=torch.float64, device=parallel.device)
+    if reduced and is_sharded(policy):  # each rank sums its own share
+        spans = held(policy)
+        for name, parameter in policy.named_parameters():
+            if moe.is_expert(parameter) or counted_here(parameter, parallel):
+                rest += sum_of(name, main_grad(parameter).flatten()[spans[parameter]])
+        dist.all_reduce(rest)
+        return float(rest)
     for name, parameter in policy.named_parameters():
-        if counted_here(parameter, policy):
+        if counted_here(parameter, parallel):
             total = experts if moe.is_expert(parameter) else rest
-            total += sum_of(name, parameter, slice(0, parameter.numel()))
-    dist.all_reduce(rest, group=policy.parallel.model_group)
+            total += sum_of(name, main_grad(parameter).flatten())
+    dist.all_reduce(rest, group=parallel.model_group)
     if policy.transformer_config.num_moe_experts:
-        dist.all_reduce(experts, group=policy.parallel.block_group)
+        dist.all_reduce(experts, group=parallel.block_group)
     return float(rest + experts)
-
-
-def _over_shares(policy: Policy, sum_of: ElementSum) -> float:
-    """The same with a sharded gradient: sum each rank's own share, then all-reduce over all ranks."""
-    total = torch.zeros((), dtype=torch.float64, device=policy.parallel.device)
-    spans = held(policy)
-    for name, parameter in policy.named_parameters():
-        if moe.is_expert(parameter) or counted_here(parameter, policy):
-            total += sum_of(name, parameter, spans[parameter])
-    dist.all_reduce(total)
-    return float(total)
-
-
-def _sq_norm(_: str, parameter: nn.Parameter, span: slice) -> torch.Tensor:
-    return sq_norm(cast(Any, parameter).main_grad.flatten()[span])
 
 
 class PolicyOptimizer:
@@ -112,10 +102,22 @@ class PolicyOptimizer:
     def __init__(self, policy: Policy, config: OptimizerConfig) -> None:
         self.config = config
         self._policy = policy
+        options = MegatronOptimizerConfig(
+            optimizer=config.name,
+            lr=config.lr,
+            min_lr=0.0,
+            weight_decay=config.weight_decay,
+            adam_beta1=config.adam_beta1,
+            adam_beta2=config.adam_beta2,
+            adam_eps=config.adam_eps,
+            sgd_momentum=config.sgd_momentum,
+            params_dtype=policy.transformer_config.params_dtype,
+            bf16=policy.transformer_config.bf16,
+            use_distributed_optimizer=is_sharded(policy),
+            clip_grad=0.0,  # `clip` does it in fp64
+        )
         with cpu.cuda_type_names():
-            self._optimizer = get_megatron_optimizer(
-                _megatron_config(policy, config), policy.chunks, use_gloo_process_groups=False
-            )
+            self._optimizer = get_megatron_optimizer(options, policy.chunks, use_gloo_process_groups=False)
         for part in self._optimizer.chained_optimizers:
             part.init_state_fn = part.init_state_fn or _zero_momentum
         self._state = HostState(self._optimizer.chained_optimizers, policy.parallel.device)
@@ -124,10 +126,6 @@ class PolicyOptimizer:
         """With `optimizer.offload` "sampling", move masters and moments to host memory until the next `step`."""
         if self.config.offload == "sampling":
             self._state.to_host()
-
-    def grad_sq_norm(self) -> float:
-        """||g||^2 of the reduced gradient, see the function `grad_sq_norm`."""
-        return grad_sq_norm(self._policy)
 
     def clip(self, sq_norm: float) -> float:
         """Scale the gradient by min(1, clip_grad / norm) and return the factor; 1 if clipping is off.
@@ -162,10 +160,8 @@ class PolicyOptimizer:
         """fp32 masters and moments for megatron-core's distributed checkpoints, to save or to load into.
 
         The format is the same with and without the distributed optimizer. Moments are created if no step has made them
-        yet. Offloaded state is given where it is, in host memory.
-
-        Args:
-            model_state: the policy's sharded state dict; each tensor is cut like its weight.
+        yet. Offloaded state is given where it is, in host memory. Each tensor is cut like its weight in `model_state`,
+        the policy's sharded state dict.
         """
         parts = self._optimizer.chained_optimizers
         if isinstance(parts[0], DistributedOptimizer):
@@ -200,20 +196,3 @@ def _zero_momentum(optimizer: torch.optim.Optimizer, _config: object = None) -> 
     for group in optimizer.param_groups:
         for parameter in group["params"] if group["momentum"] else ():
             optimizer.state[parameter].setdefault("momentum_buffer", torch.zeros_like(parameter))
-
-
-def _megatron_config(policy: Policy, config: OptimizerConfig) -> MegatronOptimizerConfig:
-    return MegatronOptimizerConfig(
-        optimizer=config.name,
-        lr=config.lr,
-        min_lr=0.0,
-        weight_decay=config.weight_decay,
-        adam_beta1=config.adam_beta1,
-        adam_beta2=config.adam_beta2,
-        adam_eps=config.adam_eps,
-        sgd_momentum=config.sgd_momentum,
-        params_dtype=policy.transformer_config.params_dtype,
-        bf16=policy.transformer_config.bf16,
-        use_distributed_optimizer=is_sharded(policy),
-        clip_grad=0.0,  # PolicyOptimizer.clip does it in fp64
-    )

@@ -65,9 +65,7 @@ class Parallel:
     cp_group: ProcessGroup
     dp_group: ProcessGroup  # the same position in every replica
     dp_cp_group: ProcessGroup  # dp_group x cp_group
-    etp_group: ProcessGroup
     expert_group: ProcessGroup  # all ep x etp ranks that share a layer's experts; etp varies fastest
-    edp_group: ProcessGroup  # the ranks that hold the same shards of the same experts
     replica_group: ProcessGroup  # the tp x cp x pp ranks of one replica
     model_group: ProcessGroup  # the replica's tp x pp ranks that hold the same part of each sequence
     block_group: ProcessGroup  # all ranks of the replicas that share experts; this replica's ranks if none do
@@ -77,6 +75,7 @@ class Parallel:
     embedding_group: ProcessGroup | None  # first and last stage; None on the stages between
     device: torch.device
     timeout_s: float  # of every collective
+    places: tuple[Position, ...]  # of every rank
 
     @property
     def is_first_stage(self) -> bool:
@@ -85,10 +84,6 @@ class Parallel:
     @property
     def is_last_stage(self) -> bool:
         return self.pp_rank == self.pp_size - 1
-
-    def stage_rank(self, stage: int) -> int:
-        """Global rank of the given stage in this rank's pipeline."""
-        return dist.get_global_rank(self.pp_group, stage)
 
 
 @dataclass(frozen=True, slots=True)
@@ -110,13 +105,8 @@ class Position:
 def positions(world_size: int, *, tp: int, pp: int, cp: int, ep: int, etp: int) -> list[Position]:
     """The position of every rank, in megatron-core's rank order.
 
-    Args:
-        world_size: number of ranks; the sizes must divide it (`checks.layout.check_world_size`).
-        tp: tensor_model_parallel_size.
-        pp: pipeline_model_parallel_size.
-        cp: context_parallel_size.
-        ep: expert_model_parallel_size.
-        etp: expert_tensor_parallel_size.
+    The sizes of tensor, pipeline, context, expert and expert-tensor parallelism must divide the number of ranks
+    (`checks.layout.check_world_size`).
     """
     from megatron.core.parallel_state import RankGenerator
 
@@ -163,12 +153,7 @@ def local_world_size(world_size: int) -> int:
 
 
 def join(config: ParallelConfig, *, backend: str | None = None) -> None:
-    """Join the process group, or keep an existing one. The layout is not looked at.
-
-    Args:
-        config: its timeout is read.
-        backend: as for `initialize`.
-    """
+    """Join the process group, or keep an existing one. Of the config only the timeout is read; see `initialize`."""
     if cpu.install():
         share_device()
         keep_freed_memory()
@@ -222,8 +207,7 @@ def initialize(config: ParallelConfig, *, backend: str | None = None, seed: int 
 def shutdown(*, keep_process_group: bool = False) -> None:
     """Destroy megatron-core's groups and leave the process group, if there is one.
 
-    Args:
-        keep_process_group: stay in the process group, so that the same processes can initialize another layout.
+    With `keep_process_group` stay in it, so that the same processes can initialize another layout.
     """
     from megatron.core import parallel_state
 
@@ -291,17 +275,11 @@ def from_megatron(*, vp_size: int, sequence_parallel: bool, timeout: timedelta =
         embedding_group = None
     dp_rank, dp_size = state.get_data_parallel_rank(), state.get_data_parallel_world_size()
     cp_group, model_group = state.get_context_parallel_group(), state.get_model_parallel_group()
-    shards = state.get_tensor_model_parallel_world_size() * cp_group.size()  # ranks of a stage that share a sample
-    experts = state.get_expert_model_parallel_world_size() * state.get_expert_tensor_parallel_world_size()
+    tp_size, pp_size = state.get_tensor_model_parallel_world_size(), state.get_pipeline_model_parallel_world_size()
+    ep_size, etp_size = state.get_expert_model_parallel_world_size(), state.get_expert_tensor_parallel_world_size()
+    shards, experts = tp_size * cp_group.size(), ep_size * etp_size  # ranks of a stage that share a sample; its experts
     block_size = max(1, experts // shards)
-    places = positions(
-        dist.get_world_size(),
-        tp=state.get_tensor_model_parallel_world_size(),
-        pp=state.get_pipeline_model_parallel_world_size(),
-        cp=cp_group.size(),
-        ep=state.get_expert_model_parallel_world_size(),
-        etp=state.get_expert_tensor_parallel_world_size(),
-    )
+    places = positions(dist.get_world_size(), tp=tp_size, pp=pp_size, cp=cp_group.size(), ep=ep_size, etp=etp_size)
     _check_order(places[dist.get_rank()])
     replica_group = model_group if cp_group.size() == 1 else _group_by([place.dp for place in places], timeout)
     block_group = replica_group
@@ -314,27 +292,25 @@ def from_megatron(*, vp_size: int, sequence_parallel: bool, timeout: timedelta =
         rank=dist.get_rank(),
         world_size=dist.get_world_size(),
         tp_rank=state.get_tensor_model_parallel_rank(),
-        tp_size=state.get_tensor_model_parallel_world_size(),
+        tp_size=tp_size,
         pp_rank=state.get_pipeline_model_parallel_rank(),
-        pp_size=state.get_pipeline_model_parallel_world_size(),
+        pp_size=pp_size,
         vp_size=vp_size,
         cp_rank=state.get_context_parallel_rank(),
-        cp_size=state.get_context_parallel_world_size(),
+        cp_size=cp_group.size(),
         dp_rank=dp_rank,
         dp_size=dp_size,
         ep_rank=state.get_expert_model_parallel_rank(),
-        ep_size=state.get_expert_model_parallel_world_size(),
+        ep_size=ep_size,
         etp_rank=state.get_expert_tensor_parallel_rank(),
-        etp_size=state.get_expert_tensor_parallel_world_size(),
+        etp_size=etp_size,
         sequence_parallel=sequence_parallel,
         tp_group=state.get_tensor_model_parallel_group(),
         pp_group=state.get_pipeline_model_parallel_group(),
         cp_group=cp_group,
         dp_group=state.get_data_parallel_group(),
         dp_cp_group=state.get_data_parallel_group(with_context_parallel=True),
-        etp_group=state.get_expert_tensor_parallel_group(),
         expert_group=state.get_expert_tensor_and_model_parallel_group(),
-        edp_group=state.get_expert_data_parallel_group(),
         replica_group=replica_group,
         model_group=model_group,
         block_group=block_group,
@@ -344,6 +320,7 @@ def from_megatron(*, vp_size: int, sequence_parallel: bool, timeout: timedelta =
         embedding_group=embedding_group,
         device=_device(),
         timeout_s=timeout.total_seconds(),
+        places=tuple(places),
     )
 
 
@@ -371,24 +348,14 @@ def share_group(parallel: Parallel, size: int) -> ProcessGroup | None:
     """The group of this rank's position in `size` neighbouring replicas; None for size 1. Collective."""
     if size == 1:
         return None
-    places = positions(
-        parallel.world_size,
-        tp=parallel.tp_size,
-        pp=parallel.pp_size,
-        cp=parallel.cp_size,
-        ep=parallel.ep_size,
-        etp=parallel.etp_size,
-    )
-    keys = [(place.tp, place.pp, place.cp, place.dp // size) for place in places]
+    keys = [(place.tp, place.pp, place.cp, place.dp // size) for place in parallel.places]
     return _group_by(keys, timedelta(seconds=parallel.timeout_s))
 
 
 def _group_by(keys: Sequence[object], timeout: timedelta) -> ProcessGroup:
     """The group of all ranks with this rank's key, for combinations that megatron-core has no group for.
 
-    Args:
-        keys: one key for every rank; the list is the same on all ranks.
-        timeout: of the group's collectives.
+    There is one key for every rank, and the list is the same on all ranks.
     """
     groups = {}
     for which in dict.fromkeys(keys):  # collective: every rank creates every group

@@ -38,7 +38,7 @@ from oblr_megatron.model.swiglu import SwiGLU
 from oblr_megatron.model.tapped import TappedModel
 from oblr_megatron.model.taps import Tap, install
 from oblr_megatron.model.te_taps import install_te
-from oblr_megatron.model.transformer_config import HFConfig, transformer_config_of, with_sizes
+from oblr_megatron.model.transformer_config import HFConfig, transformer_config_of
 from oblr_megatron.padding import padded_vocab_size, padding_of
 
 
@@ -49,12 +49,6 @@ class Policy(TappedModel):
     hf_config: HFConfig
     vocab_size: int  # without padding
     padded_vocab_size: int  # a multiple of make_vocab_size_divisible_by * tp_size
-
-    @property
-    def module(self) -> GPTModel:
-        """The unwrapped model of a rank that has one chunk."""
-        assert len(self.chunks) == 1, f"this rank has {len(self.chunks)} model chunks"
-        return self.chunks[0].module
 
     def named_parameters(self) -> Iterator[tuple[str, nn.Parameter]]:
         """Parameters by global Megatron name: the layer number counts over all pipeline stages and chunks.
@@ -89,7 +83,16 @@ def build_policy(
     Raises:
         UserError: the layout does not divide the model, or the model has an unsupported feature.
     """
-    options = with_sizes(options or ParallelConfig(), parallel)
+    sizes = {
+        "tensor_model_parallel_size": parallel.tp_size,
+        "pipeline_model_parallel_size": parallel.pp_size,
+        "virtual_pipeline_model_parallel_size": parallel.vp_size if parallel.vp_size > 1 else None,
+        "context_parallel_size": parallel.cp_size,
+        "expert_model_parallel_size": parallel.ep_size,
+        "expert_tensor_parallel_size": parallel.etp_size,
+        "sequence_parallel": parallel.sequence_parallel,
+    }
+    options = (options or ParallelConfig()).model_copy(update=sizes)
     check_model(hf_config.to_dict(), options, where=str(config.path))
     check_attention(config.attention, options)
     transformer_config = transformer_config_of(hf_config, config, parallel, options)
@@ -108,9 +111,10 @@ def build_policy(
         chunks.append(DistributedDataParallel(transformer_config, ddp_config, model))
         if options.own_weight_gradients:
             continue
-        install(model, tap, moe.splits_of(model, parallel, tap))
+        splits = moe.splits_of(model, parallel, tap)
+        install(model, tap, splits)
         if uses_transformer_engine(config, parallel):
-            install_te(model, tap, transformer_config, moe.grouped_splits_of(model, parallel, tap))
+            install_te(model, tap, transformer_config, splits)
     if options.overlap_grad_reduce:  # megatron-core skips the reduction until the last microbatch
         syncs = [chunk.no_sync for chunk in chunks]
         transformer_config.no_sync_func = syncs if len(chunks) > 1 else syncs[0]

@@ -34,22 +34,12 @@ def uses_transformer_engine(config: ModelConfig, parallel: Parallel) -> bool:
 
 
 def precision_fields(config: ModelConfig, *, transformer_engine: bool) -> dict[str, Any]:
-    """The precision fields of megatron's TransformerConfig.
-
-    Args:
-        config: the model's configuration.
-        transformer_engine: whether the layers are Transformer Engine's; other layers have no FP8.
-    """
+    """The precision fields of megatron's TransformerConfig. Only Transformer Engine's layers have FP8."""
     dtype = DTYPES[config.dtype]
     fields = {"params_dtype": dtype, "pipeline_dtype": dtype, "bf16": dtype == torch.bfloat16}
-    return fields | (fp8_fields(config) if transformer_engine else {})
-
-
-def fp8_fields(config: ModelConfig) -> dict[str, Any]:
-    """The FP8 fields; none if FP8 is off."""
-    if config.fp8 == "none":
-        return {}
-    fields = {
+    if config.fp8 == "none" or not transformer_engine:
+        return fields
+    fields |= {
         "fp8": config.fp8,
         "fp8_recipe": config.fp8_recipe,
         "first_last_layers_bf16": config.first_last_layers_bf16,

@@ -53,7 +53,7 @@ class Router(TopKRouter):
     def __init__(self, *, renormalise: bool, replays: bool = False, **arguments: Any) -> None:
         super().__init__(**arguments)
         self.renormalise, self.replays = renormalise, replays
-        self.losses: RouterLosses | None = None  # set by RouterLosses.attached
+        self.losses: RouterLosses | None = None  # set by routers_of
         self.trained: Tensor | None = None  # [n] bool, set by RouterBatch.enter
         self.routes: Tensor | None = None  # [n, k] int16, likewise
         self.to(torch.cuda.current_device())  # megatron-core moves it in the first forward, after main_grad exists
@@ -61,12 +61,8 @@ class Router(TopKRouter):
     def routing(self, logits: Tensor, padding_mask: Tensor | None = None) -> tuple[Tensor, Tensor]:
         """[t, b, E] -> each token's expert weights [t * b, E], zero if not selected, and the selection [t * b, E] bool.
 
-        Padding is routed like any token. A token with a route in `routes` takes these experts. Their weights are the
-        trainer's own scores, so that the router learns from them as from its own choice.
-
-        Args:
-            logits: of this rank's tokens.
-            padding_mask: not used; `trained` is the mask.
+        Padding is routed like any token; `padding_mask` is not used. A token with a route in `routes` takes these
+        experts. Their weights are the trainer's own scores, so that the router learns from them as from its own choice.
         """
         losses = self.losses if torch.is_grad_enabled() else None  # recomputed layers count once
         trained, logits = self.trained, logits.flatten(0, -2)
@@ -97,10 +93,6 @@ class RouterBatch:
 
     Backward runs layers again under recomputation. A router then has to know which microbatch this is: with a pipeline
     others went forward in between. So the schedule enters the microbatch before each forward and each backward.
-
-    Args:
-        routers: of the chunk; may be empty.
-        batch: from `local_part`.
     """
 
     def __init__(self, routers: Sequence[Router], batch: TokenRows) -> None:
@@ -131,18 +123,20 @@ class RouterBatch:
 
 
 @contextmanager
-def routers_of(model: TappedModel) -> Iterator[list[list[Router]]]:
-    """The routers of each chunk in order of layers. They forget their last microbatch at the end."""
+def routers_of(model: TappedModel, losses: RouterLosses | None) -> Iterator[list[list[Router]]]:
+    """The routers of each chunk in order of layers, with losses. At the end they forget these and their tokens."""
     found = [[module for module in chunk.modules() if isinstance(module, Router)] for chunk in model.chunks]
+    for router in chain.from_iterable(found):
+        router.losses = losses
     try:
         yield found
     finally:
         for router in chain.from_iterable(found):
-            router.trained = router.routes = None
+            router.losses = router.trained = router.routes = None
 
 
 class RouterLosses:
-    """The losses of a policy's routers, active only inside `attached`.
+    """The losses of a policy's routers, active only inside `routers_of`.
 
     Args:
         policy: a mixture of experts; records stay on its device until `metrics`.
@@ -150,7 +144,6 @@ class RouterLosses:
     """
 
     def __init__(self, policy: Policy, config: ModelConfig) -> None:
-        self._routers = [m for chunk in policy.chunks for m in chunk.modules() if isinstance(m, Router)]
         self._aux = config.moe_aux_loss_coeff if config.moe_router_load_balancing_type == "aux_loss" else 0.0
         self._z = config.moe_z_loss_coeff
         transformer = policy.transformer_config
@@ -168,17 +161,6 @@ class RouterLosses:
             self._recorded = 0
         self._tokens = tokens
         self._recorded += tokens
-
-    @contextmanager
-    def attached(self) -> Iterator[None]:
-        """Routers add their losses inside this context."""
-        for router in self._routers:
-            router.losses = self
-        try:
-            yield
-        finally:
-            for router in self._routers:
-                router.losses = None
 
     def with_z_loss(self, router: Router, logits: Tensor, trained: Tensor) -> Tensor:
         """The same logits [n, E]; their backward adds the gradient of the z-loss over `trained` tokens [n]."""
@@ -211,10 +193,7 @@ class RouterLosses:
     def compare(self, router: Router, agree: Tensor, counted: Tensor) -> None:
         """Count the router's own choices that are not among the replayed ones.
 
-        Args:
-            router: of the layer.
-            agree: [n, k] bool, whether each own choice of a token was replayed.
-            counted: [n, 1] bool, the trained tokens that have a route.
+        `agree` [n, k] bool: whether each own choice was replayed; `counted` [n, 1]: the trained tokens with a route.
         """
         record = self._record(router)
         record[-2] += (~agree & counted).sum()

@@ -42,21 +42,13 @@ def chunks_of(cp_rank: int, cp_size: int) -> tuple[int, ...]:
     return (0,) if cp_size == 1 else (cp_rank, 2 * cp_size - 1 - cp_rank)
 
 
-def local_part(parallel: Parallel, batch: Batch, padding: Padding | None = None) -> Batch:
+def local_part(parallel: Parallel, batch: Batch, padding: Padding) -> Batch:
     """Pad a microbatch as the layout needs it and take this context-parallel rank's tokens, in each field [b, t]
     and the routes.
 
     Padding has mask False; at the end of the row it belongs to the last sample. Position j of the result still
     predicts `labels[:, j]`. `cu_seqlens` counts this rank's tokens, 1 / cp_size of the padded ones.
-
-    Args:
-        parallel: the layout.
-        batch: the whole microbatch.
-        padding: the run's padding; by default the least that the layout needs.
     """
-    padding = padding or Padding.of(
-        tp_size=parallel.tp_size, cp_size=parallel.cp_size, sequence_parallel=parallel.sequence_parallel
-    )
     length = batch.input_ids.shape[1]
     bounds = [0, length] if batch.cu_seqlens is None else batch.cu_seqlens.tolist()
     assert bounds[-1] == length, f"cu_seqlens ends at {bounds[-1]}, but the row has {length} tokens"
@@ -71,7 +63,9 @@ def local_part(parallel: Parallel, batch: Batch, padding: Padding | None = None)
         longer = torch.cat((values, blank.expand(len(values), 1, *values.shape[2:])), dim=1)
         return longer.index_select(1, source.to(values.device))
 
-    cu_seqlens = None if batch.cu_seqlens is None else _bounds(padded, parallel.cp_size).to(batch.cu_seqlens)
+    cu_seqlens = batch.cu_seqlens
+    if cu_seqlens is not None:
+        cu_seqlens = functional.pad(torch.tensor(padded).cumsum(0) // parallel.cp_size, (1, 0)).to(cu_seqlens)
     return _changed(batch, cu_seqlens, {name: taken(values) for name, values in _of_tokens(batch).items()})
 
 
@@ -148,8 +142,3 @@ def _source_positions(parallel: Parallel, bounds: Sequence[int], padded: Sequenc
             first = start + chunk * size
             sources += [position if position < stop else blank for position in range(first, first + size)]
     return sources
-
-
-def _bounds(padded: Sequence[int], cp_size: int) -> Tensor:
-    """cu_seqlens of one rank's tokens."""
-    return functional.pad(torch.tensor(padded).cumsum(0) // cp_size, (1, 0))

@@ -28,9 +28,7 @@ MASTER = "fp32_param"  # megatron-core's key of the fp32 master in the plain opt
 def sharded_state(parts: Sequence[DistributedOptimizer], model_state: State) -> State:
     """Masters and moments as views, to save or to load into; moments are created if no step has made them yet.
 
-    Args:
-        parts: the optimizer of dense weights, and one of experts if there are any.
-        model_state: the policy's sharded state dict.
+    The parts are the optimizer of dense weights, and one of experts if there are any.
     """
     if len(parts) == 1:
         return _state_of(parts[0], model_state, "")

@@ -13,7 +13,6 @@ backward starts the sum over replicas, and `finish_overlapped_grads` replaces bo
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import nullcontext
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
@@ -29,14 +28,13 @@ from torch import Tensor
 from torch.autograd import Variable
 
 from oblr_megatron.data.packing import empty_batch
-from oblr_megatron.model import moe
 from oblr_megatron.model.router import RouterBatch, routers_of
 from oblr_megatron.model.sequence import local_part, packed_params
 from oblr_megatron.model.taps import DropSink, Sink, Tap
 from oblr_megatron.types import TokenRows
 
 if TYPE_CHECKING:
-    from oblr_megatron.model.router import Router, RouterLosses
+    from oblr_megatron.model.router import RouterLosses
     from oblr_megatron.model.tapped import TappedModel
 
 LossFn = Callable[[Tensor, Any], tuple[Tensor, dict[str, Tensor]]]
@@ -75,10 +73,25 @@ def run_schedule(
     if not microbatches:
         return []
     items = _items(policy, microbatches)
-    losses = nullcontext() if routers is None else routers.attached()
-    with torch.set_grad_enabled(not forward_only), policy.tap.into(sink), losses, routers_of(policy) as found:
+    with torch.set_grad_enabled(not forward_only), policy.tap.into(sink), routers_of(policy, routers) as found:
+
+        def forward_step(data: Iterator[Item], model: DistributedDataParallel) -> tuple[Tensor, Callable[..., Any]]:
+            position, batch = next(data)
+            chunk = next(index for index, candidate in enumerate(policy.chunks) if candidate is model)
+            routed = RouterBatch(found[chunk], batch)
+            routed.enter()
+            output = model(
+                input_ids=batch.input_ids,
+                position_ids=None,  # the rotary embedding computes positions itself
+                attention_mask=None,
+                packed_seq_params=packed_params(policy.parallel, batch),
+            )
+            if not forward_only:
+                output.register_hook(partial(_announce, policy.tap, position, chunk, batch, routed))
+            return output, partial(_loss, loss_fn if position is not None else _no_loss, batch)
+
         records: list[dict[str, Tensor]] = get_forward_backward_func()(
-            forward_step_func=_forward_step(policy, loss_fn, found, announces=not forward_only),
+            forward_step_func=forward_step,
             data_iterator=[iter(items) for _ in policy.chunks],
             model=policy.chunks,
             num_microbatches=len(items),
@@ -96,24 +109,34 @@ def reduce_model_parallel_grads(policy: TappedModel) -> None:
     - Tensor parallelism: q and k norms; under sequence parallelism also the other norms and routers.
     - Pipeline: a tied embedding, over the first and last stage.
     - Experts: over the ranks that have seen parts of the same sequences.
+
+    Example for experts: TP4 and EP2 with whole experts (expert_tensor_parallel_size 1). Ranks 0 and 2 hold the same
+    experts, and each has seen half of the sequence.
     """
-    if policy.parallel.cp_size > 1:  # else NCCL would make a communicator of one rank and read every buffer
-        for chunk in policy.chunks:
-            for buffer in chunk.buffers:
-                dist.all_reduce(buffer.grad_data, group=policy.parallel.cp_group)
+    for buffer, group in _repeated_buffers(policy):
+        dist.all_reduce(buffer.grad_data, group=group)
     _reduce_partial_grads(policy)
-    moe.sum_expert_grads(policy)
 
 
 def reduce_data_parallel_grads(policy: TappedModel) -> None:
     """Sum `main_grad` over replicas with megatron-core's gradient sync. Call once, after the last microbatch."""
-    moe.share_expert_grads(policy)
-    cp_size = policy.parallel.cp_size
+    for buffer, group in _repeated_buffers(policy):  # megatron-core sums over these ranks too, and each has the sum
+        buffer.grad_data.div_(group.size())
     for chunk in policy.chunks:
-        if cp_size > 1:  # megatron-core also sums over context-parallel ranks, and each has the whole gradient
-            for buffer in chunk.buffers:
-                buffer.grad_data.div_(cp_size)
         chunk.finish_grad_sync()
+
+
+def _repeated_buffers(policy: TappedModel) -> Iterator[tuple[Any, dist.ProcessGroup]]:
+    """Gradient buffers of which several ranks of a replica have a part, and these ranks. No group has one rank.
+
+    With NCCL a group of one would get its own communicator, and an all-reduce would read every buffer.
+    """
+    parallel = policy.parallel
+    for chunk in policy.chunks:
+        if parallel.cp_size > 1:
+            yield from ((buffer, parallel.cp_group) for buffer in chunk.buffers)
+        if parallel.expert_sum_group is not None:
+            yield from ((buffer, parallel.expert_sum_group) for buffer in chunk.expert_parallel_buffers)
 
 
 def finish_overlapped_grads(policy: TappedModel) -> None:
@@ -150,27 +173,6 @@ def _items(policy: TappedModel, microbatches: Sequence[TokenRows]) -> list[Item]
         filler = local_part(parallel, empty_batch(device=parallel.device), padding)
         items += [(None, filler)] * (-len(items) % parallel.pp_size)
     return items
-
-
-def _forward_step(
-    policy: TappedModel, loss_fn: LossFn, routers: Sequence[Sequence[Router]], *, announces: bool
-) -> Callable[[Iterator[Item], DistributedDataParallel], tuple[Tensor, Callable[..., Any]]]:
-    def forward_step(data: Iterator[Item], model: DistributedDataParallel) -> tuple[Tensor, Callable[..., Any]]:
-        position, batch = next(data)
-        chunk = next(index for index, candidate in enumerate(policy.chunks) if candidate is model)
-        routed = RouterBatch(routers[chunk], batch)
-        routed.enter()
-        output = model(
-            input_ids=batch.input_ids,
-            position_ids=None,  # the rotary embedding computes positions itself
-            attention_mask=None,
-            packed_seq_params=packed_params(policy.parallel, batch),
-        )
-        if announces:
-            output.register_hook(partial(_announce, policy.tap, position, chunk, batch, routed))
-        return output, partial(_loss, loss_fn if position is not None else _no_loss, batch)
-
-    return forward_step
 
 
 def _announce(tap: Tap, position: int | None, chunk: int, batch: TokenRows, routed: RouterBatch, grad: Tensor) -> None:

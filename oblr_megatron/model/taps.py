@@ -8,7 +8,7 @@ From x and dy a sink can compute the norm of each sample's own dW, keep the fact
 that are added outside of their layer) get their gradient from autograd, in `main_grad`.
 
     tap = Tap()
-    install(model, tap)
+    install(model, tap, moe.splits_of(model, parallel, tap))
     with tap.into(sink):
         ...                       # backward calls sink.linear(weight, x, dy) and so on, instead of setting weight.grad
     tap.remove()                  # the modules are as before
@@ -35,13 +35,12 @@ from megatron.core.tensor_parallel.mappings import (
 from torch import Tensor, nn
 
 from oblr_megatron import invariant
+from oblr_megatron.model.cpu import Replacements
 from oblr_megatron.model.megatron_versions import linear_forward
 from oblr_megatron.model.norm_taps import torch_norms
 
 if TYPE_CHECKING:
     from oblr_megatron.types import TokenRows
-
-_MISSING = object()
 
 Splits = Sequence[tuple[int, int]]
 """An expert's tokens as consecutive runs of (replica of the block, number of tokens)."""
@@ -78,11 +77,18 @@ class Sink(Protocol):
         """All factors of this microbatch and chunk were passed, and untapped gradients are in `main_grad`."""
 
 
-class AccumulateSink:
-    """The sink of ordinary training: adds every gradient to `main_grad`."""
+class DropSink:
+    """Drops every gradient: that of a filler in the interleaved schedule, which is zero."""
 
-    def begin(self, position: int, chunk: int, batch: TokenRows) -> None:
-        """Nothing to prepare."""
+    def begin(self, position: int, chunk: int, batch: TokenRows) -> None: ...
+    def linear(self, weight: nn.Parameter, x: Tensor, dy: Tensor, splits: Splits | None = None) -> None: ...
+    def embedding(self, weight: nn.Parameter, rows: Tensor, dy: Tensor) -> None: ...
+    def scale(self, weight: nn.Parameter, terms: Tensor) -> None: ...
+    def end(self, position: int, chunk: int) -> None: ...
+
+
+class AccumulateSink(DropSink):
+    """The sink of ordinary training: adds every gradient to `main_grad`."""
 
     def linear(self, weight: nn.Parameter, x: Tensor, dy: Tensor, splits: Splits | None = None) -> None:
         """main_grad += dy^T x."""
@@ -97,31 +103,15 @@ class AccumulateSink:
         target = main_grad(weight)
         target.add_(terms.flatten(0, -2).sum(0, dtype=target.dtype))
 
-    def end(self, position: int, chunk: int) -> None:
-        """Nothing to finish."""
 
-
-class DropSink(AccumulateSink):
-    """Drops every gradient: that of a filler in the interleaved schedule, which is zero."""
-
-    def linear(self, weight: nn.Parameter, x: Tensor, dy: Tensor, splits: Splits | None = None) -> None:
-        """Nothing."""
-
-    def embedding(self, weight: nn.Parameter, rows: Tensor, dy: Tensor) -> None:
-        """Nothing."""
-
-    def scale(self, weight: nn.Parameter, terms: Tensor) -> None:
-        """Nothing."""
-
-
-class Tap:
+class Tap(Replacements):
     """Connects the tapped modules of a rank to the current sink."""
 
     def __init__(self, *, invariant: bool = False) -> None:
+        super().__init__()
         self.sink: Sink = AccumulateSink()
         self.invariant = invariant  # whether linear layers and norms take their values from `oblr_megatron.invariant`
         self.weights: set[int] = set()  # ids of the tapped parameters
-        self._undo: list[Callable[[], object]] = []
 
     @contextmanager
     def into(self, sink: Sink | None) -> Iterator[None]:
@@ -132,34 +122,20 @@ class Tap:
         finally:
             self.sink = before
 
-    def replace(self, owner: Any, name: str, value: Any) -> None:
-        """Set an attribute of an instance until `remove`."""
-        before = vars(owner).get(name, _MISSING)
-        self.on_remove(partial(delattr, owner, name) if before is _MISSING else partial(setattr, owner, name, before))
-        setattr(owner, name, value)
-
-    def on_remove(self, undo: Callable[[], object]) -> None:
-        """Have a function called by `remove`; the last one is called first."""
-        self._undo.append(undo)
-
     def remove(self) -> None:
         """Restore all tapped modules."""
-        while self._undo:
-            self._undo.pop()()
+        self.restore()
         self.weights.clear()
 
 
-def install(module: nn.Module, tap: Tap, splits: Mapping[nn.Module, SplitsFn] | None = None) -> None:
+def install(module: nn.Module, tap: Tap, splits: Mapping[nn.Module, Sequence[SplitsFn]]) -> None:
     """Tap every module of this model chunk that can be tapped. Frozen parameters are skipped during forward.
 
-    Args:
-        module: the model chunk.
-        tap: connects the modules to a sink.
-        splits: for experts' linear layers, the replicas that their tokens come from (`moe.splits_of`).
+    `splits` of experts' layers come from `moe.splits_of`.
     """
     for child in module.modules():
         if isinstance(child, (ColumnParallelLinear, RowParallelLinear)):
-            tap.replace(child, "_forward_impl", partial(_linear, tap, child._forward_impl, (splits or {}).get(child)))
+            tap.replace(child, "_forward_impl", partial(_linear, tap, child._forward_impl, splits.get(child)))
             inside = child.bias if isinstance(child, ColumnParallelLinear) and not child.skip_bias_add else None
             tap.weights.update(id(held) for held in (child.weight, inside) if held is not None)
         elif isinstance(child, VocabParallelEmbedding):
@@ -195,7 +171,7 @@ def add_rows(target: Tensor, rows: Tensor, dy: Tensor) -> None:
 def _linear(
     tap: Tap,
     original: Any,
-    splits: SplitsFn | None,
+    splits: Sequence[SplitsFn] | None,
     input: Tensor,
     weight: nn.Parameter,
     bias: Tensor | None,
@@ -207,7 +183,7 @@ def _linear(
             input,
             weight,
             tap,
-            None if splits is None else splits(),
+            None if splits is None else splits[0](),
             options["allreduce_dgrad"],
             options["sequence_parallel"],
             options["tp_group"],
@@ -258,7 +234,10 @@ class _TappedLinear(torch.autograd.Function):
     def backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, None, None, None, None, None, None]:
         input, weight = ctx.saved_tensors
         group = ctx.tp_group
-        x, gather = _gathered(input, group) if ctx.sequence_parallel else (input, None)
+        x, gather = input, None
+        if ctx.sequence_parallel:  # into new memory: the next layer overwrites megatron's scratch buffer
+            x = input.new_empty((input.shape[0] * group.size(), *input.shape[1:]))
+            gather = dist.all_gather_into_tensor(x, input.contiguous(), group=group, async_op=True)
         dx = dy.matmul(weight)
         if gather is not None:
             gather.wait()
@@ -273,12 +252,6 @@ class _TappedLinear(torch.autograd.Function):
         if pending is not None:
             pending.wait()
         return dx, None, None, None, None, None, None
-
-
-def _gathered(input: Tensor, group: dist.ProcessGroup) -> tuple[Tensor, Any]:
-    """All-gather the sequence into new memory: the next layer overwrites megatron's scratch buffer."""
-    whole = input.new_empty((input.shape[0] * group.size(), *input.shape[1:]))
-    return whole, dist.all_gather_into_tensor(whole, input.contiguous(), group=group, async_op=True)
 
 
 def _embedding(tap: Tap, module: VocabParallelEmbedding, ids: Tensor) -> Tensor:

@@ -9,7 +9,7 @@ fused accumulation if that is on. No product is ever delayed: `delay_wgrad_compu
 configuration, and parameter hooks work as without taps. The delayed product would also give the gradient of a bias that
 the layer adds itself, so `HandOver` passes that to the sink as well.
 
-The weights of norms and the layers that `install_te` returns stay with autograd and `main_grad`, which need one sample
+The weights of norms and the layers that `install_te` skips stay with autograd and `main_grad`, which need one sample
 a microbatch. FP8 and FP4 layers are among them. Block scaling keeps two roundings of x and dy, by rows for the input's
 gradient and by columns for the weight's. `dequantize` returns the row rounding. Training uses the column rounding, so
 the norm would belong to another gradient. If only columns are left, it raises (at least up to 2.12).
@@ -54,11 +54,9 @@ class HandOver:
         return type(self.tap.sink) is not AccumulateSink
 
     def put(self, factors: Sequence[Any], product: Callable[..., Any]) -> None:
-        """Pass the factors to the sink; Transformer Engine calls this instead of multiplying.
+        """Pass the factors to the sink; Transformer Engine calls this instead of `product`, which multiplies.
 
-        Args:
-            factors: x [tokens, d] and dy [tokens, p]; for a grouped layer a list of each, and the list of its outputs.
-            product: the function that would multiply them; unused.
+        The factors are x [tokens, d] and dy [tokens, p]. A grouped layer puts lists, and that of its outputs.
         """
         x, dy, *outputs = factors
         pairs = list(zip(x, dy, strict=True)) if outputs else [(x, dy)]
@@ -79,35 +77,24 @@ class HandOver:
 
 
 def install_te(
-    module: nn.Module, tap: Tap, config: TransformerConfig, splits: Mapping[nn.Module, Sequence[SplitsFn]] | None = None
-) -> Mapping[str, str]:
+    module: nn.Module, tap: Tap, config: TransformerConfig, splits: Mapping[nn.Module, Sequence[SplitsFn]]
+) -> None:
     """Tap the Transformer Engine layers of this model chunk, after `taps.install`. No-op without CUDA or the package.
 
-    Args:
-        module: the model chunk.
-        tap: connects the layers to a sink.
-        config: the model's configuration.
-        splits: for grouped layers, the replicas that each expert's tokens come from (`moe.grouped_splits_of`).
-
-    Returns:
-        The layers left to autograd: name -> reason.
+    `splits` of grouped layers come from `moe.splits_of`.
     """
-    left: dict[str, str] = {}
     kinds = _kinds()
-    for name, layer in module.named_modules():
-        if not isinstance(layer, kinds):
+    for layer in module.modules():
+        if not isinstance(layer, kinds) or not _can_be_tapped(layer, config):
             continue
-        obstacle = _obstacle(layer, config)
-        if obstacle is not None:
-            left[name] = obstacle
-            continue
-        weights = _weights(layer)
+        # A grouped layer numbers its weights and has no `weight_names`.
+        names = getattr(layer, "weight_names", None) or [f"weight{n}" for n in range(cast(int, layer.num_gemms))]
+        weights = [getattr(layer, name) for name in names]
         bias = cast("nn.Parameter | None", layer.bias if layer.use_bias else None)
         tap.weights.update(id(held) for held in (*weights, bias) if held is not None)
         tap.replace(layer, "wgrad_store", layer.wgrad_store)  # `_renew_store` sets another; `Tap.remove` this one
-        hook = layer.register_forward_pre_hook(partial(_renew_store, tap, weights, bias, (splits or {}).get(layer)))
-        tap.on_remove(hook.remove)
-    return left
+        hook = layer.register_forward_pre_hook(partial(_renew_store, tap, weights, bias, splits.get(layer)))
+        tap.undo.append(hook.remove)
 
 
 def _kinds() -> tuple[type[nn.Module], ...]:
@@ -119,32 +106,21 @@ def _kinds() -> tuple[type[nn.Module], ...]:
     return Linear, LayerNormLinear, GroupedLinear
 
 
-def _weights(layer: Any) -> list[nn.Parameter]:
-    """The layer's weights; a grouped layer numbers them and has no `weight_names`."""
-    names = getattr(layer, "weight_names", None) or [f"weight{index}" for index in range(layer.num_gemms)]
-    return [getattr(layer, name) for name in names]
-
-
-def _obstacle(layer: Any, config: TransformerConfig) -> str | None:
-    """The reason why the layer cannot be tapped; None if it can."""
+def _can_be_tapped(layer: Any, config: TransformerConfig) -> bool:
+    """Whether backward can give the layer's factors to the store, as whole tensors that nothing overwrites."""
     store = getattr(layer, "wgrad_store", None)
-    if store is None:
-        return "Transformer Engine is older than 2.3 and keeps no factors"
-    quantised = config.fp8 or config.fp4 or getattr(layer, "te_quant_params", None) is not None
-    obstacles = {
-        "its factors are quantised": quantised,
-        "its weight gradients are delayed for another purpose": store.delay_wgrad_compute(),
-        "its factors are in buffers that the next layer overwrites (tp_comm_overlap)": config.tp_comm_overlap,
-        "it does not add its bias with the product": layer.use_bias and not _adds_own_bias(layer),
-        "its weight is made of several": len(getattr(layer, "weight_names", "1")) > 1,
-        "its experts' factors are in one tensor (use_grouped_tensor)": _in_one_tensor(layer),
-    }
-    return next((obstacle for obstacle, present in obstacles.items() if present), None)
-
-
-def _adds_own_bias(layer: Any) -> bool:
-    """Whether the bias is part of the product, as in a column-parallel layer that does not return it."""
-    return not hasattr(layer, "num_gemms") and layer.apply_bias and not layer.gemm_bias_unfused_add
+    if store is None:  # before Transformer Engine 2.3
+        return False
+    obstacles = (
+        config.fp8 or config.fp4 or getattr(layer, "te_quant_params", None) is not None,  # quantised factors
+        store.delay_wgrad_compute(),  # for another purpose
+        config.tp_comm_overlap,  # the next layer overwrites the factors' buffers
+        # A bias must be part of the product, as in a column-parallel layer that does not return it.
+        layer.use_bias and (hasattr(layer, "num_gemms") or not layer.apply_bias or layer.gemm_bias_unfused_add),
+        len(getattr(layer, "weight_names", "1")) > 1,  # several weights in one
+        _in_one_tensor(layer),
+    )
+    return not any(obstacles)
 
 
 def _in_one_tensor(layer: Any) -> bool:

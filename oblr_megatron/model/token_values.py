@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.distributed as dist
@@ -55,15 +55,9 @@ def response_logprobs(
 ) -> Tensor:
     """log pi [N, T] fp64 of every response token, at the sampling temperature; other arguments as in `token_values`."""
 
+    vocab: dict[str, Any] = {"vocab_size": policy.vocab_size, "parallel": policy.parallel, "temperature": temperature}
+
     def values_of(logits: Tensor, batch: MicroBatch) -> Tensor:
-        vocab_size, parallel = policy.vocab_size, policy.parallel
-        return vocab_parallel_logprobs(
-            logits,
-            batch.labels,
-            vocab_size=vocab_size,
-            parallel=parallel,
-            temperature=temperature,
-            invariant=policy.tap.invariant,
-        )
+        return vocab_parallel_logprobs(logits, batch.labels, **vocab, invariant=policy.tap.invariant)
 
     return token_values(policy, samples, batches, values_of)

@@ -35,7 +35,7 @@ def transformer_config_of(
     hf_config: HFConfig, config: ModelConfig, parallel: Parallel, options: ParallelConfig | None = None
 ) -> TransformerConfig:
     """The TransformerConfig of a Hugging Face config; arguments as in `policy.build_policy`."""
-    options = with_sizes(options or ParallelConfig(), parallel)
+    options = options or ParallelConfig()
     by_transformer_engine = uses_transformer_engine(config, parallel)
     values = hf_config.to_dict()
     family = family_of(values)
@@ -57,7 +57,7 @@ def transformer_config_of(
         attention_dropout=0.0,
         tensor_model_parallel_size=parallel.tp_size,
         pipeline_model_parallel_size=parallel.pp_size,
-        virtual_pipeline_model_parallel_size=options.virtual_pipeline_model_parallel_size,
+        virtual_pipeline_model_parallel_size=parallel.vp_size if parallel.vp_size > 1 else None,
         account_for_embedding_in_pipeline_split=options.account_for_embedding_and_loss,
         account_for_loss_in_pipeline_split=options.account_for_embedding_and_loss,
         context_parallel_size=parallel.cp_size,
@@ -86,20 +86,6 @@ def transformer_config_of(
         init_method=_leave_as_is,
         output_layer_init_method=_leave_as_is,
     )
-
-
-def with_sizes(options: ParallelConfig, parallel: Parallel) -> ParallelConfig:
-    """The options with the layout's sizes filled in."""
-    sizes = {
-        "tensor_model_parallel_size": parallel.tp_size,
-        "pipeline_model_parallel_size": parallel.pp_size,
-        "virtual_pipeline_model_parallel_size": parallel.vp_size if parallel.vp_size > 1 else None,
-        "context_parallel_size": parallel.cp_size,
-        "expert_model_parallel_size": parallel.ep_size,
-        "expert_tensor_parallel_size": parallel.etp_size,
-        "sequence_parallel": parallel.sequence_parallel,
-    }
-    return options.model_copy(update=sizes)
 
 
 def _recompute(options: ParallelConfig) -> dict[str, Any]:

@@ -92,8 +92,9 @@ def tapped(model: nn.Module | Sequence[nn.Module]) -> Iterator[TappedModel]:
     chunks: list[Any] = [part if isinstance(part, DistributedDataParallel) else OwnGradients(part) for part in given]
     try:
         for chunk in given:
-            install(chunk, tap, moe.splits_of(chunk, parallel, tap))
-            install_te(chunk, tap, config, moe.grouped_splits_of(chunk, parallel, tap))
+            splits = moe.splits_of(chunk, parallel, tap)
+            install(chunk, tap, splits)
+            install_te(chunk, tap, config, splits)
         handle = TappedModel(chunks, config, parallel, tap, padding)
         classify(handle)  # refuses what no rule covers
         with _scheduled([chunk.config for chunk in (*given, *handle.modules)]):

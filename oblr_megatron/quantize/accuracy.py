@@ -6,8 +6,7 @@ activations are rounded to FP8 and multiplied in the model's dtype.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, cast
@@ -99,52 +98,33 @@ def vllm_computes_fp8() -> bool:
 def transformers_greedy(
     model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, prompts: Sequence[Prompt], max_tokens: int
 ) -> list[Sample]:
-    """A greedy response to each prompt, without log-probs."""
-    return [
-        sample
-        for first in range(0, len(prompts), BATCH_ROWS)
-        for sample in _batch(model, tokenizer, first, prompts[first : first + BATCH_ROWS], max_tokens)
-    ]
+    """A greedy response to each prompt, without log-probs.
 
-
-def _batch(
-    model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, first: int, prompts: Sequence[Prompt], max_tokens: int
-) -> list[Sample]:
+    The model's generation config is set aside, because `generate` would take from it what a call leaves open. With its
+    repetition_penalty or suppress_tokens, greedy answers would not be the most likely tokens.
+    """
     from transformers import GenerationConfig
 
     ends = _end_tokens(model, tokenizer)
     padding = tokenizer.pad_token_id if tokenizer.pad_token_id is not None else ends[0]
-    length = max(len(prompt.token_ids) for prompt in prompts)
-    # Left padding aligns the starts of all responses. Scales are fixed, so padding has no effect on them.
-    ids = torch.tensor([[padding] * (length - len(p.token_ids)) + list(p.token_ids) for p in prompts])
-    mask = torch.tensor([[0] * (length - len(p.token_ids)) + [1] * len(p.token_ids) for p in prompts])
     settings = GenerationConfig(
         do_sample=False, max_new_tokens=max_tokens, eos_token_id=ends, pad_token_id=padding, use_cache=True
     )
-    with _without_own_settings(model):
-        output = cast(Any, model).generate(
-            input_ids=ids.to(model.device), attention_mask=mask.to(model.device), generation_config=settings
-        )
-    return [
-        _sample(first + row, prompt, answer, ends, tokenizer)
-        for row, (prompt, answer) in enumerate(zip(prompts, output[:, length:].tolist(), strict=True))
-    ]
-
-
-@contextmanager
-def _without_own_settings(model: PreTrainedModel) -> Iterator[None]:
-    """Set aside the model's generation config: `generate` would take from it what a call leaves open.
-
-    Examples are repetition_penalty and suppress_tokens, with which greedy answers are not the most likely tokens.
-    """
-    from transformers import GenerationConfig
-
-    own = model.generation_config
-    model.generation_config = GenerationConfig()
+    own, model.generation_config = model.generation_config, GenerationConfig()
+    samples: list[Sample] = []
     try:
-        yield
+        for first in range(0, len(prompts), BATCH_ROWS):
+            rows = [list(prompt.token_ids) for prompt in prompts[first : first + BATCH_ROWS]]
+            length = max(map(len, rows))
+            # Left padding aligns the starts of all responses. Scales are fixed, so padding has no effect on them.
+            ids = torch.tensor([[padding] * (length - len(row)) + row for row in rows], device=model.device)
+            mask = torch.tensor([[0] * (length - len(row)) + [1] * len(row) for row in rows], device=model.device)
+            output = cast(Any, model).generate(input_ids=ids, attention_mask=mask, generation_config=settings)
+            for group, answer in enumerate(output[:, length:].tolist(), first):
+                samples.append(_sample(group, prompts[group], answer, ends, tokenizer))
     finally:
         model.generation_config = own
+    return samples
 
 
 def _sample(

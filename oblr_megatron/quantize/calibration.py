@@ -95,10 +95,9 @@ def pack(rows: Sequence[Ids], batch_tokens: int = BATCH_TOKENS) -> list[PackedRo
             room = batch_tokens
         groups[-1].append(row)
         room -= len(row)
-    return [_packed(group) for group in groups]
-
-
-def _packed(rows: Sequence[Ids]) -> PackedRows:
-    ids = torch.tensor([token for row in rows for token in row])
-    positions = torch.cat([torch.arange(len(row)) for row in rows])
-    return PackedRows(ids[None], positions[None], len(rows))
+    packed = []
+    for group in groups:
+        ids = torch.tensor([token for row in group for token in row])
+        positions = torch.cat([torch.arange(len(row)) for row in group])
+        packed.append(PackedRows(ids[None], positions[None], len(group)))
+    return packed

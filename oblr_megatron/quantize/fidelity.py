@@ -34,16 +34,23 @@ class LogitComparison:
     """Accumulates the error over batches in fp64."""
 
     def __init__(self) -> None:
-        self._tokens = self._agreeing = 0
-        self._max_abs = self._kl = 0.0
-        self._abs = self._squares = 0.0
-        self._elements = 0
+        self._tokens = self._agreeing = self._elements = 0
+        self._max_abs = self._kl = self._abs = self._squares = 0.0
 
     def add(self, original: Tensor, quantized: Tensor) -> None:
         """Add the logits of one batch, [t, V] each, in any float dtype and for the same positions."""
         assert original.shape == quantized.shape, f"{tuple(original.shape)} against {tuple(quantized.shape)}"
-        for before, after in zip(original.split(CHUNK), quantized.split(CHUNK), strict=True):
-            self._add(before.float(), after.float())
+        for one, other in zip(original.split(CHUNK), quantized.split(CHUNK), strict=True):
+            before, after = one.float(), other.float()
+            distance = (before - after).abs()
+            self._tokens += len(before)
+            self._elements += before.numel()
+            self._max_abs = max(self._max_abs, float(distance.max()))
+            self._abs += float(distance.sum(dtype=torch.float64))
+            self._squares += float(before.square().sum(dtype=torch.float64))
+            self._agreeing += int((before.argmax(-1) == after.argmax(-1)).sum())
+            divergence = F.kl_div(after.log_softmax(-1), before.log_softmax(-1), reduction="none", log_target=True)
+            self._kl += float(divergence.sum(dtype=torch.float64))
 
     def result(self) -> LogitError:
         """The error over everything added; at least one position is needed."""
@@ -56,14 +63,3 @@ class LogitComparison:
             kl=self._kl / self._tokens,
             top1_agreement=self._agreeing / self._tokens,
         )
-
-    def _add(self, before: Tensor, after: Tensor) -> None:
-        distance = (before - after).abs()
-        self._tokens += len(before)
-        self._elements += before.numel()
-        self._max_abs = max(self._max_abs, float(distance.max()))
-        self._abs += float(distance.sum(dtype=torch.float64))
-        self._squares += float(before.square().sum(dtype=torch.float64))
-        self._agreeing += int((before.argmax(-1) == after.argmax(-1)).sum())
-        divergence = F.kl_div(after.log_softmax(-1), before.log_softmax(-1), reduction="none", log_target=True)
-        self._kl += float(divergence.sum(dtype=torch.float64))

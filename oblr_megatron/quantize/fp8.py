@@ -68,12 +68,9 @@ def load_model(source: Path, device: torch.device) -> PreTrainedModel:
 
 @torch.no_grad()
 def calibrate(model: PreTrainedModel, batches: Sequence[PackedRows], advance: Advance = lambda rows: None) -> None:
-    """Insert quantizers and set their scales from the weights and the calibration rows.
+    """Insert quantizers and set their scales from the weights and the calibration rows, of at least one batch.
 
-    Args:
-        model: changed in place; output layer, embedding, norms and routers are not quantised.
-        batches: at least one.
-        advance: called after each batch.
+    The model is changed in place. Its output layer, embedding, norms and routers are not quantised.
 
     Raises:
         RunError: a quantised layer saw no token.
@@ -147,7 +144,8 @@ def check_written(target: Path, written: dict[str, Written]) -> None:
         with safe_open(file, framework="pt") as tensors:
             names = set(tensors.keys())
             for name in sorted(names & written.keys()):
-                scales = [float(tensors.get_tensor(_scale(name, kind))) for kind in ("weight_scale", "input_scale")]
+                layer = name.removesuffix("weight")
+                scales = [float(tensors.get_tensor(f"{layer}{kind}")) for kind in ("weight_scale", "input_scale")]
                 if Written(_digest(tensors.get_tensor(name)), *scales) != written[name]:
                     raise RunError(f"{target}: {name} differs from the measured weight")
             found |= names
@@ -218,10 +216,6 @@ def _check_calibrated(model: nn.Module) -> None:
         for what, amax in (("weight", quantizer.amax), ("input", inputs.amax)):
             if amax is None or not math.isfinite(float(amax)) or float(amax) <= 0:
                 raise RunError(f"{name}: the {what} has no scale (largest value {amax}); use other calibration rows")
-
-
-def _scale(weight: str, kind: str) -> str:
-    return f"{weight.removesuffix('.weight')}.{kind}"
 
 
 def _digest(stored: Tensor) -> str:

@@ -59,18 +59,18 @@ def run(task: Task) -> Report:
     with progress("calibrating", len(task.rows.calibration)) as advance:
         fp8.calibrate(model, pack(task.rows.calibration), advance)
     error = _compare(model, pack(task.rows.held_out))
-    answers = _answer_simulated(model, task) if task.engine == "transformers" else ({}, {})
+    answers: Accuracies = {}, {}
+    if task.sets and task.engine == "transformers":
+        answers = _answer_simulated(model, task)
     with whole_directory(task.target) as partial:
         written = fp8.write(model, task.source.path, partial)
         fp8.check_written(partial, written)
         del model
         gc.collect()
         torch.cuda.empty_cache()  # does nothing on a CPU
-        if task.engine == "vllm" and task.sets:
-            answers = (
-                with_vllm(task.source.path, task.sets, task.config),
-                with_vllm(partial, task.sets, task.config),
-            )
+        if task.sets and task.engine == "vllm":
+            before, after = (with_vllm(directory, task.sets, task.config) for directory in (task.source.path, partial))
+            answers = before, after
         report = _report(task, error, answers, device, partial, len(written))
         report.write(partial)
         sync(partial / REPORT)
@@ -89,8 +89,6 @@ def _compare(model: PreTrainedModel, batches: Sequence[PackedRows]) -> LogitErro
 
 
 def _answer_simulated(model: PreTrainedModel, task: Task) -> Accuracies:
-    if not task.sets:
-        return {}, {}
     max_tokens = task.config.rollout.max_response_tokens
     with build_reward(task.config.reward, max_response_tokens=max_tokens) as reward:
         with fp8.original(model):

@@ -3,20 +3,17 @@
 from __future__ import annotations
 
 import argparse
-from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from oblr_megatron.checks.packages import installed_version
 from oblr_megatron.errors import EXIT_OK, UserError
 from oblr_megatron.runtime.command_line import count
 
 if TYPE_CHECKING:
     from oblr_megatron.checkpoint.hf_dir import HFDir
-    from oblr_megatron.quantize.pipeline import Engine, Task
+    from oblr_megatron.quantize.pipeline import Task
 
-FORMATS = ("fp8",)
-ENGINES = ("auto", "vllm", "transformers")
-NUM_SAMPLES = 512
 MODELOPT = "0.47"
 
 
@@ -24,13 +21,11 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     """The command's options."""
     parser.add_argument("source", type=Path, metavar="SRC", help="Hugging Face directory")
     parser.add_argument("target", type=Path, metavar="DST", help="directory to write; must not exist")
-    parser.add_argument("--format", default="fp8", choices=FORMATS, help="format of the weights (default: %(default)s)")
+    parser.add_argument("--format", default="fp8", choices=["fp8"], help="format of the weights (default: %(default)s)")
     parser.add_argument(
         "--calibration", metavar="[NAME=]PATH", help="calibration rows; by default the config's data.train"
     )
-    parser.add_argument(
-        "--num-samples", type=count, default=NUM_SAMPLES, metavar="N", help="number of calibration rows"
-    )
+    parser.add_argument("--num-samples", type=count, default=512, metavar="N", help="number of calibration rows")
     parser.add_argument(
         "--max-tokens", type=count, metavar="L", help="skip longer rows; by default data.max_prompt_tokens"
     )
@@ -38,7 +33,10 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--accuracy", nargs="+", default=[], metavar="[NAME=]PATH", help="sets to answer before and after"
     )
     parser.add_argument(
-        "--accuracy-engine", choices=ENGINES, default="auto", help="engine for --accuracy; auto: vLLM on a GPU with FP8"
+        "--accuracy-engine",
+        choices=["auto", "vllm", "transformers"],
+        default="auto",
+        help="engine for --accuracy; auto: vLLM on a GPU with FP8",
     )
     parser.add_argument(
         "--config", type=Path, metavar="FILE", help="TOML file or config.json of a run: template, reward, sampling"
@@ -54,16 +52,6 @@ def quantize(options: argparse.Namespace) -> int:
         UserError: wrong arguments, model or data; nothing was written.
         RunError: calibration, writing or answering failed; nothing was written.
     """
-    task = _check(options)
-    from rich.console import Console
-
-    from oblr_megatron.quantize.pipeline import run
-
-    Console().print(run(task).table())
-    return EXIT_OK
-
-
-def _check(options: argparse.Namespace) -> Task:
     from oblr_megatron.checkpoint.hf_dir import check_hf_dir
     from oblr_megatron.checkpoint.store import check_absent
 
@@ -72,15 +60,18 @@ def _check(options: argparse.Namespace) -> Task:
     source = check_hf_dir(options.source)
     check_absent(options.target)
     _check_modelopt()
-    return _check_data(options, source)
+    task = _check_data(options, source)
+    from rich.console import Console
+
+    from oblr_megatron.quantize.pipeline import run
+
+    Console().print(run(task).table())
+    return EXIT_OK
 
 
 def _check_modelopt() -> None:
     """Check that nvidia-modelopt is installed in the version that fp8.py supports."""
-    try:
-        installed = version("nvidia-modelopt")
-    except PackageNotFoundError:
-        installed = None
+    installed = installed_version("nvidia-modelopt")
     if installed is None or not installed.startswith(f"{MODELOPT}."):
         found = "not installed" if installed is None else f"version {installed}"
         raise UserError(f"nvidia-modelopt is {found}", fix=f'pip install "nvidia-modelopt=={MODELOPT}.*"')
@@ -95,6 +86,7 @@ def _check_data(options: argparse.Namespace, source: HFDir) -> Task:
     from oblr_megatron.config import with_own_scores
     from oblr_megatron.data.sources import named_source
     from oblr_megatron.evaluation.setup import config_of, load_sets, named_sets
+    from oblr_megatron.quantize.accuracy import vllm_computes_fp8
     from oblr_megatron.quantize.calibration import read_rows
     from oblr_megatron.quantize.pipeline import Task
     from oblr_megatron.rewards.registry import check_reward, check_rows
@@ -114,15 +106,9 @@ def _check_data(options: argparse.Namespace, source: HFDir) -> Task:
         check_rows(config.reward, sources.values())
     sets = load_sets(sources, config, tokenizer)
     check_space(options.target.parent, source.num_bytes)
-    engine = _engine(options.accuracy_engine)
+    engine = options.accuracy_engine
+    if engine == "auto":
+        engine = "vllm" if vllm_computes_fp8() else "transformers"
     if sets and engine == "vllm":
         check_head_size(source.config, options.source, on_gpu=torch.cuda.is_available())
     return Task(source, options.target, options.format, rows, config, tokenizer, sets, engine)
-
-
-def _engine(asked: str) -> Engine:
-    from oblr_megatron.quantize.accuracy import vllm_computes_fp8
-
-    if asked == "auto":
-        return "vllm" if vllm_computes_fp8() else "transformers"
-    return "vllm" if asked == "vllm" else "transformers"

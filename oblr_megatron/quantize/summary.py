@@ -52,30 +52,26 @@ class Report:
 
     def table(self) -> Table:
         """The measurements as a table for the console."""
-        table = Table(title=f"{self.source} in {self.format}", title_justify="left", show_header=False)
-        table.add_column(style="dim")
-        table.add_column()
-        for row in (*self._calibration_rows(), *self._accuracy_rows()):
-            table.add_row(*row)
-        return table
-
-    def _calibration_rows(self) -> list[tuple[str, str]]:
         used, error = self.calibration, self.logits
         scale = f"of an rms of {number(error.original_rms)}"
-        return [
+        rows = [
             ("calibrated on", f"{used.rows:,} rows, {used.tokens:,} tokens; skipped: {used.skipped_rows:,}"),
             ("logit error", f"mean {number(error.mean_abs)}, max {number(error.max_abs)}, {scale}"),
             ("next token", f"KL {number(error.kl)} nats, same most likely token {error.top1_agreement:.2%}"),
             ("measured on", f"{used.held_out_rows:,} held-out rows, {error.tokens:,} tokens, FP8 simulated"),
             ("weights", f"{size(self.weight_bytes_before)} -> {size(self.weight_bytes_after)}"),
         ]
-
-    def _accuracy_rows(self) -> list[tuple[str, str]]:
-        rows = []
         for name, before in self.accuracy_before.items():
             after = self.accuracy_after[name]
             rows.append((f"{name}, {before.prompts:,} prompts", f"{_interval(before)} -> {_interval(after)}"))
-        return [*rows, ("answered by", self.accuracy_engine)] if self.accuracy_engine is not None else rows
+        if self.accuracy_engine is not None:
+            rows.append(("answered by", self.accuracy_engine))
+        table = Table(title=f"{self.source} in {self.format}", title_justify="left", show_header=False)
+        table.add_column(style="dim")
+        table.add_column()
+        for row in rows:
+            table.add_row(*row)
+        return table
 
 
 def _interval(accuracy: Accuracy) -> str:

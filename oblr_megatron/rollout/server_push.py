@@ -83,7 +83,7 @@ class SharedMemoryTransport(Transport):
     async def connect(self, server: VllmServer, open_push: OpenPush) -> None:
         """Send the server the place of the memory."""
         assert self._buffer is not None, "reserve comes first"
-        await open_push(PeerMemory.of(self._buffer).as_dict())
+        await open_push(vars(PeerMemory.of(self._buffer)))
 
     def close(self) -> None:
         """Free the memory."""

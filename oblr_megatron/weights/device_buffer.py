@@ -18,7 +18,6 @@ from oblr_megatron.weights.shm import SharedBuffer
 WORD = 8
 _CHUNK_BYTES = 2**24
 """How much of a bucket is read at once: the factors take as much memory again."""
-_MODULUS = 2**64
 
 
 class DeviceBuffer(SharedBuffer):
@@ -33,18 +32,12 @@ class DeviceBuffer(SharedBuffer):
         if self._view.numel() < size:
             self._view = torch.empty(size, dtype=torch.uint8, device=self._view.device)
 
-    def map(self) -> None:
-        """Does nothing: device memory is not mapped."""
-
     def checksum(self, start: int, used: int) -> int:
         return device_checksum(self._view[start : start + used])
 
 
 def device_checksum(data: Tensor) -> int:
-    """The checksum that the module defines.
-
-    Args:
-        data: [n] uint8, on any device; starts at a multiple of eight bytes of its memory.
+    """The checksum that the module defines, of [n] uint8 on any device that start at a multiple of eight bytes.
 
     Example: bytes 1, 0 ... (one word, 1) and then 2 -> 1 * 1 + 3 * 2 = 7
     """
@@ -55,4 +48,4 @@ def device_checksum(data: Tensor) -> int:
         factors = torch.arange(first, first + values.numel(), dtype=torch.int64, device=data.device).mul_(2).add_(1)
         total += factors.mul_(values).sum()
         first += values.numel()
-    return int(total) % _MODULUS
+    return int(total) % 2**64

@@ -18,10 +18,7 @@ EXPERTS = {"w13_weight": ("gate_proj", "up_proj"), "w2_weight": ("down_proj",)}
 
 
 def engine_tensors(model: nn.Module) -> dict[str, Tensor]:
-    """Hugging Face name -> this worker's part of the tensor, in its memory.
-
-    Args:
-        model: vLLM's model, of a family in `families.py`.
+    """Hugging Face name -> this worker's part of the tensor, in its memory. The model is vLLM's.
 
     Raises:
         WeightError: vLLM keeps a parameter in a layout of its own, in which the tensors cannot be found.

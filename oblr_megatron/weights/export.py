@@ -134,7 +134,7 @@ class MegatronWeights:
                 shard = own[item.hf].detach()
                 part.view(shard.shape).copy_(shard)
         if parallel.pp_size > 1:
-            dist.broadcast(row, src=parallel.stage_rank(stage), group=parallel.pp_group)
+            dist.broadcast(row, group_src=stage, group=parallel.pp_group)
         share_rows(rows, group, dist.get_backend(group))
         for items, shards in zip(piece.owners, rows.split(piece.ranks), strict=True):
             for item, part, shape in zip(items, shards.split(sizes, dim=1), piece.shapes, strict=True):

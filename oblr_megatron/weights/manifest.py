@@ -10,7 +10,7 @@ import math
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, Protocol, runtime_checkable
+from typing import TYPE_CHECKING, Any, Protocol
 
 from oblr_megatron.errors import WeightError
 
@@ -20,27 +20,16 @@ if TYPE_CHECKING:
 
 
 class Source(Protocol):
-    """Whole tensors under Hugging Face names, in the same order on every rank; vLLM's `WeightSource` is one."""
+    """Whole tensors under Hugging Face names, in the same order on every rank; vLLM's `WeightSource` is one.
+
+    A source may also have `views`, see `MegatronWeights.views`.
+    """
 
     def metadata(self) -> Sequence[Any]:
         """(name, dtype, shape) of every tensor, in the order of iteration."""
         ...
 
     def __iter__(self) -> Iterator[tuple[str, Tensor]]: ...
-
-
-@runtime_checkable
-class ViewSource(Protocol):
-    """A source that can yield tensors without copying them; see `MegatronWeights.views`."""
-
-    def views(self) -> Iterator[tuple[str, Tensor]]:
-        """Elements in row-major order, in any dtype and number of dimensions. A view is valid until the next one."""
-        ...
-
-
-def views_of(source: Source) -> Iterator[tuple[str, Tensor]]:
-    """The source's views if it has them, otherwise its tensors."""
-    return source.views() if isinstance(source, ViewSource) else iter(source)
 
 
 @dataclass(frozen=True, slots=True)
@@ -137,25 +126,21 @@ def check_manifest(manifest: Manifest, model: Mapping[str, tuple[int, ...]], dty
     """
     counts = Counter(spec.name for spec in manifest)
     known = [spec for spec in manifest if spec.name in model]
-    problems = [
-        ("missing", [name for name in model if name not in counts]),
-        ("not in the model", [name for name in counts if name not in model]),
-        ("given twice", [name for name, count in counts.items() if count > 1]),
-        (
-            "of another shape",
-            [
-                f"{spec.name} {list(spec.shape)}, the model has {list(model[spec.name])}"
-                for spec in known
-                if spec.shape != model[spec.name]
-            ],
-        ),
-        (
-            "of another dtype",
-            [f"{spec.name} {spec.dtype}, the model has {dtype}" for spec in known if dtype not in (None, spec.dtype)],
-        ),
-    ]
+    problems = {
+        "missing": [name for name in model if name not in counts],
+        "not in the model": [name for name in counts if name not in model],
+        "given twice": [name for name, count in counts.items() if count > 1],
+        "of another shape": [
+            f"{spec.name} {list(spec.shape)}, the model has {list(model[spec.name])}"
+            for spec in known
+            if spec.shape != model[spec.name]
+        ],
+        "of another dtype": [
+            f"{spec.name} {spec.dtype}, the model has {dtype}" for spec in known if dtype not in (None, spec.dtype)
+        ],
+    }
     found = [
-        f"{_first(tensors)} {'is' if len(tensors) == 1 else 'are'} {what}" for what, tensors in problems if tensors
+        f"{_first(names)} {'is' if len(names) == 1 else 'are'} {what}" for what, names in problems.items() if names
     ]
     if found:
         raise WeightError("the push does not match the model: " + "; ".join(found))

@@ -139,7 +139,7 @@ _DENSE_ONLY = {"mlp.linear_fc1.weight", "mlp.linear_fc2.weight"}
 _MIXTURE_ONLY = {"mlp.router.weight"}
 _QKV_BIAS = {"self_attention.linear_qkv.bias"}
 _QK_NORMS = {"self_attention.q_layernorm.weight", "self_attention.k_layernorm.weight"}
-# One module per expert, or Transformer Engine's grouped layer with one weight per expert.
+# One module per expert, or Transformer Engine's grouped layer with one weight per expert: "... linear_fc2.weight7".
 _EXPERT = re.compile(r"mlp\.experts\.(?:local_experts\.(\d+)\.(linear_fc[12])\.weight|(linear_fc[12])\.weight(\d+))")
 _IN_EXPERT: dict[str, tuple[Cut, tuple[str, ...]]] = {
     "linear_fc1": ("gate_up", ("gate_proj.weight", "up_proj.weight")),
@@ -181,8 +181,9 @@ def entry(name: str, shape: ModelShape) -> Entry:
     if match is None or int(match[1]) >= shape.layers:
         raise KeyError(f"unknown Megatron parameter {name!r}")
     inside = _FUSED_NORMS.get(match[2], match[2])
-    expert, part = _expert_of(inside)
-    if expert is not None and expert < shape.experts:
+    of_expert = _EXPERT.fullmatch(inside)
+    if of_expert is not None and (expert := int(of_expert[1] or of_expert[4])) < shape.experts:
+        part = of_expert[2] or of_expert[3]
         cut, hf = _IN_EXPERT[part]
         names = tuple(f"model.layers.{match[1]}.mlp.experts.{expert}.{tensor}" for tensor in hf)
         return Entry(name, cut, names, _mlp_shapes(part, shape.expert_ffn, shape), expert)
@@ -190,15 +191,6 @@ def entry(name: str, shape: ModelShape) -> Entry:
         raise KeyError(f"unknown Megatron parameter {name!r}")
     cut, hf = _IN_LAYER[inside]
     return Entry(name, cut, tuple(f"model.layers.{match[1]}.{tensor}" for tensor in hf), _shapes(inside, shape))
-
-
-def _expert_of(inside: str) -> tuple[int | None, str]:
-    """(expert, its linear layer) of a name inside a transformer layer; (None, "") if it is not an expert's.
-
-    Example: "mlp.experts.linear_fc2.weight7" -> (7, "linear_fc2")
-    """
-    match = _EXPERT.fullmatch(inside)
-    return (int(match[1] or match[4]), match[2] or match[3]) if match else (None, "")
 
 
 def _outside_experts(shape: ModelShape) -> list[str]:
@@ -247,32 +239,31 @@ def split(
         tp_size: number of shards; the expert-tensor-parallel size for an expert.
         padded_vocab: rows of the vocabulary matrices with padding, over all ranks.
     """
+    import torch
+
     if item.cut == "replicated":
         return tensors[0][:]
     if item.cut == "columns":
         start, stop = _share(item.shapes[0][1], tp_rank, tp_size)
         return tensors[0][:, start:stop]
     if item.cut == "gate_up":
-        import torch
-
         start, stop = _share(item.shapes[0][0], tp_rank, tp_size)
         return torch.cat([tensor[start:stop] for tensor in tensors])
     if item.cut == "vocab":
-        return _split_vocab(tensors[0], shape, *_share(padded_vocab, tp_rank, tp_size))
+        start, stop = _share(padded_vocab, tp_rank, tp_size)
+        rows = tensors[0][min(start, shape.vocab) : min(stop, shape.vocab)]
+        padding = rows.new_zeros(stop - start - rows.shape[0], shape.hidden)
+        return torch.cat([rows, padding]) if len(padding) else rows
     return _split_qkv(item, tensors, shape, tp_rank, tp_size)
 
 
 def views(item: Entry, stacked: Tensor, shape: ModelShape) -> list[tuple[str, Tensor]]:
     """The whole Hugging Face tensors from all shards in rank order; the inverse of `split`.
 
-    They are views with the tensors' elements in row-major order, in up to four dimensions.
+    They are views with the tensors' elements in row-major order, in up to four dimensions. With more ranks than KV
+    groups, q, k and v are views only if the shards are contiguous; otherwise they are copied.
 
-    With more ranks than KV groups, q, k and v are copied. They are views if the shards are contiguous.
-
-    Args:
-        item: the parameter.
-        stacked: all ranks' shards on top of each other, [ranks, *shard]; of what every rank holds whole, [1, *shard].
-        shape: the model's sizes.
+    `stacked` has all ranks' shards on top of each other, [ranks, *shard]; of what every rank holds whole, [1, *shard].
 
     Example: of linear_fc2, cut by columns over 2 ranks, [2, hidden, ffn / 2] -> [hidden, 2, ffn / 2].
     """
@@ -307,14 +298,6 @@ def shard_shape(item: Entry, shape: ModelShape, *, tp_size: int, padded_vocab: i
 def _share(size: int, rank: int, ranks: int) -> tuple[int, int]:
     assert size % ranks == 0, f"{size} rows cannot be shared by {ranks} ranks"
     return size // ranks * rank, size // ranks * (rank + 1)
-
-
-def _split_vocab(tensor: Sliceable, shape: ModelShape, start: int, stop: int) -> Tensor:
-    import torch
-
-    rows = tensor[min(start, shape.vocab) : min(stop, shape.vocab)]
-    padding = rows.new_zeros(stop - start - rows.shape[0], shape.hidden)
-    return torch.cat([rows, padding]) if len(padding) else rows
 
 
 def _group_rows(shape: ModelShape) -> tuple[int, int, int]:

@@ -8,9 +8,8 @@ trainer sent.
 from __future__ import annotations
 
 import os
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 from oblr_megatron.errors import WeightError
 from oblr_megatron.runtime.processes import boot_id, pid_namespace
@@ -37,10 +36,6 @@ class PeerMemory:
         """How another process finds a buffer of this process."""
         inode = os.fstat(buffer.fd).st_ino
         return cls(os.getpid(), buffer.fd, inode, boot_id(), f"pid:[{pid_namespace()}]")
-
-    def as_dict(self) -> dict[str, Any]:
-        """The fields as a dict, for `http_messages.OpenBody`."""
-        return asdict(self)
 
     def open(self) -> SharedBuffer:
         """Map the memory.

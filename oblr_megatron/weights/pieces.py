@@ -55,29 +55,29 @@ class Piece:
 def pieces(shape: ModelShape, *, tp: int, ep: int, etp: int, padded_vocab: int, budget: int) -> tuple[Piece, ...]:
     """All parameters of a model in the order of a push.
 
+    A piece holds at least one whole parameter. A piece of experts holds at least one matrix from every expert-parallel
+    rank. A smaller budget is raised to that.
+
     Args:
         shape: the model's sizes.
-        tp: tensor-parallel ranks.
-        ep: expert-parallel ranks.
-        etp: expert-tensor-parallel ranks.
+        tp, ep, etp: numbers of tensor-, expert- and expert-tensor-parallel ranks.
         padded_vocab: rows of the vocabulary matrices with padding.
-        budget: elements of a piece. A piece holds at least one whole parameter. A piece of experts holds at least one
-            matrix from every expert-parallel rank. A smaller budget is raised to that.
+        budget: elements of a piece.
     """
-    singles: list[list[Piece]] = []  # by layer, and whether they are experts
+    layers = []
     for _, group in groupby(table(shape), _group_of):
         items = list(group)
         owners, ranks = (ep, etp) if items[0].expert is not None else (1, tp)
         share = len(items) // owners
-        cuts = [shard_shape(item, shape, tp_size=ranks, padded_vocab=padded_vocab) for item in items[:share]]
-        singles.append(
-            [
-                Piece(tuple((items[owner * share + index],) for owner in range(owners)), (cut,), ranks)
-                for index, cut in enumerate(cuts)
-            ]
-        )
-    budget = max(budget, *(single.numel for group in singles for single in group))
-    return tuple(_joined(run) for group in singles for run in _runs(group, budget))
+        owned = [items[owner * share : (owner + 1) * share] for owner in range(owners)]
+        cuts = [shard_shape(item, shape, tp_size=ranks, padded_vocab=padded_vocab) for item in owned[0]]
+        layers.append((owned, cuts, ranks, [owners * ranks * prod(cut) for cut in cuts]))
+    budget = max(budget, *(size for *_, sizes in layers for size in sizes))
+    return tuple(
+        Piece(tuple(tuple(items[run]) for items in owned), tuple(cuts[run]), ranks)
+        for owned, cuts, ranks, sizes in layers
+        for run in _runs(sizes, budget)
+    )
 
 
 def _group_of(item: Entry) -> tuple[int | None, bool, bool]:
@@ -88,21 +88,11 @@ def _group_of(item: Entry) -> tuple[int | None, bool, bool]:
     return layer_of(item), item.expert is not None, item.cut == "vocab"
 
 
-def _runs(singles: Sequence[Piece], budget: int) -> Iterator[list[Piece]]:
+def _runs(sizes: Sequence[int], budget: int) -> Iterator[slice]:
     """Neighbours that fit the budget together."""
-    run: list[Piece] = []
-    for single in singles:
-        if run and sum(each.numel for each in run) + single.numel > budget:
-            yield run
-            run = []
-        run.append(single)
-    yield run
-
-
-def _joined(run: Sequence[Piece]) -> Piece:
-    owners = zip(*(single.owners for single in run), strict=True)
-    return Piece(
-        tuple(tuple(item for (item,) in owner) for owner in owners),
-        tuple(single.shapes[0] for single in run),
-        run[0].ranks,
-    )
+    first = 0
+    for index in range(1, len(sizes)):
+        if sum(sizes[first : index + 1]) > budget:
+            yield slice(first, index)
+            first = index
+    yield slice(first, len(sizes))

@@ -26,7 +26,7 @@ import xxhash
 from torch import Tensor
 
 from oblr_megatron.errors import DamagedError, WeightError
-from oblr_megatron.weights.manifest import Manifest, Part, Source, manifest_of, views_of
+from oblr_megatron.weights.manifest import Manifest, Part, Source, manifest_of
 
 ALIGNMENT = 64
 """Every tensor starts at a multiple of this, so any dtype can be viewed in place and copies are vectorised."""
@@ -184,7 +184,8 @@ def _pieces(source: Source, capacity: int) -> Iterator[tuple[Part, Tensor]]:
         WeightError: see `fill_buckets`.
     """
     manifest = manifest_of(source)
-    stream = views_of(source)
+    views = getattr(source, "views", None)
+    stream: Iterator[tuple[str, Tensor]] = iter(source) if views is None else views()
     for spec in manifest:
         name, view = next(stream, ("nothing more", torch.empty(0)))
         if name != spec.name or view.numel() != spec.numel:

@@ -57,15 +57,10 @@ def expected_digests(
 
 
 def worker_part(item: Entry, part: int, tensor: Tensor, shape: ModelShape, worker: int, workers: int) -> Tensor:
-    """The rows or columns of a whole tensor that vLLM gives one of its tensor-parallel workers.
+    """The rows or columns of a whole tensor that vLLM gives number `worker` of its tensor-parallel workers.
 
-    Args:
-        item: the parameter.
-        part: index of the tensor in the parameter, e.g. 1 for k.
-        tensor: whole.
-        shape: the model's sizes.
-        worker: rank within the engine.
-        workers: number of workers. With more workers than KV groups, neighbours hold the same k and v.
+    `part` is the index of the tensor in the parameter, e.g. 1 for k. With more workers than KV groups, neighbours hold
+    the same k and v.
     """
     if item.cut == "replicated":
         return tensor

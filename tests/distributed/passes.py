@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
+from megatron.core import parallel_state
 from torch import Tensor
 from transformers import AutoConfig
 
@@ -145,7 +146,7 @@ def whole_gradients(policy: Policy) -> dict[str, Tensor]:
     gradients = {}
     for name, parameter in policy.named_parameters():
         item = entry(name, shape)
-        group = parallel.tp_group if item.expert is None else parallel.etp_group
+        group = parallel.tp_group if item.expert is None else parallel_state.get_expert_tensor_parallel_group()
         shards = [torch.empty_like(parameter.main_grad) for _ in range(group.size())]
         dist.all_gather(shards, parameter.main_grad, group=group)
         prefix = "copy of " if shape.tied and name == OUTPUT else ""

@@ -20,6 +20,7 @@ from oblr_megatron.errors import UserError
 from oblr_megatron.model.parallel import Parallel
 from oblr_megatron.model.sequence import local_part
 from oblr_megatron.model.step import reduce_data_parallel_grads, run_schedule
+from oblr_megatron.padding import Padding
 from oblr_megatron.types import MicroBatch
 from tests.distributed.launch import layout, run_ranks
 from tests.distributed.passes import (
@@ -109,7 +110,7 @@ def parts_of_a_row() -> list[list[int]]:
 def _part(parallel: Parallel, length: int) -> list[int]:
     row = torch.arange(1, length + 1)[None]
     batch = MicroBatch(row, row, row > 0, row.float(), torch.tensor([0]))
-    part = local_part(parallel, batch)
+    part = local_part(parallel, batch, Padding.of(tp_size=1, cp_size=2, sequence_parallel=False))
     assert torch.equal(part.input_ids, part.labels)
     assert torch.equal(part.mask, part.input_ids > 0)
     return part.input_ids[0].tolist()

@@ -23,7 +23,7 @@ from oblr_megatron.checkpoint.distributed import TorchDistWriter, load_training_
 from oblr_megatron.checkpoint.store import checkpoints_of
 from oblr_megatron.config import OptimizerConfig, ParallelConfig
 from oblr_megatron.model.momentum import GradientMomentum
-from oblr_megatron.model.optimizer import PolicyOptimizer
+from oblr_megatron.model.optimizer import PolicyOptimizer, grad_sq_norm
 from oblr_megatron.model.parallel import Parallel
 from oblr_megatron.model.policy import Policy
 from oblr_megatron.model.shards import held
@@ -81,7 +81,7 @@ def steps(path: Path, parallel: Parallel, options: ParallelConfig, dtype: str) -
     momentum, metrics = GradientMomentum(policy, 3.0), []
     for lr in RATES:
         make_gradient(policy, make_batches())
-        sq_norm = optimizer.grad_sq_norm()
+        sq_norm = grad_sq_norm(policy)
         found = momentum.take(sq_norm)
         metrics.append((sq_norm, optimizer.clip(sq_norm), found))
         optimizer.step(lr)
@@ -242,7 +242,7 @@ def experts_go_on(path: Path, directory: Path) -> list[tuple[dict[str, Tensor], 
 
 def step(policy: Policy, optimizer: PolicyOptimizer) -> None:
     make_gradient(policy, make_batches())
-    optimizer.clip(optimizer.grad_sq_norm())
+    optimizer.clip(grad_sq_norm(policy))
     optimizer.step(RATES[0])
 
 

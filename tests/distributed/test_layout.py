@@ -33,7 +33,6 @@ def describe(tp: int, pp: int) -> dict[str, object]:
             "model": ranks(parallel.model_group),
             "embedding": ranks(embedding) if embedding is not None else None,
             "stages": (parallel.is_first_stage, parallel.is_last_stage),
-            "next": parallel.stage_rank(parallel.pp_size - 1),
         }
 
 
@@ -47,7 +46,6 @@ def test_tensor_ranks_are_neighbours_then_data_then_pipeline() -> None:
         "model": [0, 1, 2, 3],
         "embedding": [1, 3],
         "stages": (False, True),
-        "next": 3,
     }
 
 

@@ -19,6 +19,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+from megatron.core import parallel_state
 from safetensors.torch import load_file
 from torch import Tensor, nn
 from transformers import AutoConfig
@@ -108,7 +109,7 @@ class SplitSink(AccumulateSink):
 
     def whole(self, shape: ModelShape) -> dict[tuple[str, int], Tensor]:
         """By Hugging Face name, combined over the ranks that share an expert; empty except on the first of them."""
-        group, whole = self.parallel.etp_group, {}
+        group, whole = parallel_state.get_expert_tensor_parallel_group(), {}
         for (name, sample), product in sorted(self.products.items(), key=lambda pair: pair[0]):
             shards = [torch.empty_like(product) for _ in range(group.size())]
             dist.all_gather(shards, product, group=group)

@@ -46,7 +46,7 @@ def weights_after_steps(path: Path, name: str) -> list[tuple[list[float], dict[s
             sq_norms = []
             for lr in RATES:
                 make_gradient(policy, make_batches())
-                sq_norms.append(optimizer.grad_sq_norm())
+                sq_norms.append(grad_sq_norm(policy))
                 optimizer.clip(sq_norms[-1])
                 optimizer.step(lr)
             results.append((sq_norms, {key: tensor.clone() for key, tensor in MegatronWeights(policy)}))
@@ -94,7 +94,7 @@ def clipped_norms(path: Path) -> tuple[float, float, float, float]:
         policy = load_policy(path, parallel)
         optimizer = PolicyOptimizer(policy, OptimizerConfig(clip_grad=0.5))
         make_gradient(policy, make_batches())
-        before = optimizer.grad_sq_norm()
+        before = grad_sq_norm(policy)
         factor = optimizer.clip(before)
         after = grad_sq_norm(policy)
         return math.sqrt(before), factor, math.sqrt(after), optimizer.clip(after * 0.99)

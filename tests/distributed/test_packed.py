@@ -17,6 +17,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from oblr_megatron.model.sequence import local_part
+from oblr_megatron.padding import Padding
 from oblr_megatron.types import MicroBatch
 from tests.distributed.launch import layout, run_ranks
 from tests.distributed.passes import ORDERS, load_policy, logits_by_position, make_batches, packed_batches
@@ -63,9 +64,9 @@ def parts() -> list[tuple[list[int], list[int]]]:
     row = torch.arange(1, 9)[None]
     batch = MicroBatch(row, row, row > 0, row.float(), torch.arange(3), torch.tensor([0, 5, 6, 8], dtype=torch.int32))
     results = []
-    for sizes in ({"cp": 2}, {"tp": 2, "sp": True}):
-        with layout(**sizes) as parallel:
-            part = local_part(parallel, batch)
+    for tp, cp in ((1, 2), (2, 1)):
+        with layout(tp=tp, cp=cp, sp=tp > 1) as parallel:
+            part = local_part(parallel, batch, Padding.of(tp_size=tp, cp_size=cp, sequence_parallel=tp > 1))
             assert part.cu_seqlens.dtype == torch.int32
             tokens, bounds = part.input_ids[0], part.cu_seqlens.tolist()
             owners = part.per_token(torch.arange(3))[0]

@@ -97,7 +97,7 @@ def observed(path: Path) -> dict[str, tuple[list[int], list[int], tuple[int, ...
 
 def _count_forwards(policy: Policy) -> tuple[list[int], ...]:
     counters: tuple[list[int], ...] = ([], [], [], [])
-    for layer in policy.module.decoder.layers:
+    for layer in policy.modules[0].decoder.layers:
         modules = (layer.self_attention.core_attention, layer.mlp, layer.pre_mlp_layernorm, layer)
         for module, counter in zip(modules, counters, strict=True):
             module.register_forward_hook(lambda *_, counter=counter: counter.append(1))
@@ -120,7 +120,7 @@ def experts_again(path: Path) -> tuple[list[tuple[dict[str, Tensor], float]], in
     for options in (ParallelConfig(), mixtures):
         with layout(ep=2) as parallel:
             policy = load_policy(path, parallel, options)
-            for layer in policy.module.decoder.layers:
+            for layer in policy.modules[0].decoder.layers:
                 layer.mlp.experts.register_forward_hook(lambda *_: runs.append(1))
             results.append(reduced_gradients(policy, make_batches()))
     forwards = 2 * len(make_batches()) // 2  # layers, microbatches of a rank

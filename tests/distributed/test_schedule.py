@@ -100,7 +100,7 @@ def events_of_stage(path: Path) -> list[str]:
     with layout(pp=2) as parallel:
         policy = load_policy(path, parallel)
         events: list[str] = []
-        policy.module.register_forward_hook(lambda *_: events.append("F"))
+        policy.modules[0].register_forward_hook(lambda *_: events.append("F"))
         run_schedule(policy, make_batches(), weighted_logprob_loss(policy), sink=_Recorder(events))
         return events
 

@@ -99,11 +99,11 @@ def test_what_is_padded_for_fp8_is_taken(path: Path, parallel: Any, packing: str
 
 def test_the_configuration_reaches_the_layers(path: Path, parallel: Any) -> None:
     policy = load(path, parallel, config_of(path, "bfloat16", "two_pass"))
-    kinds = {type(module).__name__ for module in policy.module.decoder.modules()}
+    kinds = {type(module).__name__ for module in policy.modules[0].decoder.modules()}
     assert {"TELayerNormColumnParallelLinear", "TERowParallelLinear", "TEDotProductAttention"} <= kinds
     local = load(path, parallel, config_of(path, "bfloat16", "two_pass", transformer_impl="local"))
-    assert not any(type(module).__name__.startswith("TE") for module in local.module.modules())
-    assert AutoConfig.from_pretrained(path).num_hidden_layers == len(local.module.decoder.layers)
+    assert not any(type(module).__name__.startswith("TE") for module in local.modules[0].modules())
+    assert AutoConfig.from_pretrained(path).num_hidden_layers == len(local.modules[0].decoder.layers)
 
 
 def test_doctor_says_so() -> None:

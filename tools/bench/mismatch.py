@@ -210,7 +210,7 @@ def trainer_side(path: Path, found: list[dict[str, Any]], dtype: str, invariant:
                     continue  # the trainer's attention contains it
                 if name == "alone":
                     row.batch.add(*_both(found, one))
-                module = policy.module.get_submodule(one.module)
+                module = policy.modules[0].get_submodule(one.module)
                 hooks.append(_compare(module, one, theirs, getattr(row, name), found, replace=name == "alone"))
             getattr(final, name).add(*_logprobs(policy, found))
             for hook in hooks:

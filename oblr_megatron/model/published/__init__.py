@@ -20,8 +20,7 @@ NAMES = tuple(name for family in FAMILIES for name in family.published)
 def published(name: str) -> dict[str, Any]:
     """The config.json that was published with a model.
 
-    Args:
-        name: of the model, with or without "Qwen/" and "Qwen3-", in any case; "-" and "_" are ignored.
+    The name may lack "Qwen/" and "Qwen3-", and may be in any case. "-" and "_" are ignored.
 
     Raises:
         UserError: no such model.

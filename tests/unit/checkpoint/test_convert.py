@@ -109,12 +109,12 @@ def test_padding_rows_are_zero_and_every_file_is_in_the_manifest(root: Path) -> 
         load_hf_weights(policy, root / "hf")
         reader = PieceReader(root / "checkpoint")
         stored = reader.whole.state_dict_metadata
-        state = policy.module.sharded_state_dict()
+        state = policy.modules[0].sharded_state_dict()
         assert {value.key for value in state.values() if hasattr(value, "key")} == {
             key.split("/shard_")[0] for key in stored
         }
-        loaded = load_with_megatron(policy.module.sharded_state_dict(), root / "checkpoint")
-    for name, parameter in policy.module.named_parameters():
+        loaded = load_with_megatron(policy.modules[0].sharded_state_dict(), root / "checkpoint")
+    for name, parameter in policy.modules[0].named_parameters():
         assert torch.equal(loaded[name], parameter), name
     embedding = loaded["embedding.word_embeddings.weight"]
     assert len(embedding) == 128 and not embedding[VOCAB:].any()
@@ -139,7 +139,7 @@ def test_megatron_lms_own_checkpoints_with_a_config_from_elsewhere(naming: int, 
         config = ModelConfig.model_validate({"path": source, "make_vocab_size_divisible_by": 512})
         policy = build_policy(AutoConfig.from_pretrained(source), config, parallel)
         load_hf_weights(policy, source)
-        state = {"model": policy.module.sharded_state_dict(metadata=dict(NAMINGS[naming]))}
+        state = {"model": policy.modules[0].sharded_state_dict(metadata=dict(NAMINGS[naming]))}
         TorchDistWriter(dist.new_group(backend="gloo"), parallel).stage(state, tmp_path / "iter_0000010")()
     to_hf(tmp_path / "iter_0000010", tmp_path / "hf", hf_source=source)
     assert_same(tmp_path / "hf", source)

@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+from megatron.core import parallel_state
 from transformers import AutoModelForCausalLM
 
 from oblr_megatron.config import Config, ParallelConfig, parse_config
@@ -116,7 +117,8 @@ def test_positions_match_megatrons_groups() -> None:
             place = places[rank]
             stands = (own.tp_rank, own.pp_rank, own.cp_rank, own.dp_rank, own.ep_rank, own.etp_rank)
             assert stands == (place.tp, place.pp, place.cp, place.dp, place.ep, place.etp)
-            assert dist.get_process_group_ranks(own.edp_group)[0] == place.expert_peers
+            same_experts = parallel_state.get_expert_data_parallel_group()
+            assert dist.get_process_group_ranks(same_experts)[0] == place.expert_peers
             peers = [
                 other for other, at in enumerate(places) if (at.pp, at.cp, at.dp) == (place.pp, place.cp, place.dp)
             ]

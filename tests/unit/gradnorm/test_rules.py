@@ -30,7 +30,7 @@ def policy():
 
 @pytest.fixture
 def model(policy):
-    return policy.module
+    return policy.modules[0]
 
 
 def rules_of(policy, *, tp_size=2, sequence_parallel=False):

@@ -19,11 +19,12 @@ from oblr_megatron.model import cpu
 from oblr_megatron.model.attention import RMSNorm
 from oblr_megatron.model.parallel import Parallel, initialize, shutdown
 from oblr_megatron.model.policy import build_model
-from oblr_megatron.model.transformer_config import transformer_config_of
+from oblr_megatron.model.published import published
+from oblr_megatron.model.transformer_config import hf_config_of, transformer_config_of
 from oblr_megatron.padding import padded_vocab_size
 from oblr_megatron.weights.names import ModelShape, entry, table
 from tests.tiny import LLAMA3_ROPE, tiny_config, tiny_config_of, tiny_moe_config
-from tests.unit.weights.test_names import SIZES, qwen3_config
+from tests.unit.weights.test_names import SIZES
 
 
 @pytest.fixture(scope="module")
@@ -47,7 +48,7 @@ def shapes_on_meta(
 
 @pytest.mark.parametrize("size", SIZES)
 def test_real_sizes_have_the_tables_parameters(size: str, parallel: Parallel, monkeypatch: pytest.MonkeyPatch) -> None:
-    config = qwen3_config(size)
+    config = hf_config_of(published(size))
     shapes = shapes_on_meta(config, parallel, monkeypatch)
     shape = ModelShape.of(config)
     assert shapes.keys() == {item.megatron for item in table(shape)}

@@ -22,7 +22,7 @@ from oblr_megatron.config.precision_checks import norms_problem
 from oblr_megatron.errors import UserError
 from oblr_megatron.memory.select_mode import resolve
 from oblr_megatron.model import precision
-from oblr_megatron.model.precision import fp8_fields, precision_fields, this_machine
+from oblr_megatron.model.precision import precision_fields, this_machine
 from oblr_megatron.model.published import published
 
 CPU, HOPPER = Machine(), Machine((9, 0), "13.0", "2.11.0")
@@ -44,7 +44,7 @@ def test_every_recipe_is_known_to_megatron_and_has_its_requirements() -> None:
     recipes = get_args(ModelConfig.model_fields["fp8_recipe"].annotation)
     assert set(recipes) == set(RECIPES)
     for recipe in recipes:
-        fields = fp8_fields(model_of(fp8="hybrid", fp8_recipe=recipe))
+        fields = precision_fields(model_of(fp8="hybrid", fp8_recipe=recipe), transformer_engine=True)
         made = TransformerConfig(num_layers=4, hidden_size=64, num_attention_heads=4, **fields)
         assert (made.fp8, made.fp8_recipe) == ("hybrid", recipe)
         assert made.tp_only_amax_red is (recipe == "delayed"), "else replicas would wait for one another"
@@ -55,13 +55,15 @@ def test_fp8_fields_arrive() -> None:
     delayed = model_of(
         fp8="e4m3", fp8_recipe="delayed", fp8_margin=2, fp8_amax_history_len=7, fp8_amax_compute_algo="most_recent"
     )
-    made = TransformerConfig(num_layers=4, hidden_size=64, num_attention_heads=4, **fp8_fields(delayed))
+    fields = precision_fields(delayed, transformer_engine=True)
+    made = TransformerConfig(num_layers=4, hidden_size=64, num_attention_heads=4, **fields)
     assert (made.fp8, made.fp8_margin, made.fp8_amax_history_len) == ("e4m3", 2, 7)
     assert made.fp8_amax_compute_algo == "most_recent"
     ends = model_of(
         fp8="hybrid", first_last_layers_bf16=True, num_layers_at_start_in_bf16=2, num_layers_at_end_in_bf16=3
     )
-    made = TransformerConfig(num_layers=4, hidden_size=64, num_attention_heads=4, **fp8_fields(ends))
+    fields = precision_fields(ends, transformer_engine=True)
+    made = TransformerConfig(num_layers=4, hidden_size=64, num_attention_heads=4, **fields)
     assert made.first_last_layers_bf16
     assert (made.num_layers_at_start_in_bf16, made.num_layers_at_end_in_bf16) == (2, 3)
 

@@ -236,13 +236,7 @@ def test_a_foreign_model_is_refused(tmp_path, source, capsys):
 
 @pytest.mark.parametrize("installed", [None, "0.39.0"])
 def test_another_modelopt_is_refused(tmp_path, source, capsys, monkeypatch, installed):
-    def version(name: str) -> str:
-        assert name == "nvidia-modelopt"
-        if installed is None:
-            raise command.PackageNotFoundError(name)
-        return installed
-
-    monkeypatch.setattr(command, "version", version)
+    monkeypatch.setattr(command, "installed_version", {"nvidia-modelopt": installed}.__getitem__)
     said = refused(capsys, source, tmp_path / "out", "--calibration", "rows.jsonl")
     assert "pip install" in said
     assert (installed or "not installed") in said

@@ -12,9 +12,11 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
-from transformers import Qwen3Config, Qwen3ForCausalLM, Qwen3MoeConfig
+from transformers import Qwen3ForCausalLM
 
 from oblr_megatron.model.moe import with_global_expert
+from oblr_megatron.model.published import published
+from oblr_megatron.model.transformer_config import hf_config_of
 from oblr_megatron.weights.export import metadata_of
 from oblr_megatron.weights.names import ModelShape, entry, layer_of, shard_shape, split, table, views
 
@@ -194,36 +196,12 @@ def test_a_tied_output_layer_is_the_embedding() -> None:
     assert "output_layer.weight" not in [item.megatron for item in table(tied)]
 
 
-# hidden, layers, heads, KV heads, head_dim, ffn, tied: the published config.json files
-SIZES = {
-    "0.6B": (1024, 28, 16, 8, 128, 3072, True),
-    "1.7B": (2048, 28, 16, 8, 128, 6144, True),
-    "4B": (2560, 36, 32, 8, 128, 9728, True),
-    "8B": (4096, 36, 32, 8, 128, 12288, False),
-    "14B": (5120, 40, 40, 8, 128, 17408, False),
-    "32B": (5120, 64, 64, 8, 128, 25600, False),
-}
-
-
-def qwen3_config(size: str) -> Qwen3Config:
-    hidden, layers, heads, groups, head_dim, ffn, tied = SIZES[size]
-    return Qwen3Config(
-        vocab_size=151936,
-        hidden_size=hidden,
-        num_hidden_layers=layers,
-        num_attention_heads=heads,
-        num_key_value_heads=groups,
-        head_dim=head_dim,
-        intermediate_size=ffn,
-        tie_word_embeddings=tied,
-        rms_norm_eps=1e-6,
-        rope_parameters={"rope_type": "default", "rope_theta": 1_000_000.0},
-    )
+SIZES = ("0.6B", "1.7B", "4B", "8B", "14B", "32B")
 
 
 @pytest.mark.parametrize("size", SIZES)
 def test_real_sizes_have_exactly_transformers_tensors(size: str) -> None:
-    config = qwen3_config(size)
+    config = hf_config_of(published(size))
     with torch.device("meta"):
         model = Qwen3ForCausalLM(config)
     expected = {name: tuple(parameter.shape) for name, parameter in model.named_parameters()}
@@ -239,25 +217,17 @@ def test_real_sizes_have_exactly_transformers_tensors(size: str) -> None:
         assert names[start + 1] == f"model.layers.{layer}.mlp.up_proj.weight"
 
 
-# hidden, layers, heads, KV heads, experts, ffn of one; parameters as the model cards give them, in billions
-MIXTURES = {"30B-A3B": (2048, 48, 32, 4, 128, 768, 30.5), "235B-A22B": (4096, 94, 64, 4, 128, 1536, 235.1)}
+MIXTURES = {"30B-A3B": 30.5, "235B-A22B": 235.1}
+"""Parameters as the model cards give them, in billions."""
 
 
 @pytest.mark.parametrize("size", MIXTURES)
 def test_real_mixtures_have_exactly_the_published_tensors(size: str) -> None:
     """The names are those of model.safetensors.index.json; each expert has three tensors there."""
-    hidden, layers, heads, groups, experts, ffn, billions = MIXTURES[size]
-    config = Qwen3MoeConfig(
-        vocab_size=151936,
-        hidden_size=hidden,
-        num_hidden_layers=layers,
-        num_attention_heads=heads,
-        num_key_value_heads=groups,
-        head_dim=128,
-        moe_intermediate_size=ffn,
-        num_experts=experts,
-        num_experts_per_tok=8,
-    )
+    values = published(size)
+    config = hf_config_of(values)
+    hidden, layers = values["hidden_size"], values["num_hidden_layers"]
+    experts, ffn = values["num_experts"], values["moe_intermediate_size"]
     metadata = metadata_of(table(ModelShape.of(config)), torch.bfloat16)
     shapes = {meta.name: meta.shape for meta in metadata}
     assert len(shapes) == len(metadata) == 3 + layers * (9 + 3 * experts)
@@ -266,7 +236,5 @@ def test_real_mixtures_have_exactly_the_published_tensors(size: str) -> None:
     assert shapes[f"{last}.experts.{experts - 1}.gate_proj.weight"] == (ffn, hidden)
     assert shapes[f"{last}.experts.{experts - 1}.up_proj.weight"] == (ffn, hidden)
     assert shapes[f"{last}.experts.{experts - 1}.down_proj.weight"] == (hidden, ffn)
-    assert round(sum(torch.Size(shape).numel() for shape in shapes.values()) / 1e9, 1) == billions
-    published = config.to_dict()
-    published["num_experts"] = published.pop("num_local_experts")
-    assert ModelShape.of(published) == ModelShape.of(config)
+    assert round(sum(torch.Size(shape).numel() for shape in shapes.values()) / 1e9, 1) == MIXTURES[size]
+    assert ModelShape.of(values) == ModelShape.of(config)
