@@ -117,15 +117,7 @@ def idle_replicas(config: Config, layout: Layout) -> str | None:
 def passes_of(
     hf_config: Mapping[str, Any], config: Config, layout: Layout, *, norms: bool, transformer_engine: bool
 ) -> list[Pass]:
-    """The passes of a step; mode "auto" counts as "two_pass".
-
-    Args:
-        hf_config: the model's config.json.
-        config: the run.
-        layout: its replicas.
-        norms: whether norms are measured, exactly or by a sketch.
-        transformer_engine: whether the layers are Transformer Engine's.
-    """
+    """The passes of a step, with `norms` measured or not; mode "auto" counts as "two_pass"."""
     group, mode = config.group_size, config.gradnorm.mode
     rows = max(1, config.parallel.micro_batch_tokens // longest_sample(config))
     # experts and untapped layers cannot tell samples apart (predicts `gradient.two_pass.rules_need_single_samples`)
@@ -158,10 +150,7 @@ def tokens_of_a_wave(config: Config, replicas: int) -> int:
     """Tokens that are worth a wave: a microbatch for every replica, and several for every stage of a pipeline.
 
     Fewer would leave replicas or stages idle while the wave is computed. More would delay the first gradient.
-
-    Args:
-        config: rollout.wave_tokens replaces the rule.
-        replicas: the data-parallel size.
+    `rollout.wave_tokens` replaces the rule.
     """
     stages = config.parallel.pipeline_model_parallel_size
     flush = MICROBATCHES_OF_A_FLUSH * stages if stages > 1 else 1

@@ -8,8 +8,8 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
 
+from oblr_megatron.config import Config
 from oblr_megatron.memory.activations import (
     glu_bytes,
     layer_bytes,
@@ -19,11 +19,8 @@ from oblr_megatron.memory.activations import (
     score_elements,
 )
 from oblr_megatron.memory.buffer_sizes import CPU_TILE_SIDE, ENTROPY_ROWS, GPU_TILE_SIDE, KEPT_BYTES, SQUARE_CHUNK
-
-if TYPE_CHECKING:
-    from oblr_megatron.config import Config
-    from oblr_megatron.memory.pass_plan import Pass
-    from oblr_megatron.memory.rank_shapes import RankSizes, Tokens
+from oblr_megatron.memory.pass_plan import Pass
+from oblr_megatron.memory.rank_shapes import RankSizes, Tokens
 
 
 @dataclass(frozen=True, slots=True)
@@ -66,8 +63,7 @@ class PassOnRank:
     def stored(self) -> int:
         """Activations of all microbatches in flight, and megatron-core's permanent buffers."""
         sizes, tokens = self.sizes, self.tokens
-        residual = tokens.split * sizes.hidden * sizes.element
-        output = 0 if sizes.only_stage else residual
+        output = 0 if sizes.only_stage else self._residual
         one = self._layers_bytes(-(-sizes.layers // self._chunks)) + output
         scratch = tokens.count * sizes.hidden * sizes.element if sizes.sequence_parallel else 0  # gathered inputs
         if self.config.model.attention == "local":
@@ -88,14 +84,13 @@ class PassOnRank:
         return of_layer * layers * tokens.length * sizes.cp * self.run.samples
 
     def _layers_bytes(self, layers: int) -> int:
-        sizes, tokens, parallel = self.sizes, self.tokens, self.config.parallel
-        whole = layer_bytes(sizes, tokens, self.config)
+        parallel, whole = self.config.parallel, layer_bytes(self.sizes, self.tokens, self.config)
         if parallel.recompute_granularity != "full":
             return layers * whole
-        residual, group = tokens.split * sizes.hidden * sizes.element, parallel.recompute_num_layers
+        group = parallel.recompute_num_layers
         if parallel.recompute_method == "uniform":
-            return layers // group * residual
-        return min(group, layers) * residual + max(0, layers - group) * whole
+            return layers // group * self._residual
+        return min(group, layers) * self._residual + max(0, layers - group) * whole
 
     @property
     def in_flight(self) -> int:

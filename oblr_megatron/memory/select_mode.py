@@ -64,7 +64,7 @@ def resolve(
         hf_config: the model's config.json, checked against the layout (`checks.layout.check_layout`).
         config: the run.
         world_size: its ranks.
-        free_bytes: memory that a rank and its part of the engines may use, on a GPU all of it; None: unknown,
+        free_bytes: memory that a rank and its part of the engines may use, on a GPU all of it. None means unknown:
             everything fits.
         on_gpu: whether ranks have GPUs.
         transformer_engine: whether the layers are Transformer Engine's.
@@ -163,11 +163,6 @@ def _too_large(config: Config, found: Mapping[str, MemoryEstimate], free_bytes: 
     """Why the mode does not fit into memory; None if it does or if memory is unknown.
 
     Also None for "inline" and "two_pass". They keep nothing for the norms, and need less if samples are short.
-
-    Args:
-        config: the run, in this mode.
-        found: the estimate of each mode.
-        free_bytes: memory that a rank may use.
     """
     mode, own = config.gradnorm.mode, found[config.gradnorm.mode]
     if free_bytes is None or own.total <= free_bytes or mode in ("inline", "two_pass"):
