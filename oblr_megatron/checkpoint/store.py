@@ -31,7 +31,7 @@ from oblr_megatron.checks.run_dir import CHECKPOINTS, check_writable
 from oblr_megatron.config import Config
 from oblr_megatron.errors import NO_SPACE, RunError, UserError
 from oblr_megatron.formatting import size
-from oblr_megatron.memory.rank_shapes import RankSizes
+from oblr_megatron.memory.rank_shapes import ELEMENT_BYTES
 from oblr_megatron.memory.training import optimizer_bytes
 from oblr_megatron.runtime.run_lock import repeated
 
@@ -249,9 +249,8 @@ def checkpoint_bytes(model: HFDir, config: Config) -> int:
 
     Example: Qwen3-8B in bf16 with Adam takes 8.19e9 * (2 + 4 + 8) = 115 GB.
     """
-    sizes = RankSizes.of(model.config, config, stage=0)
     numbers = sum(prod(shape) for shape in model.shapes.values())
-    return numbers * sizes.element + optimizer_bytes(sizes, config, numbers) + FIXED_BYTES
+    return numbers * ELEMENT_BYTES[config.model.dtype] + optimizer_bytes(config, numbers) + FIXED_BYTES
 
 
 def check_space(directory: Path, num_bytes: int, *, freed: int = 0) -> None:

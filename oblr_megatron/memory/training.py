@@ -23,7 +23,7 @@ from oblr_megatron.config import Config
 from oblr_megatron.formatting import size
 from oblr_megatron.memory.pass_plan import Layout, folds_of_a_rank, longest_sample, passes_of, stash_count
 from oblr_megatron.memory.peak import PassOnRank, update_moment
-from oblr_megatron.memory.rank_shapes import RankSizes
+from oblr_megatron.memory.rank_shapes import ELEMENT_BYTES, RankSizes
 
 
 @dataclass(frozen=True, slots=True)
@@ -127,8 +127,8 @@ def estimate_stage(
     held_weights = weights * (2 if config.algo.kl_coefficient else 1) + fp8_copies
     folds, streams = folds_of_a_rank(config, layout), config.rollout.overlap == "stream"
     fold_sums = main_grad * (folds if streams else int(folds > 1))  # when streaming, held in all passes of a step
-    optimizer = optimizer_bytes(sizes, config, updated)
-    in_passes = optimizer - (offloaded_bytes(sizes, config, updated) if on_gpu else 0)
+    optimizer = optimizer_bytes(config, updated)
+    in_passes = optimizer - (offloaded_bytes(config, updated) if on_gpu else 0)
     stash = stash_bytes(sizes, config, on_gpu=on_gpu) if config.stashes else 0
     kept_stash = 0 if on_gpu and config.rollout.takes_turns else stash
     saves = config.checkpoint  # steps run while a copy of the state is written; data-parallel ranks share the writing
@@ -168,21 +168,22 @@ def updated_elements(sizes: RankSizes, config: Config, world_size: int) -> int:
     return -(-sizes.dense_parameters // holders) + -(-sizes.expert_parameters // of_expert)
 
 
-def optimizer_bytes(sizes: RankSizes, config: Config, updated: int) -> int:
+def optimizer_bytes(config: Config, updated: int) -> int:
     """Bytes of Adam's two moments or SGD's momentum, fp32 masters, and the "momentum" estimator's gradient average."""
     average = updated * (config.algo.snr.estimator == "momentum")  # cut like the moments (`model.momentum`)
-    return state_bytes(sizes, config, updated) + average * sizes.wide
+    return state_bytes(config, updated) + average * max(ELEMENT_BYTES[config.model.dtype], 4)
 
 
-def state_bytes(sizes: RankSizes, config: Config, updated: int) -> int:
+def state_bytes(config: Config, updated: int) -> int:
     """Bytes of the optimizer's moments and fp32 masters."""
     copies = 2 if config.optimizer.name == "adam" else int(config.optimizer.keeps_moments)
-    return updated * (copies + int(sizes.element < sizes.wide)) * sizes.wide
+    element = ELEMENT_BYTES[config.model.dtype]
+    return updated * (copies + int(element < 4)) * max(element, 4)
 
 
-def offloaded_bytes(sizes: RankSizes, config: Config, updated: int) -> int:
+def offloaded_bytes(config: Config, updated: int) -> int:
     """Bytes of the state that a GPU rank keeps in host memory between updates (`optimizer.offload`)."""
-    return state_bytes(sizes, config, updated) if config.optimizer.offload == "sampling" else 0
+    return state_bytes(config, updated) if config.optimizer.offload == "sampling" else 0
 
 
 def stash_bytes(sizes: RankSizes, config: Config, *, on_gpu: bool = False) -> int:
