@@ -124,7 +124,9 @@ def open_sampling(config: Config) -> Iterator[Sampling]:
             trackers=trackers,
             display=display,
             alarms=alarms,
-            timer=PhaseTimer(display.phase, _synchronize, own_clock=own_clock, context=profiler and profiler.phase),
+            timer=PhaseTimer(
+                display.phase, _synchronize, own_clock=own_clock, context=None if profiler is None else profiler.phase
+            ),
             profiler=profiler,
             utilization=Utilization(inputs.model.config, config, world_size, peak_flops(config, this_device())),
             ranks=RankLog(config.run_dir, control_group, until),

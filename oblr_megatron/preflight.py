@@ -191,7 +191,7 @@ def select_mode(model: HFDir, config: Config, world_size: int) -> ModeChoice:
         UserError: the mode is impossible in this layout or does not fit.
     """
     if on_gpu := torch.cuda.is_available():  # the next call creates no CUDA context, so the launcher may make it, too
-        free_bytes = int(torch.cuda.get_device_properties(local_rank()).total_memory)
+        free_bytes: int | None = int(torch.cuda.get_device_properties(local_rank()).total_memory)
     else:
         free_bytes = free_memory(local_world_size(world_size))
     return resolve(

@@ -54,11 +54,7 @@ class Agreement:
 
 
 def prompt_ids(files: Path, prompt: str = PROMPT) -> Tensor:
-    """Token ids [1, t] of a prompt; longer texts test more.
-
-    Args:
-        files: directory with config and tokenizer; it needs no weights.
-        prompt: text.
+    """Token ids [1, t] of a prompt; longer texts test more. `files` has config and tokenizer, and needs no weights.
 
     Raises:
         UserError: the prompt has no tokens, or config or tokenizer cannot be read.

@@ -11,7 +11,6 @@ from __future__ import annotations
 import resource
 import time
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import reduce
 from math import prod
@@ -67,7 +66,7 @@ class Conversion:
 
 
 def to_megatron(
-    source: Path, target: Path, dtype: torch.dtype | None = None, advance: Advance | None = None
+    source: Path, target: Path, dtype: torch.dtype | None = None, advance: Advance = lambda done, total: None
 ) -> Conversion:
     """Write a checkpoint that holds only weights.
 
@@ -88,17 +87,31 @@ def to_megatron(
     check_model(hf_config.to_dict(), ParallelConfig(), where=str(source))
     shape = ModelShape.of(hf_config)
     with open_tensors(found) as tensors, single_process() as parallel:
-        dtype = dtype or _widest(tensors, shape, found)
-        config = ModelConfig.model_validate({"path": source, "dtype": str(dtype).removeprefix("torch.")})
+        kept = dtype or _widest(tensors, shape, found)
+        config = ModelConfig.model_validate({"path": source, "dtype": str(kept).removeprefix("torch.")})
         state = sharded_state(meta_model(hf_config, config, parallel))
         pieces = pieces_of(state, shape)
         total = sum(_size(piece) for piece in pieces)
         store.check_space(target.parent, total)
-        loader = _Loader(tensors, shape, dtype, advance or _silent, total)
-        with _checkpoint(target) as partial:
-            write_pieces(state, pieces, loader, partial)
-            copy_description(source, partial / HF, dtype)
-    return Conversion(target, total, time.monotonic() - start, peak_memory(), dtype)
+        done = 0
+
+        def load(piece: Piece) -> Tensor:
+            nonlocal done
+            sources = [tensors[name] for name in piece.hf]
+            whole = sources[0]
+            if piece.part is None:
+                padded = piece.sharded.local_shape[0]  # used only for tensors with a vocabulary dimension
+                whole = split(piece.item, sources, shape, tp_rank=0, tp_size=1, padded_vocab=padded)
+            done += _size(piece)
+            advance(done, total)
+            return whole.to(kept)
+
+        with store.partial_directory(target) as partial:
+            write_pieces(state, pieces, load, partial)
+            copy_description(source, partial / HF, kept)
+            names = [file.relative_to(partial).as_posix() for file in sorted(partial.rglob("*")) if file.is_file()]
+            store.commit(partial, target, store.Manifest(0, store.measure(partial, names), {}))
+    return Conversion(target, total, time.monotonic() - start, peak_memory(), kept)
 
 
 def to_hf(
@@ -108,7 +121,7 @@ def to_hf(
     *,
     hf_source: Path | None = None,
     max_shard_bytes: int = MAX_SHARD_BYTES,
-    advance: Advance | None = None,
+    advance: Advance = lambda done, total: None,
 ) -> Conversion:
     """Write a Hugging Face directory that transformers and vLLM load.
 
@@ -138,13 +151,17 @@ def to_hf(
         shape, pieces = _find(reader, files, parallel)
         if manifest is not None:
             store.check_contents(source, manifest, reader.files(pieces))
-        metas = [_meta(piece, index, dtype) for piece in pieces for index in range(len(piece.hf))]
+        metas = [
+            TensorMeta(name, dtype or piece.sharded.dtype, size)
+            for piece in pieces
+            for name, size in zip(piece.hf, piece.shapes, strict=True)
+        ]
         total = sum(num_bytes(meta) for meta in metas)
         widest = reduce(torch.promote_types, (meta.dtype for meta in metas))
         store.check_space(target.parent, total)
         with whole_directory(target) as partial:
             copy_description(files, partial, widest)
-            write_weights(_stream(reader, pieces, shape, advance or _silent), metas, partial, max_shard_bytes)
+            write_weights(_stream(reader, pieces, shape, advance), metas, partial, max_shard_bytes)
     return Conversion(target, total, time.monotonic() - start, peak_memory(), widest)
 
 
@@ -168,26 +185,6 @@ def newest(path: Path) -> Path:
 def peak_memory() -> int:
     """Largest resident memory of this process so far, bytes."""
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
-
-
-class _Loader:
-    """Reads Hugging Face tensors and assembles a piece from them."""
-
-    def __init__(
-        self, tensors: TensorReader, shape: ModelShape, dtype: torch.dtype, advance: Advance, total: int
-    ) -> None:
-        self._tensors, self._shape, self._dtype = tensors, shape, dtype
-        self._advance, self._done, self._total = advance, 0, total
-
-    def __call__(self, piece: Piece) -> Tensor:
-        sources = [self._tensors[name] for name in piece.hf]
-        whole = sources[0]
-        if piece.part is None:
-            padded = piece.sharded.local_shape[0]  # used only for tensors with a vocabulary dimension
-            whole = split(piece.item, sources, self._shape, tp_rank=0, tp_size=1, padded_vocab=padded)
-        self._done += _size(piece)
-        self._advance(self._done, self._total)
-        return whole.to(self._dtype)
 
 
 def _stream(
@@ -223,27 +220,15 @@ def _find(reader: PieceReader, files: Path, parallel: Parallel) -> tuple[ModelSh
 
 def _manifest(source: Path, hf_source: Path | None) -> store.Manifest | None:
     """The checkpoint's manifest; None for a Megatron-LM checkpoint used with `hf_source`."""
-    if hf_source is not None and not (source / store.MANIFEST).exists() and (source / METADATA).exists():
-        return None
-    try:
+    if (source / store.MANIFEST).exists() or not (source / METADATA).exists():
         return store.read_manifest(source)
-    except CheckpointError as error:
-        if (source / METADATA).exists() and not (source / store.MANIFEST).exists():
-            raise CheckpointError(
-                f"the checkpoint has neither {store.MANIFEST} nor a config",
-                where=str(source),
-                fix="give the directory with its config.json and tokenizer as --hf-source",
-            ) from error
-        raise
-
-
-@contextmanager
-def _checkpoint(target: Path) -> Iterator[Path]:
-    """An empty directory that is committed with a manifest after the block, or removed if the block raises."""
-    with store.partial_directory(target) as partial:
-        yield partial
-        names = [file.relative_to(partial).as_posix() for file in sorted(partial.rglob("*")) if file.is_file()]
-        store.commit(partial, target, store.Manifest(0, store.measure(partial, names), {}))
+    if hf_source is None:
+        raise CheckpointError(
+            f"the checkpoint has neither {store.MANIFEST} nor a config",
+            where=str(source),
+            fix="give the directory with its config.json and tokenizer as --hf-source",
+        )
+    return None
 
 
 def _widest(tensors: TensorReader, shape: ModelShape, found: HFDir) -> torch.dtype:
@@ -259,14 +244,6 @@ def _widest(tensors: TensorReader, shape: ModelShape, found: HFDir) -> torch.dty
     return widest
 
 
-def _meta(piece: Piece, index: int, dtype: torch.dtype | None) -> TensorMeta:
-    return TensorMeta(piece.hf[index], dtype or piece.sharded.dtype, piece.shapes[index])
-
-
 def _size(piece: Piece) -> int:
     """Bytes of the piece's Hugging Face tensors in the checkpoint's dtype."""
     return sum(prod(size) for size in piece.shapes) * piece.sharded.dtype.itemsize
-
-
-def _silent(_done: int, _total: int) -> None:
-    """An `Advance` that does nothing."""

@@ -44,10 +44,11 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def _to_megatron(options: argparse.Namespace) -> int:
     _prepare(options)
     from oblr_megatron.checkpoint.convert import to_megatron
+    from oblr_megatron.model.precision import DTYPES
 
     ids = _prompt(options, options.source)
     with _progress() as advance:
-        done = to_megatron(options.source, options.target, _dtype(options), advance)
+        done = to_megatron(options.source, options.target, DTYPES.get(options.dtype), advance)
     if ids is not None:
         _check(ids, checkpoint=options.target, hf_dir=options.source, dtype=done.dtype)
     print(done)
@@ -59,6 +60,7 @@ def _to_hf(options: argparse.Namespace) -> int:
     from oblr_megatron.checkpoint.convert import newest, to_hf
     from oblr_megatron.checkpoint.hf_write import MAX_SHARD_BYTES
     from oblr_megatron.checkpoint.saver import HF
+    from oblr_megatron.model.precision import DTYPES
 
     source = newest(options.source)  # resolved once, because a run may save another one meanwhile
     ids = _prompt(options, options.hf_source or source / HF)
@@ -66,7 +68,7 @@ def _to_hf(options: argparse.Namespace) -> int:
         done = to_hf(
             source,
             options.target,
-            _dtype(options),
+            DTYPES.get(options.dtype),
             hf_source=options.hf_source,
             max_shard_bytes=options.max_shard_bytes or MAX_SHARD_BYTES,
             advance=advance,
@@ -103,12 +105,6 @@ def _check(ids: Tensor, *, checkpoint: Path, hf_dir: Path, dtype: torch.dtype) -
 
     disable_progress_bar()
     print(f"check: {check_logits(checkpoint, hf_dir, dtype, ids)}")
-
-
-def _dtype(options: argparse.Namespace) -> torch.dtype | None:
-    from oblr_megatron.model.precision import DTYPES
-
-    return DTYPES[options.dtype] if options.dtype else None
 
 
 @contextmanager

@@ -16,11 +16,11 @@ from __future__ import annotations
 
 import random
 import warnings
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from copy import deepcopy
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, cast
+from typing import Any, cast
 
 import numpy
 import torch
@@ -33,7 +33,6 @@ from megatron.core.dist_checkpointing.dict_utils import nested_values
 from megatron.core.dist_checkpointing.mapping import is_main_replica
 from megatron.core.dist_checkpointing.serialization import load_sharded_metadata
 from megatron.core.dist_checkpointing.state_dict_utils import save_preprocess
-from megatron.core.dist_checkpointing.strategies.async_utils import AsyncRequest
 from megatron.core.dist_checkpointing.strategies.fully_parallel import FullyParallelSaveStrategyWrapper
 from megatron.core.dist_checkpointing.strategies.torch import (
     MCoreSavePlanner,
@@ -46,12 +45,10 @@ from torch.distributed.checkpoint import CheckpointException
 
 from oblr_megatron.checkpoint.torch_files import BACKEND, VERSION, TensorFiles, plain_files, save_common
 from oblr_megatron.errors import RunError
-
-if TYPE_CHECKING:
-    from oblr_megatron.model.momentum import GradientMomentum
-    from oblr_megatron.model.optimizer import PolicyOptimizer
-    from oblr_megatron.model.parallel import Parallel
-    from oblr_megatron.model.policy import Policy
+from oblr_megatron.model.momentum import GradientMomentum
+from oblr_megatron.model.optimizer import PolicyOptimizer
+from oblr_megatron.model.parallel import Parallel
+from oblr_megatron.model.policy import Policy
 
 RANDOM = "random_state"
 EXTRA_STATE = "_extra_state"  # in the names of state that modules save besides parameters
@@ -81,7 +78,9 @@ def training_state(policy: Policy, optimizer: PolicyOptimizer, momentum: Gradien
     state = model | {"optimizer": optimizer.sharded_state_dict(model)}
     if momentum is not None:
         state["momentum"] = momentum.sharded_state_dict(model)
-    return state | _random_state(policy.parallel)
+    parallel = policy.parallel  # the key contains the number of ranks
+    random_states = ShardedObject(RANDOM, _random_states(), (parallel.world_size,), (parallel.rank,))
+    return state | {"random": random_states}
 
 
 def load_weights(policy: Policy, directory: Path) -> None:
@@ -90,8 +89,7 @@ def load_weights(policy: Policy, directory: Path) -> None:
     Raises:
         RunError: the checkpoint does not hold this model's weights.
     """
-    state = model_state(policy)
-    _set_weights(policy, _load(state, directory))
+    _set_weights(policy, _load(model_state(policy), directory))
 
 
 def load_training_state(
@@ -114,7 +112,7 @@ def load_training_state(
     if momentum is not None:
         momentum.load_state_dict(loaded["momentum"])
     if same_ranks:
-        _set_random_state(loaded["random"])
+        _set_random_states(loaded["random"])
 
 
 class TorchDistWriter:
@@ -127,10 +125,9 @@ class TorchDistWriter:
 
     def __init__(self, group: dist.ProcessGroup, parallel: Parallel) -> None:
         self._rank, self._group = parallel.rank, group
-        # Replicas hold equal weights; each writes a share of them.
-        self._strategy = FullyParallelSaveStrategyWrapper(
-            _ThreadStrategy(self._group), parallel.dp_cp_group, do_cache_distribution=True
-        )
+        # Replicas hold equal weights; each writes a share of them. No strategy of megatron-core writes here.
+        unused = TorchDistSaveShardedStrategy(BACKEND, VERSION)
+        self._shares = FullyParallelSaveStrategyWrapper(unused, parallel.dp_cp_group, do_cache_distribution=True)
         self._validated = False
 
     def stage(self, state: State, directory: Path, *, copy: bool = True) -> Callable[[], None]:
@@ -145,52 +142,32 @@ class TorchDistWriter:
             A function that writes the checkpoint. It is collective, may run in any thread, and raises RunError if a
             rank cannot write.
         """
-        self._strategy.base_strategy.copy = copy
         sharded, common = save_preprocess(state, not self._validated)
         self._validated = True
-        # Not its async_save: from 0.17 on megatron-core passes an argument there that earlier versions do not have.
-        self._strategy.apply_saving_parallelization(sharded)
-        request = self._strategy.base_strategy.async_save(sharded, directory)
-        return partial(self._write, request, deepcopy(common), directory)
+        self._shares.apply_saving_parallelization(sharded)
+        for shard in nested_values(sharded):
+            if isinstance(shard, ShardedTensor) and is_main_replica(shard.replica_id):
+                shard.data = shard.data.detach().to("cpu", copy=copy)
+        keyed, _, _ = _replace_state_dict_keys_with_sharded_keys(sharded, keep_only_main_replica=True)
+        return partial(self._write, keyed, deepcopy(common), directory)
 
-    def _write(self, request: AsyncRequest, common: State, directory: Path) -> None:
-        failure = None
+    def _write(self, keyed: State, common: State, directory: Path) -> None:
+        failure: list[str | None] = [None]
         try:
             if self._rank == 0:
                 save_common(common, directory)
         except OSError as error:
-            failure = _reason(error)
-        failures: list[str | None] = [None] * dist.get_world_size(self._group)
-        dist.all_gather_object(failures, failure, group=self._group)
-        _raise_first(dict(enumerate(failures)))
-        assert request.async_fn is not None
-        try:
-            request.async_fn()
-        except CheckpointException as error:  # names every rank that failed, on every rank
-            _raise_first({rank: _reason(cause) for rank, (cause, _) in error.failures.items()})
-
-
-class _ThreadStrategy(TorchDistSaveShardedStrategy):
-    """megatron-core's torch_dist format, written by torch.distributed.checkpoint without extra processes."""
-
-    def __init__(self, group: dist.ProcessGroup) -> None:
-        super().__init__(BACKEND, VERSION)
-        self.copy = True
-        self._group = group
-
-    def async_save(self, sharded_state_dict: State, checkpoint_dir: Path) -> AsyncRequest:
-        """Copy the tensors that this rank writes; the returned request writes them."""
-        for shard in nested_values(sharded_state_dict):
-            if isinstance(shard, ShardedTensor) and is_main_replica(shard.replica_id):
-                shard.data = shard.data.detach().to("cpu", copy=self.copy)
-        keyed, _, _ = _replace_state_dict_keys_with_sharded_keys(sharded_state_dict, self.keep_only_main_replica)
-        return AsyncRequest(partial(self._save, keyed, checkpoint_dir), (), [])
-
-    def _save(self, keyed: State, directory: Path) -> None:
+            failure = [_reason(error)]
+        dist.broadcast_object_list(failure, src=0, group=self._group)
+        if failure[0] is not None:
+            raise RunError(f"rank 0 cannot write the checkpoint: {failure[0]}")
         planner = MCoreSavePlanner(dedup_replicated_tensors=False, flatten_state_dict=False)
-        state = mcore_to_pyt_state_dict(keyed, False)
-        with plain_files():
-            dcp.save(state, storage_writer=TensorFiles(directory), planner=planner, process_group=self._group)
+        tensors = mcore_to_pyt_state_dict(keyed, False)
+        try:
+            with plain_files():
+                dcp.save(tensors, storage_writer=TensorFiles(directory), planner=planner, process_group=self._group)
+        except CheckpointException as error:  # names every rank that failed, on every rank
+            raise RunError(f"rank {min(error.failures)} cannot write the checkpoint: {_reason(error)}") from None
 
 
 def _load(state: State, directory: Path) -> State:
@@ -212,12 +189,7 @@ def _set_weights(policy: Policy, loaded: State) -> None:
         assert not wrong, f"the model and the loaded state differ in {wrong}"
 
 
-def _random_state(parallel: Parallel) -> State:
-    """This rank's random states; the key contains the number of ranks."""
-    return {"random": ShardedObject(RANDOM, _own_random_state(), (parallel.world_size,), (parallel.rank,))}
-
-
-def _own_random_state() -> State:
+def _random_states() -> State:
     """Random states of Python, numpy, torch, CUDA and megatron-core's tracker.
 
     No step uses them today: samples and folds have their own seeds. A reward function, dropout or a library may.
@@ -232,21 +204,14 @@ def _own_random_state() -> State:
     }
 
 
-def _set_random_state(state: State) -> None:
-    """Restore what `_own_random_state` returned."""
+def _set_random_states(state: State) -> None:
+    """Restore what `_random_states` returned."""
     random.setstate(state["python"])
     numpy.random.set_state(state["numpy"])
     torch.set_rng_state(state["torch"])
     if torch.cuda.is_available():
         torch.cuda.set_rng_state(state["cuda"])
     get_cuda_rng_tracker().set_states(state["megatron"])
-
-
-def _raise_first(failures: Mapping[int, str | None]) -> None:
-    """Raise for the first rank that failed."""
-    for rank, failure in sorted(failures.items()):
-        if failure is not None:
-            raise RunError(f"rank {rank} cannot write the checkpoint: {failure}")
 
 
 def _reason(error: BaseException) -> str:

@@ -12,6 +12,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -25,41 +26,18 @@ from oblr_megatron.checkpoint.store import check_absent
 from oblr_megatron.model.policy import Policy
 from oblr_megatron.runtime.collectives import attempt, raise_first
 from oblr_megatron.weights.export import MegatronWeights, TensorMeta
-from oblr_megatron.weights.names import HF_EMBEDDING, HF_OUTPUT, ModelShape, Sliceable, entry, split
-
-
-class HFTensors:
-    """The tensors of a directory's safetensors files; only requested slices are read."""
-
-    def __init__(self, path: Path, stack: ExitStack) -> None:
-        self._open = {
-            file: stack.enter_context(safe_open(path / file, framework="pt", device="cpu"))
-            for file in sorted(listed_tensors(path)) or [SINGLE]
-        }
-        self._files = {name: file for file, tensors in self._open.items() for name in tensors.keys()}  # noqa: SIM118
-
-    @property
-    def names(self) -> list[str]:
-        """Names of all tensors."""
-        return list(self._files)
-
-    def __getitem__(self, name: str) -> Sliceable:
-        return self._open[self._files[name]].get_slice(name)
-
-    def dtype(self, name: str) -> torch.dtype:
-        """Dtype of a tensor, from the file's header."""
-        return DTYPES[self._open[self._files[name]].get_slice(name).get_dtype()]
-
-    def shapes(self) -> dict[str, tuple[int, ...]]:
-        """Shapes of all tensors, from the headers."""
-        return {name: tuple(self._open[file].get_slice(name).get_shape()) for name, file in self._files.items()}
+from oblr_megatron.weights.names import HF_EMBEDDING, HF_OUTPUT, ModelShape, entry, split
 
 
 @contextmanager
-def open_hf_tensors(path: Path) -> Iterator[HFTensors]:
-    """Open a directory's weight files, one file or several with an index."""
+def open_hf_tensors(path: Path) -> Iterator[dict[str, Any]]:
+    """safetensors' slices of a directory's tensors, in one file or several with an index; what they index is read."""
     with ExitStack() as stack:
-        yield HFTensors(path, stack)
+        files = [
+            stack.enter_context(safe_open(path / file, framework="pt", device="cpu"))
+            for file in sorted(listed_tensors(path)) or [SINGLE]
+        ]
+        yield {name: tensors.get_slice(name) for tensors in files for name in tensors.keys()}  # noqa: SIM118
 
 
 def load_hf_weights(policy: Policy, path: Path) -> None:
@@ -73,20 +51,15 @@ def load_hf_weights(policy: Policy, path: Path) -> None:
     shape = ModelShape.of(policy.hf_config)
     parallel = policy.parallel
     with open_hf_tensors(path) as tensors, torch.no_grad():
-        check_tensors(policy.hf_config.to_dict(), tensors.shapes(), path)
+        shapes = {name: tuple(tensor.get_shape()) for name, tensor in tensors.items()}
+        check_tensors(policy.hf_config.to_dict(), shapes, path)
+        dense, expert = (parallel.tp_rank, parallel.tp_size), (parallel.etp_rank, parallel.etp_size)
         for name, parameter in policy.named_parameters():
             item = entry(name, shape)
             sources = [tensors[hf_name] for hf_name in item.hf]
-            dense = item.expert is None
-            shard = split(
-                item,
-                sources,
-                shape,
-                tp_rank=parallel.tp_rank if dense else parallel.etp_rank,
-                tp_size=parallel.tp_size if dense else parallel.etp_size,
-                padded_vocab=policy.padded_vocab_size,
-            )
-            parameter.copy_(shard)
+            rank, ranks = dense if item.expert is None else expert
+            padded = policy.padded_vocab_size
+            parameter.copy_(split(item, sources, shape, tp_rank=rank, tp_size=ranks, padded_vocab=padded))
 
 
 def export_hf(
@@ -139,19 +112,17 @@ def _agree_on_target(target_dir: Path, *, replaces: bool) -> None:
 
 def _plan(metadata: Sequence[TensorMeta], source_dir: Path, dtype: torch.dtype | None) -> list[TensorMeta]:
     """Tensors to write, in order, in the source's dtypes; includes a tied output layer if the source stores it."""
+    shapes = {name: shape for name, _, shape in metadata}
     with open_hf_tensors(source_dir) as source:
-        plan = [TensorMeta(name, dtype or source.dtype(name), shape) for name, _, shape in metadata]
-        if HF_OUTPUT in source.names and HF_OUTPUT not in {meta.name for meta in metadata}:
-            plan.append(TensorMeta(HF_OUTPUT, dtype or source.dtype(HF_OUTPUT), plan[0].shape))
-    return plan
+        if HF_OUTPUT in source and HF_OUTPUT not in shapes:
+            shapes[HF_OUTPUT] = shapes[HF_EMBEDDING]
+        return [TensorMeta(name, dtype or DTYPES[source[name].get_dtype()], shape) for name, shape in shapes.items()]
 
 
 def _with_output(stream: Iterable[tuple[str, Tensor]]) -> Iterator[tuple[str, Tensor]]:
     """A tied model's stream, followed by the embedding again as output layer."""
-    embedding: Tensor | None = None
     for name, tensor in stream:
         if name == HF_EMBEDDING:
             embedding = tensor
         yield name, tensor
-    assert embedding is not None
     yield HF_OUTPUT, embedding

@@ -10,6 +10,8 @@ from oblr_megatron.errors import UserError
 if TYPE_CHECKING:
     from transformers import PreTrainedConfig, PreTrainedTokenizerBase
 
+OWN_CONFIG = "use the config.json that came with the weights"
+
 
 def hf_config_in(path: Path) -> PreTrainedConfig:
     """The configuration as a transformers object.
@@ -25,7 +27,7 @@ def hf_config_in(path: Path) -> PreTrainedConfig:
         raise UserError(
             f"transformers cannot read the configuration: {' '.join(str(error).split()):.300}",
             where=str(path / "config.json"),
-            fix="use the config.json that came with the weights",
+            fix=OWN_CONFIG,
         ) from error
 
 

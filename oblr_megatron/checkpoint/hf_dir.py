@@ -16,12 +16,14 @@ from math import inf
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from oblr_megatron.checkpoint.hf_description import hf_config_in, tokenizer_in
-from oblr_megatron.checkpoint.safetensors_header import DTYPE_BYTES, read_header
+from oblr_megatron.checkpoint.hf_description import OWN_CONFIG, hf_config_in, tokenizer_in
+from oblr_megatron.checkpoint.safetensors_header import AGAIN, DTYPE_BYTES, read_header
 from oblr_megatron.checks.layout import ROPES, num_experts
 from oblr_megatron.errors import UserError
 from oblr_megatron.families import family_of
 from oblr_megatron.formatting import searched_from
+from oblr_megatron.model.published import published
+from oblr_megatron.weights.names import HF_OUTPUT, ModelShape, table
 
 if TYPE_CHECKING:
     from transformers import PreTrainedConfig, PreTrainedTokenizerBase
@@ -33,6 +35,7 @@ COPIED = (
     *("special_tokens_map.json", "added_tokens.json", "vocab.json", "merges.txt", "chat_template.jinja"),
 )
 """Files that every save and conversion copies from the source if they exist."""
+UNQUANTIZED = "give the original, unquantised checkpoint"
 QUANTIZATION, SCALES = "quantization_config", (".weight_scale", ".input_scale")
 SAMPLED_TENSORS, SAMPLED_BYTES = 64, 4096  # of a fingerprint
 FP8_BYTES = {"F8_E4M3": 1}  # in addition, of a quantized model
@@ -78,7 +81,7 @@ class HFDir:
             for file in self.weight_files
             for start, entries in [read_header(self.path / file)]
             for name, entry in entries.items()
-            if not (self.tied and name == "lm_head.weight")  # some copies store a tied output layer
+            if not (self.tied and name == HF_OUTPUT)  # some copies store a tied output layer
         }
         names = sorted(places)
         digest = hashlib.sha256()
@@ -96,9 +99,7 @@ class HFDir:
 def check_hf_dir(path: str | Path, *, quantized: bool = False) -> HFDir:
     """Check everything that can be checked without reading weights.
 
-    Args:
-        path: the directory.
-        quantized: also accept directories written by `oblr-megatron quantize`; `shapes` leaves out the scales.
+    With `quantized` it may be a directory written by `oblr-megatron quantize`; `shapes` leaves out its scales.
 
     Raises:
         UserError: names the first problem, the file and the fix.
@@ -112,7 +113,11 @@ def check_hf_dir(path: str | Path, *, quantized: bool = False) -> HFDir:
     is_quantized = config.get(QUANTIZATION) is not None  # transformers refuses an empty table
     shapes, num_bytes = _check_weights(path, listed, DTYPE_BYTES | (FP8_BYTES if is_quantized else {}))
     if is_quantized:
-        shapes = _without_scales(config, shapes, path, quantized)
+        method = dict(config[QUANTIZATION] or {}).get("quant_method")
+        if not quantized or method != "modelopt":
+            what = f"the weights are quantised ({method})"
+            raise UserError(what, where=str(path / "config.json"), fix=UNQUANTIZED)
+        shapes = {name: size for name, size in shapes.items() if not name.endswith(SCALES)}
     check_tensors(config, shapes, path)
     files = tuple(sorted(listed)) if listed else (SINGLE,)
     _check_alone(path, indexed=bool(listed))
@@ -123,17 +128,12 @@ def check_hf_dir(path: str | Path, *, quantized: bool = False) -> HFDir:
 def checkpoint_shapes(path: Path, *, quantized: bool = False) -> dict[str, tuple[int, ...]]:
     """Names and shapes of the tensors that an engine loads from a Hugging Face directory, read from headers.
 
-    A stored output layer that the model ties to the embedding is left out, because no engine holds it.
-
-    Args:
-        path: the directory.
-        quantized: also accept directories written by `oblr-megatron quantize`; scales are left out.
+    A stored output layer that the model ties to the embedding is left out, because no engine holds it. `quantized` as
+    of `check_hf_dir`.
 
     Raises:
         UserError: the directory is not a complete checkpoint.
     """
-    from oblr_megatron.weights.names import HF_OUTPUT
-
     found = check_hf_dir(path, quantized=quantized)
     return {name: size for name, size in found.shapes.items() if not (found.tied and name == HF_OUTPUT)}
 
@@ -145,8 +145,12 @@ def check_hf_files(path: Path) -> dict[str, Any]:
         UserError: names what is missing or wrong, and the file.
     """
     config = _read_config(path / "config.json")
-    _check_tokenizer(path)
-    _check_readable(path)
+    if not any(all((path / name).is_file() for name in names) for names in TOKENIZER_FILES):
+        wanted = " or ".join(" with ".join(names) for names in TOKENIZER_FILES)
+        raise UserError(f"no tokenizer: {wanted} is missing", where=str(path), fix="copy the tokenizer files here")
+    for file in (path / name for name in COPIED):  # also optional files: otherwise every save of a run would fail
+        if file.is_file() and not os.access(file, os.R_OK):
+            raise UserError("cannot read the file: no permission", where=str(file), fix="make it readable")
     return config
 
 
@@ -156,8 +160,6 @@ def model_config(model: str | Path) -> dict[str, Any]:
     Raises:
         UserError: neither, or config.json is damaged or of another architecture.
     """
-    from oblr_megatron.model.published import published
-
     file = Path(model) / "config.json"
     return _read_config(file) if file.is_file() else published(str(model))
 
@@ -170,7 +172,6 @@ def _read_config(file: Path) -> dict[str, Any]:
 
 
 def _read_json(file: Path) -> dict[str, Any]:
-    again = "download or export the file again"
     try:
         content = json.loads(file.read_text(encoding="utf-8"))
     except PermissionError as error:
@@ -178,9 +179,9 @@ def _read_json(file: Path) -> dict[str, Any]:
     except OSError as error:
         raise UserError(f"{file.name} is missing", where=str(file.parent), fix="complete the directory") from error
     except (ValueError, RecursionError) as error:  # invalid JSON or UTF-8, or thousands of brackets
-        raise UserError(f"the file is not JSON: {error}", where=str(file), fix=again) from error
+        raise UserError(f"the file is not JSON: {error}", where=str(file), fix=AGAIN) from error
     if not isinstance(content, dict):
-        raise UserError("the file is not a JSON object", where=str(file), fix=again)
+        raise UserError("the file is not a JSON object", where=str(file), fix=AGAIN)
     return content
 
 
@@ -200,28 +201,11 @@ def _check_values(config: dict[str, Any], file: Path) -> None:
     tied = config.get("tie_word_embeddings", False)
     wrong |= {} if isinstance(tied, bool) else {"tie_word_embeddings": tied}
     for name, value in wrong.items():
-        raise UserError(
-            f"{name} is {value!r:.60}", where=str(file), fix="use the config.json that came with the weights"
-        )
+        raise UserError(f"{name} is {value!r:.60}", where=str(file), fix=OWN_CONFIG)
 
 
 def _is_positive(value: object) -> bool:
     return isinstance(value, (int, float)) and not isinstance(value, bool) and 0 < value < inf
-
-
-def _check_tokenizer(path: Path) -> None:
-    if any(all((path / name).is_file() for name in names) for names in TOKENIZER_FILES):
-        return
-    wanted = " or ".join(" with ".join(names) for names in TOKENIZER_FILES)
-    raise UserError(f"no tokenizer: {wanted} is missing", where=str(path), fix="copy the tokenizer files here")
-
-
-def _check_readable(path: Path) -> None:
-    """Optional files, too, can be read: otherwise every save of a run would fail."""
-    for name in COPIED:
-        file = path / name
-        if file.is_file() and not os.access(file, os.R_OK):
-            raise UserError("cannot read the file: no permission", where=str(file), fix="make it readable")
 
 
 def listed_tensors(path: Path) -> dict[str, set[str]]:
@@ -231,13 +215,10 @@ def listed_tensors(path: Path) -> dict[str, set[str]]:
         UserError: there are no weights, or the index is damaged or names missing files.
     """
     if not (path / INDEX).exists():
-        if not (path / SINGLE).is_file():
-            raise UserError(
-                f"no weights: neither {SINGLE} nor {INDEX} exists",
-                where=str(path),
-                fix="give a checkpoint in safetensors format (convert .bin files with save_pretrained)",
-            )
-        return {}
+        if (path / SINGLE).is_file():
+            return {}
+        fix = "give a checkpoint in safetensors format (convert .bin files with save_pretrained)"
+        raise UserError(f"no weights: neither {SINGLE} nor {INDEX} exists", where=str(path), fix=fix)
     index = _read_json(path / INDEX)
     weight_map = index.get("weight_map")
     if not isinstance(weight_map, dict) or not weight_map:
@@ -247,11 +228,8 @@ def listed_tensors(path: Path) -> dict[str, set[str]]:
         listed.setdefault(str(shard), set()).add(tensor)
     absent = [shard for shard in sorted(listed) if not os.path.isfile(path / shard)]
     if absent:
-        raise UserError(
-            f"{len(absent)} of {len(listed)} shards are missing, {absent[0]!r} first",
-            where=str(path / INDEX),
-            fix="download the missing files",
-        )
+        what = f"{len(absent)} of {len(listed)} shards are missing, {absent[0]!r} first"
+        raise UserError(what, where=str(path / INDEX), fix="download the missing files")
     return listed
 
 
@@ -262,11 +240,8 @@ def _check_alone(path: Path, *, indexed: bool) -> None:
     """
     others = [] if indexed else [file for file in path.glob("*.safetensors") if file.name != SINGLE]
     for file in sorted([*path.rglob("consolidated*.safetensors"), *others]):
-        raise UserError(
-            f"vLLM would load this file, too, or instead of {INDEX if indexed else SINGLE}",
-            where=str(file),
-            fix="move it to another directory",
-        )
+        what = f"vLLM would load this file, too, or instead of {INDEX if indexed else SINGLE}"
+        raise UserError(what, where=str(file), fix="move it to another directory")
 
 
 def _check_weights(
@@ -278,37 +253,17 @@ def _check_weights(
     for name in sorted(listed) or [SINGLE]:
         file = path / name
         held = read_header(file)[1]
-        odd = next(((tensor, entry["dtype"]) for tensor, entry in held.items() if entry["dtype"] not in dtypes), None)
-        if odd is not None:
-            raise UserError(
-                f"{odd[0]!r} has dtype {odd[1]}, but only {', '.join(dtypes)} can be read",
-                where=str(file),
-                fix="give the original, unquantised checkpoint",
-            )
+        for tensor, entry in held.items():
+            if entry["dtype"] not in dtypes:
+                what = f"{tensor!r} has dtype {entry['dtype']}, but only {', '.join(dtypes)} can be read"
+                raise UserError(what, where=str(file), fix=UNQUANTIZED)
         lacking = sorted(listed.get(name, set()) - held.keys())
         if lacking:
-            raise UserError(
-                f"the shard lacks {len(lacking)} tensors that the index names, {lacking[0]!r} first",
-                where=str(file),
-                fix="download index and shards of one version",
-            )
+            what = f"the shard lacks {len(lacking)} tensors that the index names, {lacking[0]!r} first"
+            raise UserError(what, where=str(file), fix="download index and shards of one version")
         shapes |= {tensor: tuple(entry["shape"]) for tensor, entry in held.items()}
         num_bytes += file.stat().st_size
     return shapes, num_bytes
-
-
-def _without_scales(
-    config: dict[str, Any], shapes: dict[str, tuple[int, ...]], path: Path, quantized: bool
-) -> dict[str, tuple[int, ...]]:
-    """The shapes without the scales of quantised weights."""
-    method = dict(config[QUANTIZATION] or {}).get("quant_method")
-    if not quantized or method != "modelopt":
-        raise UserError(
-            f"the weights are quantised ({method})",
-            where=str(path / "config.json"),
-            fix="give the original, unquantised checkpoint",
-        )
-    return {name: size for name, size in shapes.items() if not name.endswith(SCALES)}
 
 
 def check_tensors(config: dict[str, Any], shapes: dict[str, tuple[int, ...]], path: Path) -> None:
@@ -317,35 +272,23 @@ def check_tensors(config: dict[str, Any], shapes: dict[str, tuple[int, ...]], pa
     Raises:
         UserError: a tensor is missing or unknown, or has another shape.
     """
-    from oblr_megatron.weights.names import HF_OUTPUT, ModelShape, table
-
     shape = ModelShape.of(config)
     if shape.layers * max(shape.experts, 1) > len(shapes) + 10**5:  # before a table with billions of rows is made
-        raise UserError(
-            f"num_hidden_layers {shape.layers}, num_experts {shape.experts}, but the files have {len(shapes)} tensors",
-            where=str(path),
-            fix="use the config.json that came with the weights",
+        what = (
+            f"num_hidden_layers {shape.layers}, num_experts {shape.experts}, but the files have {len(shapes)} tensors"
         )
+        raise UserError(what, where=str(path), fix=OWN_CONFIG)
     expected = {name: size for item in table(shape) for name, size in zip(item.hf, item.shapes, strict=True)}
     allowed = {HF_OUTPUT} if config.get("tie_word_embeddings") else set()  # some tied checkpoints store it as well
     unknown = [name for name in shapes if name not in expected and name not in allowed]
-    if unknown:
-        raise UserError(
-            f"{len(unknown)} tensors do not belong to this model, {unknown[0]!r} first",
-            where=str(path),
-            fix="give a plain checkpoint without added heads or adapters",
-        )
     missing = [name for name in expected if name not in shapes]
-    if missing:
-        raise UserError(
-            f"{len(missing)} tensors are missing from the weights, {missing[0]!r} first",
-            where=str(path),
-            fix="give a complete checkpoint with its own config.json",
-        )
+    for names, state, fix in (
+        (unknown, "do not belong to this model", "give a plain checkpoint without added heads or adapters"),
+        (missing, "are missing from the weights", "give a complete checkpoint with its own config.json"),
+    ):
+        if names:
+            raise UserError(f"{len(names)} tensors {state}, {names[0]!r} first", where=str(path), fix=fix)
     for name, size in expected.items():
-        if shapes.get(name, size) != tuple(size):
-            raise UserError(
-                f"{name!r} has shape {list(shapes[name])}, but config.json implies {list(size)}",
-                where=str(path),
-                fix="use the config.json that came with the weights",
-            )
+        if shapes[name] != tuple(size):
+            what = f"{name!r} has shape {list(shapes[name])}, but config.json implies {list(size)}"
+            raise UserError(what, where=str(path), fix=OWN_CONFIG)

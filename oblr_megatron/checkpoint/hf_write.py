@@ -30,9 +30,7 @@ MAX_SHARD_BYTES = 5_000_000_000
 def whole_directory(target: Path, *, replaces: bool = False) -> Iterator[Path]:
     """An empty directory that is renamed to `target` after the block, or removed if the block raises.
 
-    Args:
-        target: its name.
-        replaces: whether an older `target` is replaced; otherwise one that has files stays, and this is an error.
+    It replaces an older `target` if `replaces`; otherwise one that has files stays, and this is an error.
 
     Raises:
         NoSpaceError, RunError: writing failed.

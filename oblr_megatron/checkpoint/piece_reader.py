@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import pickle
 from collections import defaultdict
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
 from math import prod
 from pathlib import Path
@@ -29,6 +29,8 @@ from oblr_megatron.checkpoint.store import FIX, CheckpointError
 from oblr_megatron.checkpoint.torch_dist import METADATA, stored_shape
 from oblr_megatron.weights.names import ModelShape
 
+DAMAGED = (OSError, EOFError, pickle.UnpicklingError, ValueError, LookupError, AttributeError, ImportError)
+"""What unpickling a damaged file raises."""
 MODEL = ("embedding.", "decoder.", "output_layer.")
 """How the names of a GPTModel's own tensors begin; those of an optimizer begin differently."""
 
@@ -53,7 +55,9 @@ class PieceReader(FileSystemReader):
             CheckpointError: a tensor is missing, has another shape, or is a weight that no piece holds.
         """
         found = [self._find(piece, shape) for piece in pieces]
-        unknown = self._weights() - {piece.sharded.key for piece in found}
+        # a tied output layer has no key of its own: megatron-core stores it once
+        weights = {key for key in self.whole.state_dict_metadata if key.startswith(MODEL) and EXTRA_STATE not in key}
+        unknown = weights - {piece.sharded.key for piece in found}
         if unknown:
             raise self._error(
                 f"the checkpoint has {len(unknown)} tensors that config.json does not imply, {min(unknown)!r} first"
@@ -63,7 +67,7 @@ class PieceReader(FileSystemReader):
     def files(self, pieces: Sequence[Piece]) -> list[str]:
         """The files that hold any of the pieces."""
         keys = {piece.sharded.key for piece in pieces}
-        return sorted({info.relative_path for index, info in self._storage().items() if index.fqn in keys})
+        return sorted({info.relative_path for index, info in self.whole.storage_data.items() if index.fqn in keys})
 
     def read(self, piece: Piece) -> Tensor:
         """The tensor of a piece from `find`, assembled from the stored chunks.
@@ -91,7 +95,7 @@ class PieceReader(FileSystemReader):
         return whole.view(wanted.local_shape)
 
     def _load(self, index: MetadataIndex) -> Tensor:
-        info = self._storage()[index]
+        info = self.whole.storage_data[index]
         file = self.directory / info.relative_path
         try:
             with file.open("rb") as stream:
@@ -117,12 +121,14 @@ class PieceReader(FileSystemReader):
         leading = wanted.prepend_axis_num
         if wanted.key not in self._chunks:
             found: dict[tuple[int, ...], list[ChunkStorageMetadata]] = defaultdict(list)
-            for chunk in self._stored(wanted.key).chunks:
+            stored: Any = self.whole.state_dict_metadata[wanted.key]  # a tensor, see `_find`
+            for chunk in stored.chunks:
                 found[tuple(chunk.offsets[:leading])].append(chunk)
             self._chunks[wanted.key] = found
         return self._chunks[wanted.key].get(tuple(wanted.global_offset[:leading]), ())
 
     def _read_whole(self) -> Metadata:
+        """The metadata, of which every file has its full length."""
         file = self.directory / METADATA
         try:
             metadata = super().read_metadata()
@@ -132,20 +138,8 @@ class PieceReader(FileSystemReader):
                 where=str(self.directory),
                 fix="give the directory of one checkpoint, e.g. RUN_DIR/checkpoints/step_00000010",
             ) from error
-        except (
-            OSError,
-            EOFError,
-            pickle.UnpicklingError,
-            ValueError,
-            LookupError,
-            AttributeError,
-            ImportError,
-        ) as error:
+        except DAMAGED as error:
             raise CheckpointError(f"the file is damaged: {error}", where=str(file), fix=FIX) from error
-        self._check_sizes(metadata)
-        return metadata
-
-    def _check_sizes(self, metadata: Metadata) -> None:
         ends: dict[str, int] = defaultdict(int)
         for info in metadata.storage_data.values():
             ends[info.relative_path] = max(ends[info.relative_path], info.offset + info.length)
@@ -154,33 +148,13 @@ class PieceReader(FileSystemReader):
             if not file.is_file():
                 raise CheckpointError("the file is missing", where=str(file), fix=FIX)
             if file.stat().st_size < end:
-                raise CheckpointError(
-                    f"the file is cut off: {file.stat().st_size} bytes, {METADATA} implies {end}",
-                    where=str(file),
-                    fix=FIX,
-                )
+                what = f"the file is cut off: {file.stat().st_size} bytes, {METADATA} implies {end}"
+                raise CheckpointError(what, where=str(file), fix=FIX)
+        return metadata
 
     def _error(self, what: str) -> CheckpointError:
-        return CheckpointError(
-            what,
-            where=str(self.directory),
-            fix="give a checkpoint of a GPTModel with its own config.json",
-        )
-
-    def _weights(self) -> set[str]:
-        """Keys of the model's tensors. A tied output layer has no key of its own: megatron-core stores it once."""
-        stored = self.whole.state_dict_metadata
-        return {key for key in stored if key.startswith(MODEL) and EXTRA_STATE not in key}
-
-    def _storage(self) -> Mapping[MetadataIndex, Any]:
-        """relative_path, offset and length of each chunk."""
-        storage: Mapping[MetadataIndex, Any] = self.whole.storage_data
-        return storage
-
-    def _stored(self, key: str) -> TensorStorageMetadata:
-        stored = self.whole.state_dict_metadata[key]
-        assert isinstance(stored, TensorStorageMetadata), f"{key} is not a tensor"
-        return stored
+        fix = "give a checkpoint of a GPTModel with its own config.json"
+        return CheckpointError(what, where=str(self.directory), fix=fix)
 
 
 Bounds = list[tuple[int, int]]

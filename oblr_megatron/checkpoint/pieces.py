@@ -75,12 +75,9 @@ def single_process() -> Iterator[Parallel]:
 
 
 def meta_model(hf_config: HFConfig, config: ModelConfig, parallel: Parallel) -> GPTModel:
-    """The whole model on the meta device, built from megatron-core's layers.
+    """The whole model on the meta device, built from megatron-core's layers, for a single process.
 
-    Args:
-        hf_config: of the model.
-        config: `dtype` and `make_vocab_size_divisible_by` are read.
-        parallel: of a single process.
+    Of `config`, `dtype` and `make_vocab_size_divisible_by` are read.
     """
     parallel = replace(parallel, device=torch.device("cpu"))  # also on a machine with a GPU
     with _meta_device():

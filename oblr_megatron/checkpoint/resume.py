@@ -10,23 +10,21 @@ from __future__ import annotations
 
 import json
 import logging
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch.distributed as dist
 
 from oblr_megatron.checkpoint import store
+from oblr_megatron.checkpoint.hf_dir import HFDir
 from oblr_megatron.checkpoint.store import CheckpointError, Manifest
+from oblr_megatron.config import Config
 from oblr_megatron.errors import UserError
 from oblr_megatron.formatting import flatten
 from oblr_megatron.metrics import METRICS_FILE, logged_until
-
-if TYPE_CHECKING:
-    from collections.abc import Sequence
-
-    from oblr_megatron.checkpoint.hf_dir import HFDir
-    from oblr_megatron.config import Config
+from oblr_megatron.weights.names import ModelShape
 
 logger = logging.getLogger(__name__)
 
@@ -104,11 +102,8 @@ def check_no_progress(run_dir: Path) -> None:
         fix += f"with model.path={run_dir / results[0]} to go on from these weights"
     else:
         fix += f"or give these steps up: rm {run_dir / METRICS_FILE}"
-    raise UserError(
-        f"the run has {done}, but it has no whole checkpoint to resume from",
-        where=str(run_dir),
-        fix=fix,
-    )
+    what = f"the run has {done}, but it has no whole checkpoint to resume from"
+    raise UserError(what, where=str(run_dir), fix=fix)
 
 
 def check_reference(config: Config) -> None:
@@ -133,45 +128,28 @@ def check_fits(checkpoint: Checkpoint, config: Config, model: HFDir) -> None:
     Raises:
         UserError: names the setting or model that differs.
     """
-    from oblr_megatron.weights.names import ModelShape
-
-    before = checkpoint.state.get("config")
+    where, before, now = str(checkpoint.path), checkpoint.state.get("config"), config.model_dump(mode="json")
     if before is None:
-        raise CheckpointError(
-            "the checkpoint holds only weights, not the state of a run",
-            where=str(checkpoint.path),
-            fix="convert it with oblr-megatron convert to-hf and set model.path to the result",
-        )
+        fix = "convert it with oblr-megatron convert to-hf and set model.path to the result"
+        raise CheckpointError("the checkpoint holds only weights, not the state of a run", where=where, fix=fix)
     for name in CARRIED:
-        old, new = flatten(before).get(name), flatten(config.model_dump(mode="json"))[name]
+        old, new = flatten(before).get(name), flatten(now)[name]
         if old is not None and old != new:  # a checkpoint of an earlier version may not know the setting
-            raise UserError(
-                f"the checkpoint was made with {name} {old!r}, but the config has {new!r}",
-                where=str(checkpoint.path),
-                fix=f"set {name} to {old!r}, or start a new run",
-            )
+            what = f"the checkpoint was made with {name} {old!r}, but the config has {new!r}"
+            raise UserError(what, where=where, fix=f"set {name} to {old!r}, or start a new run")
     momentum = config.optimizer.sgd_momentum
     if config.optimizer.name == "sgd" and momentum > 0 and before["optimizer"].get("sgd_momentum") == 0:
-        raise UserError(
-            f"the checkpoint was made without momentum, but optimizer.sgd_momentum is {momentum:g}",
-            where=str(checkpoint.path),
-            fix="set optimizer.sgd_momentum to 0, or start a new run",
-        )
-    old, new = _token_scale(before), _token_scale(config.model_dump(mode="json"))
+        what = f"the checkpoint was made without momentum, but optimizer.sgd_momentum is {momentum:g}"
+        raise UserError(what, where=where, fix="set optimizer.sgd_momentum to 0, or start a new run")
+    old, new = _token_scale(before), _token_scale(now)
     if old != new:
-        raise UserError(
-            f"the checkpoint's gradients are divided by {old:g} tokens, but the config divides by {new:g}; moments and "
-            "averages are in the old unit",
-            where=str(checkpoint.path),
-            fix=f"set algo.token_scale to {old:g}",
-        )
-    saved = json.loads((checkpoint.path / HF_CONFIG).read_text(encoding="utf-8"))
-    if ModelShape.of(saved) != ModelShape.of(model.config):
-        raise UserError(
-            f"the checkpoint's model differs from {model.path}: {ModelShape.of(saved)}",
-            where=str(checkpoint.path),
-            fix="set model.path to the model that the run started from",
-        )
+        what = f"the checkpoint's gradients are divided by {old:g} tokens, but the config divides by {new:g}"
+        what += "; moments and averages are in the old unit"
+        raise UserError(what, where=where, fix=f"set algo.token_scale to {old:g}")
+    saved = ModelShape.of(json.loads((checkpoint.path / HF_CONFIG).read_text(encoding="utf-8")))
+    if saved != ModelShape.of(model.config):
+        what = f"the checkpoint's model differs from {model.path}: {saved}"
+        raise UserError(what, where=where, fix="set model.path to the model that the run started from")
 
 
 def _token_scale(settings: dict[str, Any]) -> float:
@@ -194,12 +172,7 @@ def changes(checkpoint: Checkpoint, config: Config) -> list[str]:
 
 
 def choose(checkpoints: Sequence[Checkpoint], rank: int, world_size: int) -> Checkpoint | None:
-    """The first checkpoint with correct checksums; collective, each rank reads a share of the files.
-
-    Args:
-        checkpoints: from `find` on rank 0; ignored on other ranks.
-        rank: of this process.
-        world_size: number of ranks.
+    """The first of rank 0's checkpoints with correct checksums; collective, each rank reads a share of the files.
 
     Raises:
         CheckpointError: every checkpoint is damaged.
@@ -219,18 +192,14 @@ def choose(checkpoints: Sequence[Checkpoint], rank: int, world_size: int) -> Che
 
 
 def damage_of(checkpoint: Checkpoint, rank: int, world_size: int) -> CheckpointError | None:
-    """The first wrong checksum, found by any rank and equal on every rank; collective, see `choose`.
-
-    Files are distributed evenly by size.
-    """
+    """The first wrong checksum, equal on every rank; collective. Files are distributed over ranks evenly by size."""
     files = checkpoint.manifest.files
     by_size = sorted(files, key=lambda name: (-files[name].num_bytes, name))
-    own: dict[str, str] | None = None
+    own: CheckpointError | None = None
     try:
         store.check_contents(checkpoint.path, checkpoint.manifest, by_size[rank::world_size])
     except CheckpointError as error:
-        own = {"what": error.what, "where": error.where, "fix": error.fix}
-    problems: list[dict[str, str] | None] = [None] * world_size
+        own = error
+    problems: list[CheckpointError | None] = [None] * world_size
     dist.all_gather_object(problems, own)
-    first = next((problem for problem in problems if problem is not None), None)
-    return None if first is None else CheckpointError(**first)
+    return next((problem for problem in problems if problem is not None), None)

@@ -11,6 +11,7 @@ from oblr_megatron.errors import UserError
 
 LENGTH_BYTES = 8  # at the start of the file: size of the JSON header, little endian
 MAX_HEADER_BYTES = 100_000_000
+AGAIN = "download or export the file again"
 DTYPE_BYTES = {"F64": 8, "F32": 4, "F16": 2, "BF16": 2}  # of a plain model's tensors, by their names in safetensors
 
 
@@ -20,7 +21,6 @@ def read_header(file: Path) -> tuple[int, dict[str, dict[str, Any]]]:
     Raises:
         UserError: the file is cut off, or is not a safetensors file.
     """
-    fix = "download or export the file again"
     try:
         size, stream = file.stat().st_size, file.open("rb")
     except OSError as error:
@@ -28,7 +28,7 @@ def read_header(file: Path) -> tuple[int, dict[str, dict[str, Any]]]:
     with stream:
         length = int.from_bytes(stream.read(LENGTH_BYTES), "little")
         if size < LENGTH_BYTES + length and length <= MAX_HEADER_BYTES:
-            raise UserError(f"the file is cut off inside its header ({size} bytes)", where=str(file), fix=fix)
+            raise UserError(f"the file is cut off inside its header ({size} bytes)", where=str(file), fix=AGAIN)
         try:
             if length > MAX_HEADER_BYTES:
                 raise ValueError("header length")
@@ -36,11 +36,13 @@ def read_header(file: Path) -> tuple[int, dict[str, dict[str, Any]]]:
             entries = {name: entry for name, entry in header.items() if name != "__metadata__"}
             end = _end_of(entries)
         except (ValueError, KeyError, TypeError, AttributeError, IndexError, RecursionError) as error:
-            raise UserError("not a safetensors file", where=str(file), fix=fix) from error
+            raise UserError("not a safetensors file", where=str(file), fix=AGAIN) from error
     expected = LENGTH_BYTES + length + end
     if size != expected:
         state = "cut off" if size < expected else "too long"
-        raise UserError(f"the file is {state}: {size} bytes, its header describes {expected}", where=str(file), fix=fix)
+        raise UserError(
+            f"the file is {state}: {size} bytes, its header describes {expected}", where=str(file), fix=AGAIN
+        )
     return LENGTH_BYTES + length, entries
 
 

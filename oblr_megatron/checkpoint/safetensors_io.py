@@ -71,10 +71,7 @@ def open_tensors(directory: HFDir) -> Iterator[TensorReader]:
 def write_file(path: Path, metas: Sequence[TensorMeta], stream: Iterator[tuple[str, Tensor]]) -> int:
     """Write and sync one file; return the bytes of its tensors.
 
-    Args:
-        path: of the file.
-        metas: its tensors, in the stream's order.
-        stream: (name, tensor) pairs; tensors are cast to the dtype in `metas`.
+    `metas` are its tensors, in the order of the stream of (name, tensor) pairs. Tensors are cast to their dtype there.
     """
     header, offsets, total = _layout(metas)
     with path.open("wb") as file:

@@ -23,34 +23,30 @@ import os
 import shutil
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Mapping
 from concurrent import futures
 from concurrent.futures import Future
 from concurrent.futures import TimeoutError as NotDoneError
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from datetime import timedelta
 from itertools import takewhile
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch.distributed as dist
 
 from oblr_megatron.checkpoint import partials, store
 from oblr_megatron.checkpoint.distributed import State, TorchDistWriter
+from oblr_megatron.checkpoint.hf_dir import HFDir
 from oblr_megatron.checkpoint.hf_write import copy_description
 from oblr_megatron.checkpoint.store import FileEntry, Manifest
 from oblr_megatron.checks.run_dir import CHECKPOINTS
+from oblr_megatron.config import Config
 from oblr_megatron.errors import DeadlineError, RunError
 from oblr_megatron.formatting import duration, size
+from oblr_megatron.model.parallel import Parallel
 from oblr_megatron.runtime.collectives import timed_out
-
-if TYPE_CHECKING:
-    from collections.abc import Callable, Mapping
-
-    from oblr_megatron.checkpoint.hf_dir import HFDir
-    from oblr_megatron.config import Config
-    from oblr_megatron.model.parallel import Parallel
 
 Facts = dict[str, Any]
 """Everything a resumed run needs besides tensors, as plain JSON."""
@@ -98,6 +94,9 @@ class Saver:
         resumed: state of the resumed checkpoint.
 
     A killed save left a partial directory, maybe on another machine. The first rank removes all of them.
+
+    Raises:
+        DeadlineError: in every call but `close`, if a save takes longer than checkpoint.save_timeout_s.
     """
 
     def __init__(self, config: Config, parallel: Parallel, model: HFDir, resumed: Facts | None = None) -> None:
@@ -118,9 +117,6 @@ class Saver:
         """Whether to save after `step` of `num_steps` steps: by schedule, or because `values` are a new best.
 
         `values` are the step's metrics, an evaluation's included. Waits for a save in progress if its outcome decides.
-
-        Raises:
-            DeadlineError: that save takes longer than checkpoint.save_timeout_s.
         """
         every = self._options.every_steps
         scheduled = every > 0 and (step % every == 0 or step == num_steps)
@@ -137,9 +133,6 @@ class Saver:
             facts: see `Facts`.
             values: the step's metrics, to find the best checkpoint.
             background: return before the state is written, if `checkpoint.async_save` is set.
-
-        Raises:
-            DeadlineError: the save takes longer than checkpoint.save_timeout_s.
         """
         assert self._pending is None, "call wait() before the next save"
         self._best_before = self.best
@@ -148,7 +141,7 @@ class Saver:
         facts = facts | {"best": None if self.best is None else [self.best.step, self.best.value]}
         keep = [] if self.best is None else [self._directory / store.step_name(self.best.step)]
         target, manifest = self._directory / store.step_name(step), Manifest(step, {}, facts)
-        job = _Job(self._group, target, manifest, self._model, keep, self._damaged)
+        job = _Job(self._group, target, manifest, self._model, keep, self._damaged, self._rank)
         self._reported = False
         self._deadline = time.monotonic() + self._options.save_timeout_s
         background = background and self._options.async_save
@@ -164,22 +157,14 @@ class Saver:
             self._result()
 
     def report(self) -> Saved | None:
-        """Outcome of the last save, returned once after it ended; ranks may get it at different steps.
-
-        Raises:
-            DeadlineError: the save takes longer than checkpoint.save_timeout_s.
-        """
+        """Outcome of the last save, returned once after it ended; ranks may get it at different steps."""
         if self._pending is None or self._reported or not (self._pending.done() or self._left() == 0):
             return None
         self._reported = True
         return self._result()
 
     def wait(self) -> Saved | None:
-        """Wait until the save in progress has ended; return its outcome unless it was reported.
-
-        Raises:
-            DeadlineError: the save takes longer than checkpoint.save_timeout_s.
-        """
+        """Wait until the save in progress has ended; return its outcome unless it was reported."""
         if self._pending is None:
             return None
         saved = self._settle()
@@ -253,42 +238,38 @@ class Saver:
             raise DeadlineError(f"rank {self._rank}", what, seconds) from error
 
 
+@dataclass
 class _Job:
     """One save, from an empty directory to a committed one; every rank makes the same calls."""
 
-    def __init__(
-        self,
-        group: dist.ProcessGroup,
-        target: Path,
-        manifest: Manifest,
-        model: HFDir,
-        keep: list[Path],
-        damaged: set[Path],
-    ) -> None:
-        self.partial = Path()
-        self._group, self._rank = group, dist.get_rank()
-        self._target, self._manifest, self._model, self._keep = target, manifest, model, keep
-        self._damaged = damaged
-        self._started = time.monotonic()
-        self._num_bytes = 0
-        self._failure: str | None = None
+    group: dist.ProcessGroup
+    target: Path
+    manifest: Manifest
+    model: HFDir
+    keep: list[Path]
+    damaged: set[Path]
+    rank: int
+    partial: Path = Path()
+    num_bytes: int = 0
+    failure: str | None = None
+    started: float = field(default_factory=time.monotonic)
 
     def begin(self, num_bytes: int) -> bool:
         """Create the directory if there is room for `num_bytes`; return whether it exists on every rank."""
 
-        def make() -> str:
-            store.check_space(self._target.parent, num_bytes)
-            return str(store.begin(self._target))
+        def make() -> Path:
+            store.check_space(self.target.parent, num_bytes)
+            return store.begin(self.target)
 
         made = self._on_first_rank(make)
         if made is not None:
-            self.partial = Path(made)
+            self.partial = made
             seen: list[bool] = [False] * dist.get_world_size()
-            dist.all_gather_object(seen, os.path.isdir(self.partial), group=self._group)  # raises on no rank
+            dist.all_gather_object(seen, os.path.isdir(self.partial), group=self.group)  # raises on no rank
             if not all(seen):
                 self._fail(f"rank {seen.index(False)} cannot see {self.partial}; put run_dir on a shared file system")
                 self._remove_partial()
-        return self._failure is None
+        return self.failure is None
 
     def finish(self, write: Callable[[], None], keep_last: int) -> Saved:
         """Write, checksum and commit, then remove older checkpoints."""
@@ -298,25 +279,25 @@ class _Job:
             self._fail(str(error))
         else:
             files = self._measured()
-            if self._failure is None:
+            if self.failure is None:
                 self._on_first_rank(lambda: self._commit(files, keep_last))
-        if self._failure is not None:
+        if self.failure is not None:
             self._remove_partial()
         return self.saved()
 
     def saved(self) -> Saved:
         """Outcome so far."""
-        return Saved(self._manifest.step, self._num_bytes, time.monotonic() - self._started, self._failure)
+        return Saved(self.manifest.step, self.num_bytes, time.monotonic() - self.started, self.failure)
 
     def _measured(self) -> dict[str, FileEntry]:
         """Sizes and checksums of all ranks' files; each rank reads back its own."""
         entries: dict[str, FileEntry] | str
         try:
-            entries = store.measure(self.partial, (file.name for file in self.partial.glob(f"__{self._rank}_*")))
+            entries = store.measure(self.partial, (file.name for file in self.partial.glob(f"__{self.rank}_*")))
         except FAILURES as error:
             entries = str(error)
         gathered: list[dict[str, FileEntry] | str] = [""] * dist.get_world_size()
-        dist.all_gather_object(gathered, entries, group=self._group)
+        dist.all_gather_object(gathered, entries, group=self.group)
         files: dict[str, FileEntry] = {}
         for found in gathered:
             if isinstance(found, str):
@@ -325,41 +306,40 @@ class _Job:
                 files |= found
         return files
 
-    def _commit(self, files: dict[str, FileEntry], keep_last: int) -> str:
+    def _commit(self, files: dict[str, FileEntry], keep_last: int) -> None:
         """Rank 0's part: write config, tokenizer and manifest, rename, and remove older checkpoints."""
         with store.writing(self.partial):
-            copy_description(self._model.path, self.partial / HF)
+            copy_description(self.model.path, self.partial / HF)
         names = [str(path.relative_to(self.partial)) for path in self.partial.rglob("*") if path.is_file()]
         files |= store.measure(self.partial, (name for name in names if name not in files))
-        self._num_bytes = sum(entry.num_bytes for entry in files.values())
-        store.commit(self.partial, self._target, Manifest(self._manifest.step, files, self._manifest.state))
-        self._damaged.discard(self._target)
+        self.num_bytes = sum(entry.num_bytes for entry in files.values())
+        store.commit(self.partial, self.target, Manifest(self.manifest.step, files, self.manifest.state))
+        self.damaged.discard(self.target)
         try:
-            store.prune(self._target, keep_last, self._keep, self._damaged)
+            store.prune(self.target, keep_last, self.keep, self.damaged)
         except FAILURES as error:  # this checkpoint is saved; only a removal failed
             logger.warning("cannot remove an older checkpoint: %s", error)
-        return str(self._target)
 
-    def _on_first_rank(self, action: Callable[[], str]) -> str | None:
+    def _on_first_rank(self, action: Callable[[], Path | None]) -> Path | None:
         """Run `action` on rank 0; every rank gets its result, or None and the failure."""
         outcome: list[Any] = [None, None, 0]
-        if self._rank == 0:
+        if self.rank == 0:
             try:
-                outcome = [action(), None, self._num_bytes]
+                outcome = [action(), None, self.num_bytes]
             except FAILURES as error:
                 outcome = [None, str(error), 0]
-        dist.broadcast_object_list(outcome, src=0, group=self._group)
-        result, failure, self._num_bytes = outcome
+        dist.broadcast_object_list(outcome, src=0, group=self.group)
+        result, failure, self.num_bytes = outcome
         if failure is not None:
             self._fail(failure)
         return result
 
     def _remove_partial(self) -> None:
-        if self._rank == 0:
+        if self.rank == 0:
             shutil.rmtree(self.partial, ignore_errors=True)
 
     def _fail(self, reason: str) -> None:
-        self._failure = self._failure or reason
+        self.failure = self.failure or reason
 
 
 def _in_thread(work: Callable[[], Saved], name: str) -> Future[Saved]:

@@ -3,7 +3,7 @@
     RUN_DIR/checkpoints/step_00000010/            appears by one rename, after every file was written and synced
         checkpoint.json                           the manifest: step, trainer state, size and xxh3 of every file
         ...                                       the files that the manifest lists, e.g. common.pt, hf/config.json
-    RUN_DIR/checkpoints/.step_00000020.node7-3f1c2a9b-4242-0.partial/      being written, or left by a killed process
+    RUN_DIR/checkpoints/.step_00000020.node7-3f1c2a9b-4242-0.partial/      see partials.py
 
 The manifest has one canonical form and contains its own checksum, so a single changed byte is detected.
 """
@@ -11,6 +11,7 @@ The manifest has one canonical form and contains its own checksum, so a single c
 from __future__ import annotations
 
 import ctypes
+import hashlib
 import json
 import os
 import re
@@ -20,24 +21,22 @@ from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from math import prod
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import xxhash
 
+from oblr_megatron.checkpoint.hf_dir import HFDir
 from oblr_megatron.checkpoint.partials import partial_names, sweep
 from oblr_megatron.checks.run_dir import CHECKPOINTS, check_writable
+from oblr_megatron.config import Config
 from oblr_megatron.errors import NO_SPACE, RunError, UserError
 from oblr_megatron.formatting import size
 from oblr_megatron.memory.rank_shapes import ELEMENT_BYTES
+from oblr_megatron.memory.training import optimizer_bytes
 from oblr_megatron.runtime.run_lock import repeated
-
-if TYPE_CHECKING:
-    from oblr_megatron.checkpoint.hf_dir import HFDir
-    from oblr_megatron.config import Config
 
 MANIFEST = "checkpoint.json"
 FORMAT, VERSION = "oblr_megatron", 1
-BLOCK_BYTES = 8 * 2**20  # read at a time
 FIXED_BYTES = 16 * 2**20  # of a checkpoint: tokenizer, metadata
 TOUCH_S = 300.0  # between changes of a partial directory, which show another host that its writer lives
 RESERVE_FRACTION, RESERVE_BYTES = 0.02, 64 * 2**20  # free space required beyond a checkpoint's size
@@ -210,11 +209,8 @@ def check_contents(directory: Path, manifest: Manifest, names: Iterable[str]) ->
         except OSError as error:
             raise CheckpointError(f"cannot read the file: {error.strerror}", where=str(file), fix=FIX) from error
         if found != manifest.files[name]:
-            raise CheckpointError(
-                f"the file is damaged: its checksum is {found.xxh3}, {MANIFEST} has {manifest.files[name].xxh3}",
-                where=str(file),
-                fix=FIX,
-            )
+            what = f"the file is damaged: its checksum is {found.xxh3}, {MANIFEST} has {manifest.files[name].xxh3}"
+            raise CheckpointError(what, where=str(file), fix=FIX)
 
 
 def checkpoints_of(run_dir: Path) -> list[Path]:
@@ -253,21 +249,14 @@ def checkpoint_bytes(model: HFDir, config: Config) -> int:
 
     Example: Qwen3-8B in bf16 with Adam takes 8.19e9 * (2 + 4 + 8) = 115 GB.
     """
-    weight = ELEMENT_BYTES[config.model.dtype]
-    master = max(weight, 4)
-    moments = 2 if config.optimizer.name == "adam" else int(config.optimizer.sgd_momentum > 0)
-    moments += config.algo.snr.estimator == "momentum"
     numbers = sum(prod(shape) for shape in model.shapes.values())
-    return numbers * (weight + (master if weight < master else 0) + moments * master) + FIXED_BYTES
+    return numbers * ELEMENT_BYTES[config.model.dtype] + optimizer_bytes(config, numbers) + FIXED_BYTES
 
 
 def check_space(directory: Path, num_bytes: int, *, freed: int = 0) -> None:
     """Check that `directory`, which need not exist yet, has room for `num_bytes` and a reserve.
 
-    Args:
-        directory: where the checkpoint will be written.
-        num_bytes: its size.
-        freed: bytes that will be removed before.
+    `freed` bytes will be removed before.
 
     Raises:
         NoSpaceError: with the bytes needed and free.
@@ -281,13 +270,9 @@ def check_space(directory: Path, num_bytes: int, *, freed: int = 0) -> None:
 
 
 def _entry(file: Path) -> FileEntry:
-    checksum, size = xxhash.xxh3_128(), 0
-    block = memoryview(bytearray(BLOCK_BYTES))
     with file.open("rb", buffering=0) as stream:
-        while count := stream.readinto(block):
-            checksum.update(block[:count])
-            size += count
-    return FileEntry(size, checksum.hexdigest())
+        checksum = hashlib.file_digest(stream, xxhash.xxh3_128).hexdigest()
+        return FileEntry(stream.tell(), checksum)
 
 
 def _render(manifest: Manifest) -> bytes:
@@ -297,11 +282,8 @@ def _render(manifest: Manifest) -> bytes:
 def _seal(content: dict[str, Any]) -> bytes:
     """Canonical JSON of the content, with its checksum added."""
     content = json.loads(json.dumps(content))  # as JSON reads it back: lists for tuples, string keys
-    return json.dumps({**content, "xxh3": _checksum(content)}, sort_keys=True, indent=1).encode()
-
-
-def _checksum(content: dict[str, Any]) -> str:
-    return xxhash.xxh3_128_hexdigest(json.dumps(content, sort_keys=True, separators=(",", ":")).encode())
+    plain = json.dumps(content, sort_keys=True, separators=(",", ":")).encode()
+    return json.dumps({**content, "xxh3": xxhash.xxh3_128_hexdigest(plain)}, sort_keys=True, indent=1).encode()
 
 
 def _parse(directory: Path) -> Manifest:
@@ -316,18 +298,15 @@ def _parse(directory: Path) -> Manifest:
     except ValueError as error:  # invalid JSON or UTF-8
         raise CheckpointError("the manifest is damaged: it is not JSON", where=str(file), fix=FIX) from error
     if not isinstance(content, dict) or (content.get("format") != FORMAT and "xxh3" not in content):
-        raise CheckpointError(
-            "the manifest is not oblr_megatron's", where=str(file), fix="give a checkpoint that oblr_megatron wrote"
-        )
+        fix = "give a checkpoint that oblr_megatron wrote"
+        raise CheckpointError("the manifest is not oblr_megatron's", where=str(file), fix=fix)
     rest = {key: value for key, value in content.items() if key != "xxh3"}
     if text != _seal(rest):
         raise CheckpointError("the manifest is damaged: its checksum is wrong", where=str(file), fix=FIX)
     if rest["version"] > VERSION:
-        raise CheckpointError(
-            f"the checkpoint has format version {rest['version']}, this program reads up to {VERSION}",
-            where=str(file),
-            fix="use the oblr_megatron version that wrote it, or a newer one",
-        )
+        what = f"the checkpoint has format version {rest['version']}, this program reads up to {VERSION}"
+        fix = "use the oblr_megatron version that wrote it, or a newer one"
+        raise CheckpointError(what, where=str(file), fix=fix)
     files = {name: FileEntry(**entry) for name, entry in rest["files"].items()}
     return Manifest(step=rest["step"], files=files, state=rest["state"])
 

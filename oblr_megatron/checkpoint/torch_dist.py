@@ -8,8 +8,7 @@ The format is megatron-core's: torch.distributed.checkpoint writes it with megat
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from math import prod
 from pathlib import Path
@@ -63,12 +62,11 @@ def write_pieces(state: State, pieces: Sequence[Piece], load: Load, directory: P
         return load(piece).view(stored_shape(piece.sharded))
 
     planner = _LazyPlanner(resolve, list(by_place))
-    with plain_files(), _causes():
-        dcp.save(
-            mcore_to_pyt_state_dict(stored),
-            storage_writer=_LayerFiles(directory, files),
-            planner=planner,
-        )
+    try:
+        with plain_files():
+            dcp.save(mcore_to_pyt_state_dict(stored), storage_writer=_LayerFiles(directory, files), planner=planner)
+    except dcp.CheckpointException as error:  # torch's exception about a rank
+        raise next(iter(error.failures.values()))[0] from error
     save_common({}, directory)
 
 
@@ -148,12 +146,3 @@ def _place(sharded: ShardedTensor) -> Place:
 
 def _place_of(index: MetadataIndex) -> Place:
     return index.fqn, tuple(index.offset or ())
-
-
-@contextmanager
-def _causes() -> Iterator[None]:
-    """Raise the cause of a failed save instead of torch's exception about a rank."""
-    try:
-        yield
-    except dcp.CheckpointException as error:
-        raise next(iter(error.failures.values()))[0] from error

@@ -27,8 +27,8 @@ def install() -> None:
     missing = [name for name in ("rms_norm", "fused_add_rms_norm", "fused_gumbel_argmax") if not hasattr(_ops(), name)]
     if missing or not hasattr(TopKTopPSampler, "forward_cpu"):
         raise RuntimeError(f"this vLLM has other CPU kernels: {', '.join(missing) or 'another sampler'}")
-    RMSNorm.forward_cpu = rms_norm
-    TopKTopPSampler.forward_cpu = sample
+    RMSNorm.forward_cpu = rms_norm  # type: ignore[method-assign]
+    TopKTopPSampler.forward_cpu = sample  # type: ignore[method-assign, assignment]
 
 
 def rms_norm(norm: Any, x: Tensor, residual: Tensor | None = None) -> Tensor | tuple[Tensor, Tensor]:

@@ -60,12 +60,9 @@ class EngineMemory:
 
 
 def engine_bytes(hf_config: Mapping[str, Any], config: Config, *, device_bytes: int | None) -> EngineMemory:
-    """The memory of an engine on each of its `rollout.tensor_parallel_size` devices.
+    """The memory of an engine on each of its `rollout.tensor_parallel_size` devices, of `device_bytes` each.
 
-    Args:
-        hf_config: the model's config.json.
-        config: the run.
-        device_bytes: memory of a device; None for a CPU engine, which has a cache of `rollout.kv_cache_gib`.
+    `device_bytes` is None for a CPU engine, which has a cache of `rollout.kv_cache_gib`.
     """
     sizes = engine_sizes(hf_config, config)
     weights = _weight_bytes(sizes, config)

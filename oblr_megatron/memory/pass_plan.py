@@ -91,14 +91,6 @@ def prompts_of_a_run(config: Config, layout: Layout) -> int:
     return -(-config.num_prompts // (num_folds(config) * replicas))
 
 
-def model_needs_single_samples(hf_config: Mapping[str, Any], *, transformer_engine: bool) -> bool:
-    """Whether microbatches of a norm pass must hold one sample: experts and untapped layers cannot tell samples apart.
-
-    Predicts `gradient.two_pass.rules_need_single_samples` without the model.
-    """
-    return bool(num_experts(hf_config)) or transformer_engine
-
-
 def idle_replicas(config: Config, layout: Layout) -> str | None:
     """A warning if replicas that share a fold get unequal numbers of its prompts, so that some of them wait; else None.
 
@@ -125,18 +117,11 @@ def idle_replicas(config: Config, layout: Layout) -> str | None:
 def passes_of(
     hf_config: Mapping[str, Any], config: Config, layout: Layout, *, norms: bool, transformer_engine: bool
 ) -> list[Pass]:
-    """The passes of a step; mode "auto" counts as "two_pass".
-
-    Args:
-        hf_config: the model's config.json.
-        config: the run.
-        layout: its replicas.
-        norms: whether norms are measured, exactly or by a sketch.
-        transformer_engine: whether the layers are Transformer Engine's.
-    """
+    """The passes of a step, with `norms` measured or not; mode "auto" counts as "two_pass"."""
     group, mode = config.group_size, config.gradnorm.mode
     rows = max(1, config.parallel.micro_batch_tokens // longest_sample(config))
-    alone = 1 if model_needs_single_samples(hf_config, transformer_engine=transformer_engine) else rows
+    # experts and untapped layers cannot tell samples apart (predicts `gradient.two_pass.rules_need_single_samples`)
+    alone = 1 if num_experts(hf_config) or transformer_engine else rows
     prompts = prompts_of_a_run(config, layout)
     share = prompts * group
     gradient = Pass("gradient", share, min(rows, share))
@@ -147,16 +132,11 @@ def passes_of(
     if mode == "stash":
         return [Pass("stash", group // layout.spread, 1)]
     if mode == "bookkeep":
-        window = window_prompts(config, prompts) * group
+        fit = max(1, config.gradnorm.window_tokens // (group * longest_sample(config)))  # prompts in a window
+        window = min(prompts, fit) * group
         return [Pass("bookkeep", window, min(alone, window))]
     mine = samples_of_a_rank(config, layout)
     return [Pass("norms", mine, min(alone, mine)), gradient]
-
-
-def window_prompts(config: Config, prompts: int) -> int:
-    """Prompts of a fold of which bookkeep holds the factors at once."""
-    fit = config.gradnorm.window_tokens // (config.group_size * longest_sample(config))
-    return min(prompts, max(1, fit))
 
 
 def stash_count(config: Config) -> int:
@@ -170,10 +150,7 @@ def tokens_of_a_wave(config: Config, replicas: int) -> int:
     """Tokens that are worth a wave: a microbatch for every replica, and several for every stage of a pipeline.
 
     Fewer would leave replicas or stages idle while the wave is computed. More would delay the first gradient.
-
-    Args:
-        config: rollout.wave_tokens replaces the rule.
-        replicas: the data-parallel size.
+    `rollout.wave_tokens` replaces the rule.
     """
     stages = config.parallel.pipeline_model_parallel_size
     flush = MICROBATCHES_OF_A_FLUSH * stages if stages > 1 else 1

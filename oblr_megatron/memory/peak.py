@@ -8,8 +8,8 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
 
+from oblr_megatron.config import Config
 from oblr_megatron.memory.activations import (
     glu_bytes,
     layer_bytes,
@@ -19,11 +19,8 @@ from oblr_megatron.memory.activations import (
     score_elements,
 )
 from oblr_megatron.memory.buffer_sizes import CPU_TILE_SIDE, ENTROPY_ROWS, GPU_TILE_SIDE, KEPT_BYTES, SQUARE_CHUNK
-
-if TYPE_CHECKING:
-    from oblr_megatron.config import Config
-    from oblr_megatron.memory.pass_plan import Pass
-    from oblr_megatron.memory.rank_shapes import RankSizes, Tokens
+from oblr_megatron.memory.pass_plan import Pass
+from oblr_megatron.memory.rank_shapes import RankSizes, Tokens
 
 
 @dataclass(frozen=True, slots=True)
@@ -37,10 +34,6 @@ class Moment:
     work: int = 0
     updates: bool = False  # the optimizer's update, for which offloaded state is back on the GPU
     in_folds: bool = True  # the sum over folds is held as well; False in a norm pass, which comes before
-
-    @property
-    def total(self) -> int:
-        return self.activations + self.logits + self.norms + self.work
 
 
 @dataclass(frozen=True, slots=True)
@@ -58,8 +51,7 @@ class PassOnRank:
         """The candidates for the peak."""
         held, kept = self.stored, self.waiting(self.in_flight)
         if self.sizes.is_last:
-            yield self._loss(held, kept)
-            yield from self._head_backward(held, kept)
+            yield from self._head(held, kept)
         yield from self._layer_backward(held, kept)
         if self.run.kind == "bookkeep":
             yield self._first_layer_backward()
@@ -71,8 +63,7 @@ class PassOnRank:
     def stored(self) -> int:
         """Activations of all microbatches in flight, and megatron-core's permanent buffers."""
         sizes, tokens = self.sizes, self.tokens
-        residual = tokens.split * sizes.hidden * sizes.element
-        output = 0 if sizes.only_stage else residual
+        output = 0 if sizes.only_stage else self._residual
         one = self._layers_bytes(-(-sizes.layers // self._chunks)) + output
         scratch = tokens.count * sizes.hidden * sizes.element if sizes.sequence_parallel else 0  # gathered inputs
         if self.config.model.attention == "local":
@@ -93,14 +84,13 @@ class PassOnRank:
         return of_layer * layers * tokens.length * sizes.cp * self.run.samples
 
     def _layers_bytes(self, layers: int) -> int:
-        sizes, tokens, parallel = self.sizes, self.tokens, self.config.parallel
-        whole = layer_bytes(sizes, tokens, self.config)
+        parallel, whole = self.config.parallel, layer_bytes(self.sizes, self.tokens, self.config)
         if parallel.recompute_granularity != "full":
             return layers * whole
-        residual, group = tokens.split * sizes.hidden * sizes.element, parallel.recompute_num_layers
+        group = parallel.recompute_num_layers
         if parallel.recompute_method == "uniform":
-            return layers // group * residual
-        return min(group, layers) * residual + max(0, layers - group) * whole
+            return layers // group * self._residual
+        return min(group, layers) * self._residual + max(0, layers - group) * whole
 
     @property
     def in_flight(self) -> int:
@@ -180,24 +170,21 @@ class PassOnRank:
 
     # moments ----------------------------------------------------------------------------------------------------------
 
-    def _loss(self, held: int, kept: int) -> Moment:
-        """Logits and softmax, then the entropy in blocks of rows: scores, exponentials, products."""
+    def _head(self, held: int, kept: int) -> Iterator[Moment]:
+        """The loss: softmax, or the entropy in blocks of rows (scores, exponentials, products). Then the backward.
+
+        The softmax takes as much in backward as in forward.
+        """
         sizes, n, wide = self.sizes, self.tokens.count, self.sizes.wide
         columns, narrow = sizes.columns, sizes.element < sizes.wide
+        inputs = held + 2 * self._residual  # of the last norm and of the output layer
         softmax = n * columns * (sizes.element + wide * (2 if narrow else 1))
         rows = 0 if self.run.kind == "norms" else min(n, ENTROPY_ROWS)
         entropy = n * columns * (sizes.element + wide) + 3 * rows * columns * wide
-        return Moment("loss", held + self._head_bytes, max(softmax, entropy), kept)
-
-    def _head_backward(self, held: int, kept: int) -> Iterator[Moment]:
-        """The gradient of the softmax, its product with the weight, and the last norm."""
-        sizes, n = self.sizes, self.tokens.count
-        gradient = n * sizes.columns * sizes.element
-        turned = n * sizes.columns * sizes.wide * (2 if sizes.element < sizes.wide else 1)
-        yield Moment("loss's backward", held + self._head_bytes, gradient + turned, kept)
-        work = self._linear_work(sizes.columns, sizes.hidden) + self._cross_work()
-        yield Moment("output layer's backward", held + self._head_bytes, gradient, kept, work)
-        norm = self._residual * 2 + self.tokens.split * sizes.hidden * 4 * (4 + (sizes.element < sizes.wide))
+        yield Moment("loss", inputs, max(softmax, entropy), kept)
+        work = self._linear_work(columns, sizes.hidden) + self._cross_work()
+        yield Moment("output layer's backward", inputs, n * columns * sizes.element, kept, work)
+        norm = self._residual * 2 + self.tokens.split * sizes.hidden * 4 * (4 + narrow)
         yield Moment("last norm's backward", held, 0, kept + self._head_kept, norm)
 
     def _layer_backward(self, held: int, kept: int) -> Iterator[Moment]:
@@ -205,9 +192,8 @@ class PassOnRank:
         sizes = self.sizes
         held, kept = held + self.recomputed, kept + (self._head_kept if sizes.is_last else 0)
         if sizes.ffn:
-            down = self._residual + self._linear_work(sizes.hidden, sizes.ffn)
-            yield Moment("last layer's backward", held, 0, kept, down)
-            yield Moment("last layer's backward", held, 0, kept, self._residual + glu_bytes(sizes, self.tokens))
+            work = max(self._linear_work(sizes.hidden, sizes.ffn), glu_bytes(sizes, self.tokens))
+            yield Moment("last layer's backward", held, 0, kept, self._residual + work)
         if self.config.model.attention == "local":
             scores = score_elements(sizes, self.tokens) * self._score_bytes
             done = mlp_bytes(sizes, self.tokens, self.config)
@@ -240,11 +226,6 @@ class PassOnRank:
     @property
     def _residual(self) -> int:
         return self.tokens.split * self.sizes.hidden * self.sizes.element
-
-    @property
-    def _head_bytes(self) -> int:
-        """Bytes of the inputs of the last norm and of the output layer."""
-        return 2 * self._residual
 
     @property
     def _head_kept(self) -> int:

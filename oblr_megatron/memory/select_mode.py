@@ -15,10 +15,8 @@ docs/benchmarks.md has measurements.
 
 from __future__ import annotations
 
-import re
 from collections.abc import Mapping
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 from oblr_megatron.checks.layout import num_experts
@@ -29,7 +27,7 @@ from oblr_megatron.families import head_dim
 from oblr_megatron.formatting import size
 from oblr_megatron.memory.engine import outside_training
 from oblr_megatron.memory.pass_plan import Layout, longest_sample, passes_of, stash_count
-from oblr_megatron.memory.training import MemoryEstimate, estimate
+from oblr_megatron.memory.training import MemoryEstimate, estimate, kernel_bytes
 
 MODES = ("inline", "bookkeep", "stash", "two_pass")
 BYTES_MOVED = 16  # per stashed fp32 element: written, squared, read again, added to main_grad
@@ -66,7 +64,7 @@ def resolve(
         hf_config: the model's config.json, checked against the layout (`checks.layout.check_layout`).
         config: the run.
         world_size: its ranks.
-        free_bytes: memory that a rank and its part of the engines may use, on a GPU all of it; None: unknown,
+        free_bytes: memory that a rank and its part of the engines may use, on a GPU all of it. None means unknown:
             everything fits.
         on_gpu: whether ranks have GPUs.
         transformer_engine: whether the layers are Transformer Engine's.
@@ -79,26 +77,27 @@ def resolve(
         free_bytes -= outside_training(hf_config, config, world_size, free_bytes, on_gpu=on_gpu)
         free_bytes = max(0, free_bytes)
 
-    def estimated(mode: str) -> MemoryEstimate:
-        run = with_mode(config, mode)
-        return estimate(hf_config, run, world_size, on_gpu=on_gpu, transformer_engine=transformer_engine)
-
+    modes = MODES if asked == "auto" else (asked,)
     if not config.measures_norms:
-        mode = "two_pass" if asked == "auto" else asked
-        return ModeChoice(mode, "unused: this run measures no norms in backward passes", 1.0, estimated(mode))
-    compared = (asked,) if free_bytes is None else dict.fromkeys((asked, "two_pass"))  # `_too_large` names the second
-    found = {mode: estimated(mode) for mode in (MODES if asked == "auto" else compared)}
-    layout = {mode: Layout.of(hf_config, with_mode(config, mode), world_size) for mode in found}
+        modes = ("two_pass",) if asked == "auto" else (asked,)
+    elif free_bytes is not None:
+        modes = tuple(dict.fromkeys((*modes, "two_pass")))  # `_too_large` names it
+    runs = {mode: with_mode(config, mode) for mode in modes}
+    found = {
+        mode: estimate(hf_config, run, world_size, on_gpu=on_gpu, transformer_engine=transformer_engine)
+        for mode, run in runs.items()
+    }
+    if not config.measures_norms:
+        return ModeChoice(modes[0], "unused: this run measures no norms in backward passes", 1.0, found[modes[0]])
+    layout = {mode: Layout.of(hf_config, run, world_size) for mode, run in runs.items()}
     problems = {
-        mode: _impossible(hf_config, with_mode(config, mode), layout[mode])
-        or _too_large(with_mode(config, mode), found, free_bytes)
-        for mode in found
+        mode: _impossible(run, layout[mode]) or _too_large(run, found, free_bytes) for mode, run in runs.items()
     }
     if problem := problems.get(asked):
         raise UserError(f"mode {asked!r}: {problem[0]}", where="config: gradnorm.mode", fix=problem[1])
     costs = {
-        mode: _cost(hf_config, with_mode(config, mode), layout[mode], mode, on_gpu=on_gpu)
-        for mode in found
+        mode: _cost(hf_config, run, layout[mode], mode, on_gpu=on_gpu)
+        for mode, run in runs.items()
         if problems[mode] is None
     }
     if asked != "auto":
@@ -112,73 +111,51 @@ def resolve(
 
 def free_memory(local_ranks: int) -> int | None:
     """The system's available memory divided by the ranks of this machine, bytes; None if unknown."""
-    try:
-        text = Path("/proc/meminfo").read_text(encoding="ascii")
-    except OSError:
-        return None
-    found = re.search(r"^MemAvailable:\s+(\d+) kB$", text, re.MULTILINE)
-    return int(found[1]) * 1024 // local_ranks if found else None
+    available = kernel_bytes("/proc/meminfo", "MemAvailable")
+    return None if available is None else available // local_ranks
 
 
-def _impossible(hf_config: Mapping[str, Any], config: Config, layout: Layout) -> Problem | None:
+def _impossible(config: Config, layout: Layout) -> Problem | None:
     """Why the mode cannot work in this layout; None if it can."""
     mode = config.gradnorm.mode
-    found = norms_problem(config, mode) or _impossible_experts(hf_config, config, layout)
-    if found is not None or mode == "two_pass":
-        return found
+    if problem := norms_problem(config, mode):
+        return problem
+    if config.model.fp8 != "none" and layout.block > 1:
+        what = f"{layout.block} replicas share experts, but FP8 layers expose no factors to tell their samples apart"
+        return what, 'set model.fp8 to "none", or lower parallel.expert_model_parallel_size'
+    if mode == "two_pass":
+        return None
     if mode == "inline" and config.norms_come_first:
         what = f"baseline {config.algo.baseline!r} reads norms of its own step, which come too late in one pass"
         return what, 'set gradnorm.mode to "auto"'
-    return _impossible_in_one_pass(hf_config, config, layout)
-
-
-def _impossible_in_one_pass(hf_config: Mapping[str, Any], config: Config, layout: Layout) -> Problem | None:
-    """Conditions of all modes that take one pass."""
-    what = ""
-    if config.gradnorm.sample_fraction < 1:
-        what = "gradnorm.sample_fraction below 1 measures some samples, but one pass measures all"
-    elif config.algo.token_wise:
-        what = "every token has its own coefficient, but one pass scales whole samples by A"
-    elif config.algo.kl_coefficient:
-        what = "a KL penalty has its own gradient, but one pass scales whole samples by A"
-    elif config.model.router_losses:
-        what = "norms would include the gradient of router losses"
-    elif num_experts(hf_config) and layout.block > 1:
-        what = f"{layout.block} replicas share experts, so expert gradients mix samples of several replicas"
-    if what:
-        return what, 'set gradnorm.mode to "two_pass" (or "auto")'
-    return _impossible_stash(config, layout) if config.gradnorm.mode == "stash" else None
-
-
-def _impossible_experts(hf_config: Mapping[str, Any], config: Config, layout: Layout) -> Problem | None:
-    """With FP8, samples that share an expert cannot be told apart."""
-    if config.model.fp8 == "none" or not num_experts(hf_config) or layout.block == 1:
-        return None
-    return (
-        f"{layout.block} replicas share experts, but FP8 layers expose no factors to tell their samples apart",
-        'set model.fp8 to "none", or lower parallel.expert_model_parallel_size',
-    )
+    in_one_pass = {
+        "gradnorm.sample_fraction below 1 measures some samples, but one pass measures all": (
+            config.gradnorm.sample_fraction < 1
+        ),
+        "every token has its own coefficient, but one pass scales whole samples by A": config.algo.token_wise,
+        "a KL penalty has its own gradient, but one pass scales whole samples by A": config.algo.kl_coefficient,
+        "norms would include the gradient of router losses": config.model.router_losses,
+        f"{layout.block} replicas share experts, so expert gradients mix samples of several replicas": layout.block > 1,
+    }
+    for what, holds in in_one_pass.items():
+        if holds:
+            return what, 'set gradnorm.mode to "two_pass" (or "auto")'
+    return _impossible_stash(config, layout) if mode == "stash" else None
 
 
 def _impossible_stash(config: Config, layout: Layout) -> Problem | None:
     """Conditions of mode "stash" alone."""
     spread = config.gradnorm.stash_spread
     if config.gradnorm.source == "sketch":
-        return (
-            'mode "stash" already computes exact norms at no extra cost, so source "sketch" has no benefit',
-            'set gradnorm.source to "exact", or mode to "bookkeep"',
-        )
+        what = 'mode "stash" already computes exact norms at no extra cost, so source "sketch" has no benefit'
+        return what, 'set gradnorm.source to "exact", or mode to "bookkeep"'
     if config.group_size % spread or layout.replicas % spread:
-        return (
-            f"stash_spread {spread} does not divide both group_size {config.group_size} and the data-parallel size "
-            f"{layout.replicas}",
-            "set gradnorm.stash_spread to a divisor of both",
-        )
+        what = f"stash_spread {spread} does not divide both group_size {config.group_size}"
+        what += f" and the data-parallel size {layout.replicas}"
+        return what, "set gradnorm.stash_spread to a divisor of both"
     if spread > 1 and config.algo.snr.estimator == "prompts":
-        return (
-            'stash_spread above 1 splits a prompt\'s gradient over replicas, but estimator "prompts" needs it whole',
-            'set algo.snr.estimator to "folds", or gradnorm.stash_spread to 1',
-        )
+        what = 'stash_spread above 1 splits a prompt\'s gradient over replicas, but estimator "prompts" needs it whole'
+        return what, 'set algo.snr.estimator to "folds", or gradnorm.stash_spread to 1'
     return None
 
 
@@ -186,11 +163,6 @@ def _too_large(config: Config, found: Mapping[str, MemoryEstimate], free_bytes: 
     """Why the mode does not fit into memory; None if it does or if memory is unknown.
 
     Also None for "inline" and "two_pass". They keep nothing for the norms, and need less if samples are short.
-
-    Args:
-        config: the run, in this mode.
-        found: the estimate of each mode.
-        free_bytes: memory that a rank may use.
     """
     mode, own = config.gradnorm.mode, found[config.gradnorm.mode]
     if free_bytes is None or own.total <= free_bytes or mode in ("inline", "two_pass"):

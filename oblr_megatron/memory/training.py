@@ -22,8 +22,8 @@ from typing import Any
 from oblr_megatron.config import Config
 from oblr_megatron.formatting import size
 from oblr_megatron.memory.pass_plan import Layout, folds_of_a_rank, longest_sample, passes_of, stash_count
-from oblr_megatron.memory.peak import Moment, PassOnRank, update_moment
-from oblr_megatron.memory.rank_shapes import RankSizes
+from oblr_megatron.memory.peak import PassOnRank, update_moment
+from oblr_megatron.memory.rank_shapes import ELEMENT_BYTES, RankSizes
 
 
 @dataclass(frozen=True, slots=True)
@@ -116,70 +116,42 @@ def estimate_stage(
     layout = Layout.of(hf_config, config, world_size)
     sizes = RankSizes.of(hf_config, config, stage, on_gpu=on_gpu, transformer_engine=transformer_engine)
     updated = updated_elements(sizes, config, world_size)
-    folds = folds_of_a_rank(config, layout)
-    held = _Held.of(sizes, config, updated, folds=folds, on_gpu=on_gpu)
     moments = [update_moment(sizes, config, updated, on_gpu=on_gpu)]
     for run in passes_of(hf_config, config, layout, norms=config.measures_norms, transformer_engine=transformer_engine):
         tokens = sizes.tokens(run.rows, longest_sample(config))
         on_rank = PassOnRank(sizes, config, run, tokens, stage, on_gpu)
         moments += [replace(moment, in_folds=run.kind != "norms") for moment in on_rank.moments()]
-    return max((held.at(moment, stage, fixed_bytes) for moment in moments), key=lambda candidate: candidate.total)
 
-
-@dataclass(frozen=True, slots=True)
-class _Held:
-    """Bytes that a rank holds for the whole step."""
-
-    weights: int
-    main_grad: int
-    fold_sums: int
-    streams: bool  # whether the folds' sums are kept during all passes of a step
-    optimizer: int  # during the update
-    in_passes: int  # of the same, while samples are drawn and differentiated
-    stash: int
-    stash_between_steps: int
-    checkpoint: int
-
-    @classmethod
-    def of(cls, sizes: RankSizes, config: Config, updated: int, *, folds: int, on_gpu: bool) -> _Held:
-        main_grad = sizes.parameters * sizes.wide
-        weights, optimizer = sizes.parameters * sizes.element, optimizer_bytes(sizes, config, updated)
-        stash = stash_bytes(sizes, config, on_gpu=on_gpu) if config.stashes else 0
-        streams = config.rollout.overlap == "stream"
-        return cls(
-            weights=weights * (2 if config.algo.kl_coefficient else 1) + fp8_bytes(sizes, config),
+    weights, main_grad = sizes.parameters * sizes.element, sizes.parameters * sizes.wide
+    fp8_copies = 2 * sizes.layer_weights if config.model.fp8 != "none" else 0  # of the matrices and their transposes
+    held_weights = weights * (2 if config.algo.kl_coefficient else 1) + fp8_copies
+    folds, streams = folds_of_a_rank(config, layout), config.rollout.overlap == "stream"
+    fold_sums = main_grad * (folds if streams else int(folds > 1))  # when streaming, held in all passes of a step
+    optimizer = optimizer_bytes(config, updated)
+    in_passes = optimizer - (offloaded_bytes(config, updated) if on_gpu else 0)
+    stash = stash_bytes(sizes, config, on_gpu=on_gpu) if config.stashes else 0
+    kept_stash = 0 if on_gpu and config.rollout.takes_turns else stash
+    saves = config.checkpoint  # steps run while a copy of the state is written; data-parallel ranks share the writing
+    copies = saves.async_save and 0 < saves.every_steps < config.num_steps and not on_gpu
+    found = [
+        MemoryEstimate(
+            weights=held_weights,
             main_grad=main_grad,
-            fold_sums=main_grad * (folds if streams else int(folds > 1)),
-            streams=streams,
-            optimizer=optimizer,
-            in_passes=optimizer - (offloaded_bytes(sizes, config, updated) if on_gpu else 0),
-            checkpoint=weights + optimizer if copies_for_checkpoint(config) and not on_gpu else 0,
-            stash=stash,
-            stash_between_steps=0 if on_gpu and config.rollout.takes_turns else stash,
-        )
-
-    def at(self, moment: Moment, stage: int, fixed: int) -> MemoryEstimate:
-        return MemoryEstimate(
-            weights=self.weights,
-            main_grad=self.main_grad,
-            fold_sums=self.fold_sums if moment.in_folds or self.streams else 0,
-            optimizer=self.optimizer if moment.updates else self.in_passes,
+            fold_sums=fold_sums if moment.in_folds or streams else 0,
+            optimizer=optimizer if moment.updates else in_passes,
             activations=moment.activations,
             logits=moment.logits,
-            norms=moment.norms + self.stash,
+            norms=moment.norms + stash,
             work=moment.work,
-            checkpoint=self.checkpoint,
-            fixed=fixed,
+            checkpoint=weights + optimizer if copies else 0,
+            fixed=fixed_bytes,
             stage=stage,
             moment=moment.name,
-            between_steps=self.weights + self.main_grad + self.in_passes + self.stash_between_steps + fixed,
+            between_steps=held_weights + main_grad + in_passes + kept_stash + fixed_bytes,
         )
-
-
-def copies_for_checkpoint(config: Config) -> bool:
-    """Whether steps run while a copy of the earlier state is written (data-parallel ranks share the writing)."""
-    options = config.checkpoint
-    return options.async_save and 0 < options.every_steps < config.num_steps
+        for moment in moments
+    ]
+    return max(found, key=lambda candidate: candidate.total)
 
 
 def updated_elements(sizes: RankSizes, config: Config, world_size: int) -> int:
@@ -196,28 +168,22 @@ def updated_elements(sizes: RankSizes, config: Config, world_size: int) -> int:
     return -(-sizes.dense_parameters // holders) + -(-sizes.expert_parameters // of_expert)
 
 
-def optimizer_bytes(sizes: RankSizes, config: Config, updated: int) -> int:
+def optimizer_bytes(config: Config, updated: int) -> int:
     """Bytes of Adam's two moments or SGD's momentum, fp32 masters, and the "momentum" estimator's gradient average."""
     average = updated * (config.algo.snr.estimator == "momentum")  # cut like the moments (`model.momentum`)
-    return state_bytes(sizes, config, updated) + average * sizes.wide
+    return state_bytes(config, updated) + average * max(ELEMENT_BYTES[config.model.dtype], 4)
 
 
-def state_bytes(sizes: RankSizes, config: Config, updated: int) -> int:
+def state_bytes(config: Config, updated: int) -> int:
     """Bytes of the optimizer's moments and fp32 masters."""
     copies = 2 if config.optimizer.name == "adam" else int(config.optimizer.keeps_moments)
-    return updated * (copies + int(sizes.element < sizes.wide)) * sizes.wide
+    element = ELEMENT_BYTES[config.model.dtype]
+    return updated * (copies + int(element < 4)) * max(element, 4)
 
 
-def offloaded_bytes(sizes: RankSizes, config: Config, updated: int) -> int:
+def offloaded_bytes(config: Config, updated: int) -> int:
     """Bytes of the state that a GPU rank keeps in host memory between updates (`optimizer.offload`)."""
-    return state_bytes(sizes, config, updated) if config.optimizer.offload == "sampling" else 0
-
-
-def fp8_bytes(sizes: RankSizes, config: Config) -> int:
-    """Bytes of the FP8 copies of the layers' matrices and of their transposes."""
-    if config.model.fp8 == "none":
-        return 0
-    return 2 * sizes.layer_weights
+    return state_bytes(config, updated) if config.optimizer.offload == "sampling" else 0
 
 
 def stash_bytes(sizes: RankSizes, config: Config, *, on_gpu: bool = False) -> int:
@@ -235,9 +201,14 @@ def stash_bytes(sizes: RankSizes, config: Config, *, on_gpu: bool = False) -> in
 
 def resident_bytes() -> int:
     """Resident memory of this process; 0 if the system does not report it (not Linux)."""
+    return kernel_bytes("/proc/self/status", "VmRSS") or 0
+
+
+def kernel_bytes(file: str, field: str) -> int | None:
+    """A field that the kernel reports in kB; None if it does not (not Linux)."""
     try:
-        status = Path("/proc/self/status").read_text(encoding="ascii")
+        text = Path(file).read_text(encoding="ascii")
     except OSError:
-        return 0
-    found = re.search(r"^VmRSS:\s+(\d+) kB$", status, re.MULTILINE)
-    return int(found[1]) * 1024 if found else 0
+        return None
+    found = re.search(rf"^{field}:\s+(\d+) kB$", text, re.MULTILINE)
+    return int(found[1]) * 1024 if found else None

@@ -14,13 +14,14 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import replace
 from functools import partial
-from typing import TYPE_CHECKING, Any, Literal, get_args
+from typing import Any, Literal, get_args
 
 import torch
 import torch.distributed as dist
+from torch import Tensor, nn
 
 from oblr_megatron.errors import UserError
 from oblr_megatron.gradient.bookkeep import keep_factors
@@ -32,25 +33,20 @@ from oblr_megatron.gradnorm.reduce import Reducer
 from oblr_megatron.gradnorm.rules import classify
 from oblr_megatron.memory.buffer_sizes import KEPT_BYTES
 from oblr_megatron.model.sequence import single_samples
-from oblr_megatron.model.step import reduce_model_parallel_grads, run_schedule
+from oblr_megatron.model.step import LossFn, reduce_model_parallel_grads, run_schedule
 from oblr_megatron.model.tapped import TappedModel
 from oblr_megatron.norms.attach import tapped
 from oblr_megatron.norms.own_gradients import OwnGradients, gradient_space
-
-if TYPE_CHECKING:
-    from torch import Tensor, nn
-
-    from oblr_megatron.model.step import LossFn
-    from oblr_megatron.types import TokenBatch
+from oblr_megatron.types import TokenBatch
 
 Mode = Literal["two_pass", "bookkeep", "stash", "inline"]
-Loss = Callable[["Tensor", Any], "Tensor"]
+Loss = Callable[[Tensor, Any], Tensor]
 """(output [b, t, V / tp] of the model, this rank's part of the microbatch) -> losses [n] of its samples.
 
 Called on the last pipeline stage. Tensor-parallel ranks return the same losses. Under context parallelism each rank has
 a part of the tokens. It returns their part of the loss: for a sum over tokens, the sum over its own tokens.
 """
-Weights = Callable[["Tensor"], "Tensor"]
+Weights = Callable[[Tensor], Tensor]
 """Squared norms [n] fp64 -> weights [n]."""
 
 
@@ -102,9 +98,7 @@ def weighted_grad_sum(
     `finalize_model_grads` next, as always. A model without it gets the sum over the replica's ranks in `.grad`.
 
     Args:
-        model: as in `per_sample_sq_grad_norms`.
-        microbatches: likewise.
-        loss: likewise.
+        model, microbatches, loss: as in `per_sample_sq_grad_norms`.
         weights: c [n] of all samples, or a function of their squared norms. A sample with c = 0 is left out, even if
             its gradient is not finite. Where replicas share experts, its logits must be finite.
         mode: see above. "stash" keeps n gradients, "bookkeep" the factors of all microbatches.
@@ -189,21 +183,18 @@ def _prepared(
     summed: bool,
 ) -> Iterator[tuple[TappedModel, list[TokenBatch]]]:
     """The tapped model, with room for gradients, and its microbatches with numbered samples."""
-    if not isinstance(model, TappedModel):
-        with tapped(model) as handle, _prepared(handle, microbatches, mode, summed=summed) as found:
-            yield found
-        return
-    _check_mode(mode, model)
-    batches, count = list(microbatches), 0
-    if mode == "stash" or rules_need_single_samples(classify(model)):
-        batches = [single for batch in batches for single in single_samples(batch)]
-    for index, batch in enumerate(batches):
-        numbers = torch.arange(count, count + batch.num_samples, device=batch.input_ids.device)
-        batches[index] = replace(batch, sample_index=numbers)
-        count += batch.num_samples
-    _check_counts(model, len(batches))
-    with gradient_space(model, summed=summed):
-        yield model, batches
+    with nullcontext(model) if isinstance(model, TappedModel) else tapped(model) as handle:
+        _check_mode(mode, handle)
+        batches, count = list(microbatches), 0
+        if mode == "stash" or rules_need_single_samples(classify(handle)):
+            batches = [single for batch in batches for single in single_samples(batch)]
+        for index, batch in enumerate(batches):
+            numbers = torch.arange(count, count + batch.num_samples, device=batch.input_ids.device)
+            batches[index] = replace(batch, sample_index=numbers)
+            count += batch.num_samples
+        _check_counts(handle, len(batches))
+        with gradient_space(handle, summed=summed):
+            yield handle, batches
 
 
 def _check_counts(model: TappedModel, count: int) -> None:

@@ -11,11 +11,13 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch.distributed as dist
 from megatron.core.distributed import DistributedDataParallel
 from megatron.core.models.gpt import GPTModel
+from megatron.core.transformer.transformer_config import TransformerConfig
+from torch import nn
 
 from oblr_megatron.errors import UserError
 from oblr_megatron.gradnorm.rules import classify
@@ -26,10 +28,6 @@ from oblr_megatron.model.taps import Tap, install
 from oblr_megatron.model.te_taps import install_te
 from oblr_megatron.norms.own_gradients import OwnGradients
 from oblr_megatron.padding import Padding
-
-if TYPE_CHECKING:
-    from megatron.core.transformer.transformer_config import TransformerConfig
-    from torch import nn
 
 SCHEDULE: Mapping[str, Any] = {
     "calculate_per_token_loss": True,  # the loss is not divided
@@ -79,7 +77,8 @@ def tapped(model: nn.Module | Sequence[nn.Module]) -> Iterator[TappedModel]:
         UserError: megatron-core's groups do not exist, or the model has something that the passes cannot measure.
     """
     given = list(model) if isinstance(model, Sequence) else [model]
-    check(given)
+    for chunk in given:
+        _check(chunk)
     config = unwrapped(given[0]).config
     parallel = from_megatron(vp_size=len(given), sequence_parallel=config.sequence_parallel)
     tap = Tap()
@@ -104,34 +103,26 @@ def tapped(model: nn.Module | Sequence[nn.Module]) -> Iterator[TappedModel]:
         _close(parallel)
 
 
-def check(chunks: Sequence[nn.Module]) -> None:
-    """Refuse what the passes cannot measure.
-
-    Raises:
-        UserError: names the module or field, and the fix.
-    """
-    for chunk in chunks:
-        module = unwrapped(chunk)
-        if not isinstance(module, GPTModel):
-            raise UserError(
-                f"the model is a {type(module).__name__}, not megatron-core's GPTModel",
-                where="model",
-                fix="pass the GPTModel, or the list of this rank's chunks",
-            )
-        if module.position_embedding_type == "learned_absolute":
-            raise UserError(
-                "position_embedding_type is 'learned_absolute', which has weights without a rule",
-                where="GPTModel",
-                fix="use 'rope'",
-            )
-        options = getattr(chunk, "ddp_config", None)
-        if getattr(options, "overlap_grad_reduce", False) or getattr(options, "use_megatron_fsdp", False):
-            raise UserError(
-                "the data-parallel wrapper reduces gradients during backward",
-                where="DistributedDataParallelConfig",
-                fix="set overlap_grad_reduce and use_megatron_fsdp to false",
-            )
-        _check_config(module.config, training=module.training)
+def _check(chunk: nn.Module) -> None:
+    """Refuse what the passes cannot measure, with the module or field and the fix."""
+    module = unwrapped(chunk)
+    if not isinstance(module, GPTModel):
+        raise UserError(
+            f"the model is a {type(module).__name__}, not megatron-core's GPTModel",
+            where="model",
+            fix="pass the GPTModel, or the list of this rank's chunks",
+        )
+    if module.position_embedding_type == "learned_absolute":
+        what = "position_embedding_type is 'learned_absolute', which has weights without a rule"
+        raise UserError(what, where="GPTModel", fix="use 'rope'")
+    options = getattr(chunk, "ddp_config", None)
+    if getattr(options, "overlap_grad_reduce", False) or getattr(options, "use_megatron_fsdp", False):
+        raise UserError(
+            "the data-parallel wrapper reduces gradients during backward",
+            where="DistributedDataParallelConfig",
+            fix="set overlap_grad_reduce and use_megatron_fsdp to false",
+        )
+    _check_config(module.config, training=module.training)
 
 
 def _check_config(config: TransformerConfig, *, training: bool) -> None:

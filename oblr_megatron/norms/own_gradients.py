@@ -8,17 +8,15 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
-from itertools import accumulate
-from typing import TYPE_CHECKING, Any, NamedTuple
+from itertools import accumulate, pairwise
+from typing import Any, NamedTuple
 
 import torch
 from megatron.core.distributed import DistributedDataParallelConfig
 from torch import Tensor, nn
 
 from oblr_megatron.model.moe import experts_of
-
-if TYPE_CHECKING:
-    from oblr_megatron.model.tapped import TappedModel
+from oblr_megatron.model.tapped import TappedModel
 
 
 class Buffer(NamedTuple):
@@ -101,10 +99,10 @@ def _buffers(params: Sequence[nn.Parameter], *, real: bool) -> list[Buffer]:
         ends = list(accumulate((param.numel() for param in own), initial=0))
         zero = torch.zeros(ends[-1] if real else 1, dtype=dtype, device=own[0].device)
         flat = zero if real else zero.expand(ends[-1])
-        for param, start, end in zip(own, ends[:-1], ends[1:], strict=True):
+        spans = dict(zip(own, pairwise(ends), strict=True))
+        for param, (start, end) in spans.items():
             param.main_grad = flat[start:end].view(param.shape)  # type: ignore[attr-defined]
-        spans = zip(own, ends[:-1], ends[1:], strict=True)
-        found.append(Buffer(flat, {param: (start, end, 0) for param, start, end in spans}))
+        found.append(Buffer(flat, {param: (*span, 0) for param, span in spans.items()}))
     return found
 
 

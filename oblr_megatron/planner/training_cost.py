@@ -182,7 +182,7 @@ class _Step:
             held = float(stage.sizes.dense_parameters), float(stage.sizes.expert_parameters)
             if self.config.parallel.use_distributed_optimizer:
                 held = self.sharded(*held)
-            most = max(most, offloaded_bytes(stage.sizes, self.config, int(sum(held))))
+            most = max(most, offloaded_bytes(self.config, int(sum(held))))
         host = self.setting.machine.constants.host_gb_s * 1e9
         return {"offload": 2 * most / host * self.stretch} if most else {}
 

@@ -165,6 +165,17 @@ def flip(file: Path) -> None:
     file.write_bytes(content)
 
 
+DAMAGED: dict[str, tuple[Callable[[Path], object], str, bool, str]] = {
+    # what is done to which file of a copy of the checkpoint, whether it is Megatron-LM's, what the message says
+    "weights cut off": (cut, "__1_0.distcp", False, "is cut off: "),
+    "a bit of the weights": (flip, "__1_0.distcp", False, "is damaged: its checksum"),
+    "a bit of the metadata": (flip, ".metadata", False, "damaged"),
+    "a bit of the config": (flip, "hf/config.json", False, "damaged"),
+    "a bit of the manifest": (flip, "checkpoint.json", False, "damaged"),
+    "a file is missing": (Path.unlink, "__2_0.distcp", False, "the file is missing"),
+    "Megatron-LM's, cut off": (cut, "__3_0.distcp", True, "bytes, .metadata implies"),
+    "Megatron-LM's, metadata cut off": (cut, ".metadata", True, "the file is damaged: "),
+}
 TO_HF: dict[str, tuple[Callable[[Path], object], list[str], str]] = {
     # what is done to a copy of the checkpoint, further options, what the message names
     "no directory": (shutil.rmtree, [], "does not exist [{copy}]"),
@@ -178,79 +189,49 @@ TO_HF: dict[str, tuple[Callable[[Path], object], list[str], str]] = {
         [],
         "the run has no checkpoint [{copy}]",
     ),
-    "weights cut off": (lambda copy: cut(copy / "__1_0.distcp"), [], "is cut off: "),
-    "a bit of the weights": (lambda copy: flip(copy / "__1_0.distcp"), [], "is damaged: its checksum"),
-    "a bit of the metadata": (lambda copy: flip(copy / ".metadata"), [], "damaged"),
-    "a bit of the config": (lambda copy: flip(copy / "hf" / "config.json"), [], "damaged"),
-    "a bit of the manifest": (lambda copy: flip(copy / "checkpoint.json"), [], "damaged"),
-    "a file is missing": (lambda copy: (copy / "__2_0.distcp").unlink(), [], "the file is missing"),
     "Megatron-LM's without a config": (
         lambda copy: (copy / "checkpoint.json").unlink(),
         [],
         "nor a config [{copy}]. Fix: give the directory with its config.json and tokenizer as --hf-source",
     ),
-    "Megatron-LM's, cut off": (
-        lambda copy: ((copy / "checkpoint.json").unlink(), cut(copy / "__3_0.distcp")),
-        ["--hf-source", "{hf}"],
-        "bytes, .metadata implies",
-    ),
-    "Megatron-LM's, metadata cut off": (
-        lambda copy: ((copy / "checkpoint.json").unlink(), cut(copy / ".metadata")),
-        ["--hf-source", "{hf}"],
-        "the file is damaged: ",
-    ),
     "no config elsewhere either": (lambda copy: None, ["--hf-source", "{copy}"], "config.json is missing"),
     "a prompt without a check": (lambda copy: None, ["--prompt", "t1"], "--prompt is given without --check"),
     "no size of a file": (lambda copy: None, ["--max-shard-bytes", "0"], "'0' is not a whole number"),
 }
-NAMED = {
-    "weights cut off": "__1_0.distcp",
-    "a bit of the weights": "__1_0.distcp",
-    "a bit of the metadata": ".metadata",
-    "a bit of the config": "hf/config.json",
-    "a bit of the manifest": "checkpoint.json",
-    "a file is missing": "__2_0.distcp",
-    "Megatron-LM's, cut off": "__3_0.distcp",
-    "Megatron-LM's, metadata cut off": ".metadata",
-}
 
 
-def ends_in_one_line(arguments: list[str], capsys: pytest.CaptureFixture[str], status: int = 2) -> str:
-    capsys.readouterr()
-    assert main(["convert", *arguments]) == status
-    captured = capsys.readouterr()
-    assert captured.out == ""
-    (line,) = captured.err.splitlines()
-    return line
+@pytest.mark.parametrize("case", DAMAGED)
+def test_a_damaged_file_is_named(case: str, root: Path, tmp_path: Path, refusal: Callable[..., str]) -> None:
+    damage, file, foreign, message = DAMAGED[case]
+    copy = Path(shutil.copytree(root / "checkpoint", tmp_path / "copy"))
+    damage(copy / file)
+    if foreign:
+        (copy / "checkpoint.json").unlink()
+    options = ["--hf-source", root / "hf"] if foreign else []
+    line = refusal("to-hf", copy, tmp_path / "hf", *options)
+    assert message in line and f"[{copy / file}]" in line
+    assert list(tmp_path.iterdir()) == [copy]
 
 
 @pytest.mark.parametrize("case", TO_HF)
-def test_what_is_no_whole_checkpoint_is_refused(
-    case: str, root: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_what_is_no_checkpoint_is_refused(case: str, root: Path, tmp_path: Path, refusal: Callable[..., str]) -> None:
     damage, options, message = TO_HF[case]
     copy = Path(shutil.copytree(root / "checkpoint", tmp_path / "copy"))
     damage(copy)
-    names = {"copy": copy, "hf": root / "hf"}
-    arguments = ["to-hf", str(copy), str(tmp_path / "hf"), *(option.format(**names) for option in options)]
-    line = ends_in_one_line(arguments, capsys)
-    assert message.format(**names) in line
-    if case in NAMED:
-        assert f"[{copy / NAMED[case]}]" in line
+    line = refusal("to-hf", copy, tmp_path / "hf", *(option.format(copy=copy) for option in options))
+    assert message.format(copy=copy) in line
     assert not (tmp_path / "hf").exists() and len(list(tmp_path.iterdir())) <= 1
 
 
-def test_the_config_of_another_model_is_refused(root: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_config_of_another_model_is_refused(root: Path, tmp_path: Path, refusal: Callable[..., str]) -> None:
     larger, deeper = make_hf_dir(tmp_path / "larger", intermediate_size=64), tmp_path / "deeper"
     make_hf_dir(deeper, num_hidden_layers=3)
     mixture = make_moe_hf_dir(tmp_path / "mixture")
-    arguments = ["to-hf", str(root / "checkpoint"), str(tmp_path / "target"), "--hf-source"]
-    line = ends_in_one_line([*arguments, str(larger)], capsys)
+    arguments = ["to-hf", root / "checkpoint", tmp_path / "target", "--hf-source"]
+    line = refusal(*arguments, larger)
     assert "'decoder.layers.mlp.linear_fc1.weight' has shape [2, 112, 48]" in line and "[2, 128, 48]" in line
-    assert "has shape [2, " in ends_in_one_line([*arguments, str(deeper)], capsys)
-    assert "the checkpoint has no tensor 'decoder.layers.mlp.router" in ends_in_one_line(
-        [*arguments, str(mixture)], capsys
-    )
+    assert "has shape [2, " in refusal(*arguments, deeper)
+    assert "the checkpoint has no tensor 'decoder.layers.mlp.router" in refusal(*arguments, mixture)
 
 
 @pytest.mark.parametrize(
@@ -293,34 +274,34 @@ def test_no_weight_is_left_out_because_the_config_does_not_name_it(
     ],
 )
 def test_what_is_no_hugging_face_directory_is_refused(
-    damage: Callable[[Path], object], message: str, root: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    damage: Callable[[Path], object], message: str, root: Path, tmp_path: Path, refusal: Callable[..., str]
 ) -> None:
     copy = Path(shutil.copytree(root / "hf", tmp_path / "copy"))
     damage(copy)
-    line = ends_in_one_line(["to-megatron", str(copy), str(tmp_path / "checkpoint")], capsys)
+    line = refusal("to-megatron", copy, tmp_path / "checkpoint")
     assert message in line and str(copy) in line
     assert not (tmp_path / "checkpoint").exists()
 
 
 def test_quantized_and_half_precision_weights_are_refused(
-    root: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    root: Path, tmp_path: Path, refusal: Callable[..., str]
 ) -> None:
     arguments = ["to-megatron", str(tmp_path / "copy"), str(tmp_path / "checkpoint")]
     for dtype, message in ((torch.float8_e4m3fn, "type F8_E4M3"), (torch.float16, "weights in float16")):
         copy = Path(shutil.copytree(root / "hf", tmp_path / "copy"))
         save_file({name: tensor.to(dtype) for name, tensor in read(copy).items()}, copy / "model.safetensors")
-        assert message in ends_in_one_line(arguments, capsys)
-        assert dtype == torch.float16 or ends_in_one_line([*arguments, "--dtype", "float32"], capsys)
+        assert message in refusal(*arguments)
+        assert dtype == torch.float16 or refusal(*arguments, "--dtype", "float32")
         shutil.rmtree(copy) if dtype != torch.float16 else None
     assert main(["convert", *arguments, "--dtype", "float32"]) == 0
 
 
-def test_an_existing_target_is_left_alone(root: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_an_existing_target_is_left_alone(root: Path, tmp_path: Path, refusal: Callable[..., str]) -> None:
     (tmp_path / "target").write_text("mine")
     for direction, source in (("to-hf", "checkpoint"), ("to-megatron", "hf")):
-        line = ends_in_one_line([direction, str(root / source), str(tmp_path / "target")], capsys)
+        line = refusal(direction, root / source, tmp_path / "target")
         assert f"the target exists [{tmp_path / 'target'}]" in line
-        line = ends_in_one_line([direction, str(root / source), str(tmp_path / "target" / "below" / "it")], capsys)
+        line = refusal(direction, root / source, tmp_path / "target" / "below" / "it")
         assert f"cannot be created: {tmp_path / 'target'} is not a writable directory" in line
     assert (tmp_path / "target").read_text() == "mine"
 
@@ -337,7 +318,7 @@ def test_a_target_that_cannot_be_written_leaves_nothing(
 
 
 def test_a_source_that_cannot_be_read_any_more_is_named(
-    root: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    root: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, refusal: Callable[..., str]
 ) -> None:
     """Its disk fails under an open file: such an error names no file."""
 
@@ -345,7 +326,7 @@ def test_a_source_that_cannot_be_read_any_more_is_named(
         raise OSError(errno.EIO, "Input/output error")
 
     monkeypatch.setattr(safetensors_io, "_bytes_of", fail)
-    line = ends_in_one_line(["to-megatron", str(root / "hf"), str(tmp_path / "target")], capsys, status=1)
+    line = refusal("to-megatron", root / "hf", tmp_path / "target", status=1)
     assert f"cannot read {root / 'hf' / 'model.safetensors'}: Input/output error" in line
     assert list(tmp_path.iterdir()) == []
 
@@ -357,12 +338,11 @@ def convert_with_small_files(arguments: list[str]) -> int:
 
 
 def test_no_room_is_found_out_before_anything_is_written(
-    root: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    root: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, refusal: Callable[..., str]
 ) -> None:
     monkeypatch.setattr(store, "RESERVE_BYTES", 2**60)
     for direction, source in (("to-hf", "checkpoint"), ("to-megatron", "hf")):
-        line = ends_in_one_line([direction, str(root / source), str(tmp_path / "target")], capsys, status=1)
-        assert "no room" in line
+        assert "no room" in refusal(direction, root / source, tmp_path / "target", status=1)
     assert list(tmp_path.iterdir()) == []
 
 

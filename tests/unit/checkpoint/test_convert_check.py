@@ -14,7 +14,7 @@ from safetensors.torch import save_file
 from oblr_megatron.checkpoint.compare import agreement_of, check_logits, prompt_ids
 from oblr_megatron.cli import main
 from oblr_megatron.errors import RunError
-from tests.unit.checkpoint.test_convert import MAKE, cut, ends_in_one_line, read
+from tests.unit.checkpoint.test_convert import MAKE, cut, read
 
 
 @pytest.mark.parametrize("kind", MAKE)
@@ -53,15 +53,14 @@ def test_what_a_check_cannot_read_is_refused_before_the_conversion(
     message: str,
     root: Path,
     tmp_path: Path,
-    capsys: pytest.CaptureFixture[str],
+    refusal: Callable[..., str],
 ) -> None:
     hf = Path(shutil.copytree(root / "hf", tmp_path / "hf"))
     damage(hf)
-    arguments = {"hf": [str(hf)], "checkpoint": [str(root / "checkpoint"), "--hf-source", str(hf)]}[source]
-    check = ["--check", "--prompt", prompt]
-    assert message in ends_in_one_line([direction, *arguments, *check, str(tmp_path / "target")], capsys)
+    given = {"hf": [hf], "checkpoint": [root / "checkpoint", "--hf-source", hf]}[source]
+    assert message in refusal(direction, *given, tmp_path / "target", "--check", "--prompt", prompt)
     if "configuration" in message:
-        assert message in ends_in_one_line([direction, *arguments, str(tmp_path / "target")], capsys)
+        assert message in refusal(direction, *given, tmp_path / "target")
     assert not (tmp_path / "target").exists()
 
 

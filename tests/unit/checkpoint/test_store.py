@@ -58,10 +58,10 @@ def test_a_saved_checkpoint_is_read_back(tmp_path: Path) -> None:
 
 def test_the_checksum_is_xxh3_128_of_the_whole_file(tmp_path: Path) -> None:
     (tmp_path / "empty").touch()
-    (tmp_path / "large").write_bytes(bytes(store.BLOCK_BYTES) + b"rest")
+    (tmp_path / "large").write_bytes(bytes(2**20) + b"rest")
     entries = store.measure(tmp_path, ["empty", "large"])
     assert entries["empty"] == store.FileEntry(0, "99aa06d3014798d86001c324468d497f")  # the reference's empty digest
-    assert entries["large"].num_bytes == store.BLOCK_BYTES + 4
+    assert entries["large"].num_bytes == 2**20 + 4
     with (tmp_path / "large").open("r+b") as stream:
         stream.seek(-1, os.SEEK_END)
         stream.write(b"T")
@@ -118,32 +118,6 @@ def test_keys_that_are_numbers_are_strings_when_read(tmp_path: Path) -> None:
     assert whole(save(tmp_path, 1, {2: "a", 10: "b"})).state == {"2": "a", "10": "b"}
 
 
-def remove(target: Path) -> None:
-    (target / "common.pt").unlink()
-
-
-def lengthen(target: Path) -> None:
-    (target / "common.pt").write_bytes(FILES["common.pt"] + b"more")
-
-
-def drop_manifest(target: Path) -> None:
-    (target / store.MANIFEST).unlink()
-
-
-def other_program(target: Path) -> None:
-    drop_manifest(target)
-    (target / ".metadata").touch()
-
-
-def hugging_face(target: Path) -> None:
-    drop_manifest(target)
-    (target / "model-00001-of-00002.safetensors").touch()
-
-
-def other_manifest(target: Path) -> None:
-    (target / store.MANIFEST).write_text('{"epoch": 3}')
-
-
 def newer(target: Path) -> None:
     content = json.loads((target / store.MANIFEST).read_text())
     del content["xxh3"]
@@ -153,12 +127,16 @@ def newer(target: Path) -> None:
 @pytest.mark.parametrize(
     ("harm", "file", "said"),
     [
-        (remove, "common.pt", "missing"),
-        (lengthen, "common.pt", "11 bytes, checkpoint.json has 7"),
-        (drop_manifest, "", "no checkpoint.json"),
-        (other_program, "", "another program"),
-        (hugging_face, "", "model.path"),
-        (other_manifest, store.MANIFEST, "oblr_megatron"),
+        (lambda target: (target / "common.pt").unlink(), "common.pt", "missing"),
+        (
+            lambda target: (target / "common.pt").write_bytes(b"eleven byte"),
+            "common.pt",
+            "11 bytes, checkpoint.json has 7",
+        ),
+        (lambda target: (target / store.MANIFEST).unlink(), "", "no checkpoint.json"),
+        (lambda target: (target / store.MANIFEST).rename(target / ".metadata"), "", "another program"),
+        (lambda target: (target / store.MANIFEST).rename(target / "model-1-of-2.safetensors"), "", "model.path"),
+        (lambda target: (target / store.MANIFEST).write_text('{"epoch": 3}'), store.MANIFEST, "oblr_megatron"),
         (newer, store.MANIFEST, "version 2, this program reads up to 1"),
     ],
 )

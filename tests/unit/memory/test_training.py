@@ -98,28 +98,31 @@ def test_estimate_is_what_is_alive(case: str, parallel: Parallel) -> None:
     assert found.total == pytest.approx(measured, rel=0.05), found.table()
 
 
+HF = tiny_config(**SIZES).to_dict()
+
+
+def estimated(tokens: int = TOKENS, *, hf: dict[str, Any] = HF, on_gpu: bool = False, **options: Any) -> MemoryEstimate:
+    return estimate(hf, step_config(tokens, **options), 1, on_gpu=on_gpu, fixed_bytes=0)
+
+
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 def test_a_gpu_holds_offloaded_state_during_the_update_only(dtype: str) -> None:
     """The average of the "momentum" estimator stays."""
-    hf = tiny_config(**SIZES).to_dict()
-    algo = {"baseline": "rloo", "snr": {"estimator": "momentum", "num_folds": 1}}
-    stays, moves = (
-        estimate(
-            hf, step_config(TOKENS, model={"dtype": dtype}, algo=algo, optimizer={"offload": offload}), 1, on_gpu=True
-        )
-        for offload in ("none", "sampling")
-    )
-    average = RankSizes.of(hf, step_config(TOKENS), 0).parameters * 4
+    options = {
+        "model": {"dtype": dtype},
+        "algo": {"baseline": "rloo", "snr": {"estimator": "momentum", "num_folds": 1}},
+    }
+    offload = {"optimizer": {"offload": "sampling"}}
+    stays, moves = estimated(on_gpu=True, **options), estimated(on_gpu=True, **options, **offload)
+    average = RankSizes.of(HF, step_config(TOKENS), 0).parameters * 4
     state = stays.optimizer - average
     assert state == average * (3 if dtype == "bfloat16" else 2)
     assert stays.between_steps - moves.between_steps == state
     assert moves.optimizer == (stays.optimizer if "update" in moves.moment else average)
-    long = estimate(
-        hf, step_config(8192, model={"dtype": dtype}, algo=algo, optimizer={"offload": "sampling"}), 1, on_gpu=True
-    )
+    long = estimated(8192, on_gpu=True, **options, **offload)
     assert long.moment != "optimizer's update" and long.optimizer == average
-    on_cpu = estimate(hf, step_config(TOKENS, algo=algo, optimizer={"offload": "sampling"}), 1, fixed_bytes=0)
-    assert on_cpu == estimate(hf, step_config(TOKENS, algo=algo), 1, fixed_bytes=0), "the host's memory is the rank's"
+    algo = {"algo": options["algo"]}
+    assert estimated(**algo, **offload) == estimated(**algo), "on a CPU the host's memory is the rank's"
 
 
 @pytest.mark.parametrize("on_gpu", [False, True])
@@ -128,8 +131,8 @@ def test_replayed_routes_are_counted(on_gpu: bool) -> None:
     hf = tiny_moe_config(**SIZES | {"num_hidden_layers": 3}).to_dict()
 
     def activations(replay: bool) -> int:
-        config = step_config(TOKENS, model={"moe_routing_replay": replay}, algo={"baseline": "rloo"})
-        return estimate(hf, config, 1, on_gpu=on_gpu, fixed_bytes=0).activations
+        model = {"moe_routing_replay": replay}
+        return estimated(hf=hf, on_gpu=on_gpu, model=model, algo={"baseline": "rloo"}).activations
 
     samples = 1 if on_gpu else 4
     assert activations(True) - activations(False) == 2 * hf["num_experts_per_tok"] * 3 * TOKENS * samples
@@ -143,29 +146,20 @@ def test_a_row_for_everything_that_is_held() -> None:
 
 def test_a_process_counts_without_a_model_on_a_cpu_only() -> None:
     config = step_config(TOKENS)
-    sizes = tiny_config(**SIZES).to_dict()
-    assert 0.9 < estimate(sizes, config, 1).fixed / resident_bytes() < 1.1
-    assert estimate(sizes, config, 1, on_gpu=True).fixed == 0
+    assert 0.9 < estimate(HF, config, 1).fixed / resident_bytes() < 1.1
+    assert estimate(HF, config, 1, on_gpu=True).fixed == 0
 
 
 def test_the_longest_samples_are_expected() -> None:
-    sizes = tiny_config(**SIZES).to_dict()
-    short, long = (estimate(sizes, step_config(tokens), 1, fixed_bytes=0) for tokens in (TOKENS, 2 * TOKENS))
+    short, long = estimated(TOKENS), estimated(2 * TOKENS)
     assert 1.9 < long.activations / short.activations < 2.1 and long.weights == short.weights
 
 
 def test_what_half_precision_and_offloading_spare() -> None:
     """On a CPU the host's memory is the device's."""
-    sizes = tiny_config(**SIZES).to_dict()
-    whole, half, host, gpu = (
-        estimate(sizes, step_config(TOKENS, **mode("stash", **options)), 1, on_gpu=on_gpu, fixed_bytes=0).norms
-        for options, on_gpu in [
-            ({}, False),
-            ({"stash_dtype": "bfloat16"}, False),
-            ({"stash_offload": True}, False),
-            ({"stash_offload": True}, True),
-        ]
-    )
+    whole = estimated(**mode("stash")).norms
+    half = estimated(**mode("stash", stash_dtype="bfloat16")).norms
+    host, gpu = (estimated(on_gpu=on_gpu, **mode("stash", stash_offload=True)).norms for on_gpu in (False, True))
     assert half == whole * 3 // 4 and host == whole and gpu == whole // 4  # of 4: 2 and one to work in; 4; that one
 
 
@@ -200,26 +194,22 @@ def test_sums_of_folds_end_with_their_step(overlap: str, parallel: Parallel) -> 
 
 def test_what_is_kept_between_steps_where_engines_take_turns() -> None:
     """The buffers of `stash` leave a GPU between steps, unless its engine never sleeps or runs elsewhere."""
-    sizes = tiny_config(**SIZES).to_dict()
 
     def kept(rollout: dict[str, Any], *, on_gpu: bool = True) -> int:
-        config = step_config(TOKENS, **mode("stash"), rollout=rollout)
-        return estimate(sizes, config, 1, on_gpu=on_gpu, fixed_bytes=0).between_steps
+        return estimated(on_gpu=on_gpu, **mode("stash"), rollout=rollout).between_steps
 
     config = step_config(TOKENS, **mode("stash"))
-    stash = stash_bytes(RankSizes.of(sizes, config, 0, on_gpu=True, transformer_engine=False), config, on_gpu=True)
+    stash = stash_bytes(RankSizes.of(HF, config, 0, on_gpu=True, transformer_engine=False), config, on_gpu=True)
     assert kept({"sleep_level": 0}) == kept({"servers": ["http://localhost:1"]}) == kept({}) + stash
     assert kept({}, on_gpu=False) == kept({"sleep_level": 0}, on_gpu=False)
 
 
 def test_a_checkpoint_in_the_background_is_counted() -> None:
     """On a CPU the next step runs next to a copy of weights and moments; on a GPU the copy is in host memory."""
-    hf_config = tiny_config(**SIZES).to_dict()
 
     def copied(every_steps: int, *, on_gpu: bool = False, **options: bool) -> int:
-        config = step_config(TOKENS, checkpoint={"every_steps": every_steps, **options})
-        return estimate(hf_config, config, 1, on_gpu=on_gpu, fixed_bytes=0).checkpoint
+        return estimated(on_gpu=on_gpu, checkpoint={"every_steps": every_steps, **options}).checkpoint
 
-    found = estimate(hf_config, step_config(TOKENS), 1, fixed_bytes=0)
+    found = estimated()
     assert copied(50) == found.weights + found.optimizer > 0
     assert [copied(0), copied(100), copied(50, async_save=False), copied(50, on_gpu=True)] == [0, 0, 0, 0]
