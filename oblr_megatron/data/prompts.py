@@ -58,12 +58,7 @@ class PromptStream:
         """
         sets = training_sets(config, tokenizer, held_out or {})
         self._sources = [_Source(prompts, seed, number, config.shuffle) for number, prompts in enumerate(sets)]
-        self._weights = whole_weights(
-            [  # all sources have a weight or none has
-                len(prompts) if source.weight is None else source.weight
-                for source, prompts in zip(config.train, sets, strict=True)
-            ]
-        )
+        self._weights = whole_weights([_weight(*pair) for pair in zip(config.train, sets, strict=True)])
         self._seed = seed
         self._fingerprint = _fingerprint(sets)
         self.skipped = [skip for prompts in sets for skip in prompts.skipped]  # source by source, each in file order
@@ -170,6 +165,11 @@ def next_source(taken: Sequence[int], weights: Sequence[int]) -> int:
     total, given = sum(weights), sum(taken) + 1
     eligible = [source for source, weight in enumerate(weights) if taken[source] * total < weight * given]
     return min(eligible, key=lambda source: Fraction(taken[source] + 1, weights[source]))
+
+
+def _weight(source: SourceConfig, prompts: PromptSet) -> float:
+    """The configured weight, else the number of rows. Either all sources have a weight or none."""
+    return len(prompts) if source.weight is None else source.weight
 
 
 def _fingerprint(sets: list[PromptSet]) -> str:

@@ -24,7 +24,7 @@ from oblr_megatron.data.conventions import CONVENTIONS, GENERATED, PLAIN, Conven
 from oblr_megatron.data.gym import gym_rows
 from oblr_megatron.errors import UserError
 from oblr_megatron.formatting import searched_from
-from oblr_megatron.rewards.gym_tasks import make_task
+from oblr_megatron.rewards.gym import make_task
 
 _HUB_NAME = re.compile(r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*")
 _FILE_SUFFIXES = (".json", ".jsonl", ".parquet", ".csv", ".arrow", ".txt", ".gz")

@@ -11,10 +11,12 @@ import statistics
 from collections import defaultdict, deque
 from dataclasses import dataclass, field
 from importlib.util import find_spec
-from typing import Any, Literal, get_args
+from typing import TYPE_CHECKING, Any, Literal, get_args
 
-from oblr_megatron.engine.http_messages import Report
 from oblr_megatron.errors import UserError
+
+if TYPE_CHECKING:
+    from oblr_megatron.engine.http_messages import Report
 
 Method = Literal["ngram", "suffix"]
 METHODS: tuple[Method, ...] = get_args(Method)

@@ -76,10 +76,9 @@ def test_only_named_ranks_record(tmp_path: Path) -> None:
     config = config_of(tmp_path, "log.profile=torch", "log.profile_step_start=0")
     for rank, files in ((1, 0), (0, 1)):
         with open_profiler(config, rank, lambda _: None) as profiler:
-            timer = PhaseTimer(observer=profiler)
-            timer.begin_step(0)
-            with timer("gradient"):
-                pass
+            assert (profiler is not None) == bool(files)
+            if profiler is not None:
+                profiler.begin_step(0)
         assert len(list(tmp_path.glob("profile/*"))) == files
 
 
