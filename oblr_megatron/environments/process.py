@@ -109,8 +109,8 @@ class Episodes:
                 self.waiting.pop((begin.number, wish.call), None)
                 clock.go_on()
 
-        setup, call = self.setup, self.toolbox.call
-        limits = setup.vocab_size, setup.config.max_turns
+        setup, environment, call = self.setup, self.setup.config, self.toolbox.call
+        limits = setup.vocab_size, environment.max_turns
         engine = EpisodeEngine(begin, self.tokenizer, *limits, ask, call, setup.template_options)
         self.channel.send(await self._outcome(engine, clock))
         for task in self.tasks.pop(begin.number, set()) - {asyncio.current_task()}:

@@ -9,7 +9,7 @@ from collections.abc import Callable, Iterable, Sequence
 from typing import TYPE_CHECKING
 
 from oblr_megatron.checks.packages import require_reasoning_gym
-from oblr_megatron.config.reward import RewardConfig
+from oblr_megatron.config.reward import RewardConfig, RewardTermConfig
 from oblr_megatron.errors import UserError
 from oblr_megatron.rewards.base import Fault, Reward, RewardResult, SampleReward, pair
 from oblr_megatron.rewards.combined import CombinedReward, Term
@@ -98,9 +98,12 @@ def build_reward(config: RewardConfig, *, max_response_tokens: int) -> Reward:
     check_reward(config, max_response_tokens=max_response_tokens)
     if not config.terms and config.weight == 1.0:
         return _build(config.name, config, max_response_tokens)
-    weights = (config.weight, *(term.weight for term in config.terms))
-    rewards = [_build(name, config, max_response_tokens) for name in config.names]
-    return CombinedReward(list(map(Term, config.names, weights, rewards)))
+
+    def term(asked: RewardTermConfig) -> Term:
+        return Term(asked.name, asked.weight, _build(asked.name, config, max_response_tokens))
+
+    main = RewardTermConfig(name=config.name, weight=config.weight)
+    return CombinedReward([term(asked) for asked in (main, *config.terms)])
 
 
 def check_reward(config: RewardConfig, *, max_response_tokens: int) -> None:
