@@ -101,9 +101,22 @@ def batch_sq_norms(x: Tensor, dy: Tensor, method: Method = "auto") -> Tensor:
     tiles = tiles_of(x)
     if method == "auto":
         method = cheaper(t, d, p, tiles)
-    add = _add_direct if method == "direct" else _add_gram
-    add(norms, widen(x), widen(dy), tiles)
+    x, dy = widen(x), widen(dy)
+    if method == "direct":
+        _add_direct(norms, x, dy, tiles)
+    elif t <= tiles.strip and b * t * t <= tiles.side**2:  # in one tile, without the preparations for several
+        pairs = _square(x).to(torch.float64).mul_(_square(dy))
+        norms = pairs.sum(dim=(1, 2))
+    else:
+        _add_gram(norms, x, dy, tiles)
     return norms
+
+
+def _square(factor: Tensor) -> Tensor:
+    """The products of all pairs of tokens: [b, t, h] -> [b, t, t]."""
+    out = factor.new_empty(len(factor), factor.shape[1], factor.shape[1], dtype=sum_dtype(factor))
+    multiply(factor, factor.transpose(1, 2), out)
+    return out
 
 
 def _add_direct(norms: Tensor, x: Tensor, dy: Tensor, tiles: Tiles) -> None:

@@ -50,6 +50,7 @@ def install() -> bool:
     if not _SHIM.undo:
         _replace_device()
         _replace_random_state()
+        _replace_rotary()
         _replace_experts()
         _replace_optimizer()
     return True
@@ -124,6 +125,16 @@ def _replace_random_state() -> None:
     # For fp8=False, output-discarding recomputation asks Transformer Engine about FP8.
     checkpoint = megatron_random.CheckpointWithoutOutput
     _SHIM.replace(checkpoint, "__init__", partialmethod(checkpoint.__init__, fp8=None))
+
+
+def _replace_rotary() -> None:
+    """Turn queries and keys by `cpu_ops.apply_rotary`."""
+    import megatron.core.models.common.embeddings.rope_utils as megatron_rope
+
+    from oblr_megatron.model.cpu_ops import apply_rotary
+
+    name = "_apply_rotary_pos_emb_bshd"
+    _SHIM.replace(megatron_rope, name, partial(apply_rotary, getattr(megatron_rope, name)))
 
 
 def _replace_experts() -> None:

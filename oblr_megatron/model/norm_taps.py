@@ -49,22 +49,26 @@ class _TappedNorm(torch.autograd.Function):
     def forward(
         ctx: Any, x: Tensor, weight: nn.Parameter, bias: nn.Parameter | None, eps: float, centred: bool, tap: Tap
     ) -> Tensor:
-        ctx.save_for_backward(x)
         ctx.weight, ctx.bias, ctx.eps, ctx.centred, ctx.tap = weight, bias, eps, centred, tap
+        rstd = None  # [..., 1]
         if tap.invariant:
-            return invariant.rms_norm(x, weight, eps)
-        if centred:
-            return functional.layer_norm(x, weight.shape, weight, bias, eps)
-        return functional.rms_norm(x, weight.shape, weight, eps)
+            y = invariant.rms_norm(x, weight, eps)
+        elif centred:
+            y = functional.layer_norm(x, weight.shape, weight, bias, eps)
+        else:  # what functional.rms_norm calls
+            y, rstd = torch._fused_rms_norm(x, weight.shape, weight, eps)
+        ctx.save_for_backward(x, rstd)
+        return y
 
     @staticmethod
     def backward(ctx: Any, dy: Tensor) -> tuple[Tensor, None, None, None, None, None]:
-        (x,) = ctx.saved_tensors
+        x, rstd = ctx.saved_tensors
         wide = torch.promote_types(x.dtype, torch.float32)
         x_hat, dy_wide, weight, width = x.to(wide), dy.to(wide), ctx.weight.to(wide), x.shape[-1]
         if ctx.centred:
             x_hat = x_hat - x_hat.mean(-1, keepdim=True)
-        rstd = torch.linalg.vector_norm(x_hat, dim=-1, keepdim=True).square_().div_(width).add_(ctx.eps).rsqrt_()
+        if rstd is None:
+            rstd = torch.linalg.vector_norm(x_hat, dim=-1, keepdim=True).square_().div_(width).add_(ctx.eps).rsqrt_()
         x_hat = x_hat * rstd
         terms = dy_wide * x_hat
         if ctx.weight.requires_grad:

@@ -30,11 +30,11 @@ from oblr_megatron.checks.layout import check_attention, check_model
 from oblr_megatron.config import ModelConfig, ParallelConfig
 from oblr_megatron.model import moe
 from oblr_megatron.model.attention import RMSNorm, SdpaAttention
+from oblr_megatron.model.cpu_ops import SwiGLU
 from oblr_megatron.model.invariant import InvariantAttention
 from oblr_megatron.model.megatron_versions import mlp_submodules
 from oblr_megatron.model.parallel import Parallel
 from oblr_megatron.model.precision import uses_transformer_engine
-from oblr_megatron.model.swiglu import SwiGLU
 from oblr_megatron.model.tapped import TappedModel
 from oblr_megatron.model.taps import Tap, install
 from oblr_megatron.model.te_taps import install_te
