@@ -133,9 +133,11 @@ class BookkeepSink(NormSink):
 
 def add_sample_vectors(weight: Parameter, grads: Tensor, own: Tensor) -> None:
     """main_grad += sum_i c_i grads_i: grads [n, ...], c [n]."""
-    used = own.nonzero().flatten()  # select instead of multiplying: 0 * NaN is NaN
-    total = torch.tensordot(own[used].to(grads), grads[used.to(grads.device)], dims=1)
-    main_grad(weight).add_(total)
+    used = own.nonzero().flatten()
+    if len(used) < len(own):  # select instead of multiplying: 0 * NaN is NaN
+        own, grads = own[used], grads[used.to(grads.device)]
+    target = main_grad(weight)
+    target.add_((own.to(grads) @ grads.flatten(1)).view(target.shape))
 
 
 def add_sample_rows(weight: Parameter, rows: Tensor, dy: Tensor, segments: Segments, own: Tensor) -> None:

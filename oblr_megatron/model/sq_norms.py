@@ -14,9 +14,12 @@ if TYPE_CHECKING:
 
 def sq_norm(flat: Tensor) -> Tensor:
     """Sum of squares of a [n] tensor of any floating dtype, as an fp64 scalar on its device."""
+    if len(flat) <= CHUNK:
+        wide = flat.to(torch.float64)
+        return torch.dot(wide, wide)
     total = torch.zeros((), dtype=torch.float64, device=flat.device)
     # One scratch tensor for all chunks: allocating fresh pages would cost more than the sum.
-    scratch = None if flat.dtype == torch.float64 else total.new_empty(min(len(flat), CHUNK))
+    scratch = None if flat.dtype == torch.float64 else total.new_empty(CHUNK)
     for chunk in flat.split(CHUNK):
         wide = chunk if scratch is None else scratch[: len(chunk)].copy_(chunk)
         total += torch.dot(wide, wide)
