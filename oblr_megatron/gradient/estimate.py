@@ -15,11 +15,11 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
 import torch
-import torch.distributed as dist
 
 from oblr_megatron.gradient.ratios import RatioFn
 from oblr_megatron.gradient.two_pass import sample_sq_grad_norms
 from oblr_megatron.gradnorm.sketch import Sketches
+from oblr_megatron.runtime.collectives import all_reduce
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -85,5 +85,5 @@ def _energies(policy: Policy, batches: Sequence[MicroBatch], temperature: float,
     if records:
         energies += torch.cat([record["energy"] for record in records])
         energies /= parallel.tp_size  # every tensor-parallel rank of the last stage has the whole value
-    dist.all_reduce(energies, group=parallel.replica_group)
+    all_reduce(energies, parallel.replica_group)
     return energies

@@ -16,7 +16,6 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING, Protocol
 
 import torch
-import torch.distributed as dist
 
 from oblr_megatron.gradient.loss_fn import PassMetrics
 from oblr_megatron.model.optimizer import grad_sq_norm
@@ -25,6 +24,7 @@ from oblr_megatron.model.step import (
     reduce_data_parallel_grads,
     reduce_model_parallel_grads,
 )
+from oblr_megatron.runtime.collectives import all_reduce
 
 if TYPE_CHECKING:
     from oblr_megatron.config import Config
@@ -105,7 +105,7 @@ class FoldSums:
         self._parts, self._total = [], []
         self._sharing.undo_repeats(self._policy)
         reduce_data_parallel_grads(self._policy)
-        dist.all_reduce(self._sq_norms, group=self._policy.parallel.dp_group)
+        all_reduce(self._sq_norms, self._policy.parallel.dp_group)
         return self._sharing.num_folds * float(self._sq_norms) / self._sharing.size
 
     def _close(self) -> None:

@@ -18,6 +18,7 @@ import torch.distributed as dist
 from oblr_megatron.data.packing import deal, empty_batch, local_folds
 from oblr_megatron.memory.pass_plan import num_folds
 from oblr_megatron.model.parallel import share_group
+from oblr_megatron.runtime.collectives import all_reduce
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -102,7 +103,7 @@ class Sharing:
         if parallel.block_size == 1:
             return batches
         most = torch.tensor(len(batches), device=parallel.device)
-        dist.all_reduce(most, op=dist.ReduceOp.MAX, group=parallel.block_group)
+        all_reduce(most, parallel.block_group, dist.ReduceOp.MAX)
         return batches + [empty_batch(device=parallel.device) for _ in range(int(most) - len(batches))]
 
     def sum(self, policy: Policy) -> None:

@@ -7,11 +7,11 @@ from dataclasses import dataclass, fields
 from typing import TYPE_CHECKING, Any
 
 import torch
-import torch.distributed as dist
 
 from oblr_megatron.algo.kl import KLForm, kl_penalty, kl_slope
 from oblr_megatron.algo.loss import policy_gradient_loss
 from oblr_megatron.gradient.ratios import RATIO_SUMS, RatioFn
+from oblr_megatron.runtime.collectives import all_reduce
 from oblr_megatron.types import MicroBatch
 
 if TYPE_CHECKING:
@@ -65,8 +65,8 @@ class PassMetrics:
         """The sums over all ranks: pipeline stages, replicas and context-parallel ranks."""
         names = [field.name for field in fields(self)]
         sums = torch.tensor([getattr(self, name) for name in names], dtype=torch.float64, device=parallel.device)
-        dist.all_reduce(sums, group=parallel.pp_group)  # zero except on the last stage
-        dist.all_reduce(sums, group=parallel.dp_cp_group)
+        all_reduce(sums, parallel.pp_group)  # zero except on the last stage
+        all_reduce(sums, parallel.dp_cp_group)
         return PassMetrics(**dict(zip(names, sums.tolist(), strict=True)))
 
 

@@ -15,11 +15,11 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 import torch
-import torch.distributed as dist
 
 from oblr_megatron.algo.clipping import ClippedRatios, clipped_ratios
 from oblr_megatron.algo.importance import truncated_ratios
 from oblr_megatron.algo.rejection import kept_tokens
+from oblr_megatron.runtime.collectives import all_reduce
 from oblr_megatron.types import MicroBatch
 
 if TYPE_CHECKING:
@@ -56,7 +56,7 @@ def importance_ratios(config: Config, policy: Policy, old: Old | None = None) ->
 
     def over_context(sums: Tensor) -> Tensor:
         """All-reduce sums over a sample's tokens, of which this context-parallel rank has a part."""
-        dist.all_reduce(sums, group=parallel.cp_group)
+        all_reduce(sums, parallel.cp_group)
         return sums
 
     def ratios(logprobs: Tensor, batch: MicroBatch) -> tuple[Tensor, Callable[[], Tensor]]:

@@ -20,7 +20,6 @@ from itertools import chain
 from typing import TYPE_CHECKING, Any
 
 import torch
-import torch.distributed as dist
 
 from oblr_megatron.algo.loss import sample_coefficients
 from oblr_megatron.data.packing import microbatches
@@ -43,6 +42,7 @@ from oblr_megatron.gradient.two_pass import norm_batches
 from oblr_megatron.gradnorm.rules import classify
 from oblr_megatron.model.optimizer import grad_sq_norm
 from oblr_megatron.model.token_values import response_logprobs, token_values
+from oblr_megatron.runtime.collectives import all_reduce
 from oblr_megatron.types import ClipMetrics, GradientStats, MicroBatch, RejectionMetrics, Sample, StepGradient
 
 if TYPE_CHECKING:
@@ -345,7 +345,7 @@ class TrainingGradient:
     def _from_all_replicas(self, norms: Tensor) -> Tensor:
         """All-reduce norms [N], of which each replica knows its own samples, over the replicas."""
         whole = norms.to(self._policy.parallel.device)
-        dist.all_reduce(whole, group=self._policy.parallel.dp_group)
+        all_reduce(whole, self._policy.parallel.dp_group)
         return whole.cpu()
 
     @property

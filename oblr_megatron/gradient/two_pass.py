@@ -21,6 +21,7 @@ from oblr_megatron.gradnorm.reduce import Reducer
 from oblr_megatron.gradnorm.rules import Rule, classify, untapped_aside
 from oblr_megatron.memory.buffer_sizes import KEPT_BYTES
 from oblr_megatron.model.step import run_schedule
+from oblr_megatron.runtime.collectives import all_reduce
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -109,7 +110,7 @@ def pipeline_runs(
     parallel = model.parallel
     largest = max((buffered_bytes(rules, batch, parallel) for batch in microbatches), default=0)
     shared = torch.tensor(largest, device=parallel.device)
-    dist.all_reduce(shared, op=dist.ReduceOp.MAX, group=parallel.block_group)
+    all_reduce(shared, parallel.block_group, dist.ReduceOp.MAX)
     step = max(1, kept_bytes // max(1, int(shared)))
     for start in range(0, len(microbatches), step):
         yield microbatches[start : start + step]

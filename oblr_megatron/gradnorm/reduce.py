@@ -9,6 +9,7 @@ import torch.distributed as dist
 
 from oblr_megatron.gradnorm.rules import Kind, Rule
 from oblr_megatron.model.sq_norms import row_dots, row_sq_norms
+from oblr_megatron.runtime.collectives import all_reduce
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -68,12 +69,11 @@ class Reducer:
 
     def over_tensor(self, values: Tensor) -> None:
         """All-reduce over the tensor-parallel ranks, in place."""
-        dist.all_reduce(values, group=self.parallel.tp_group)
+        all_reduce(values, self.parallel.tp_group)
 
     def over_context(self, values: Tensor) -> None:
         """All-reduce over the ranks that share the sequences, in place."""
-        if self.parallel.cp_size > 1:
-            dist.all_reduce(values, group=self.parallel.cp_group)
+        all_reduce(values, self.parallel.cp_group)
 
     def rows(self, rows: EmbeddingRows, num_samples: int) -> Tensor:
         """[n]: ||E||^2 if it is taken from the rows, plus 2 <E, H> of a tied embedding; counted on the first stage."""
@@ -112,5 +112,5 @@ class Reducer:
 
     def total(self, norms: Tensor) -> Tensor:
         """All-reduce [n, block] over the ranks of the replica, or of the block if replicas share experts."""
-        dist.all_reduce(norms, group=self.parallel.block_group)
+        all_reduce(norms, self.parallel.block_group)
         return norms

@@ -187,7 +187,8 @@ def scale_grads(terms: Tensor, segments: Segments) -> Tensor:
     grads = terms.to(sum_dtype(terms))
     if segments.cu_seqlens is None:
         segments.check(grads)
-        return grads.sum(dim=(0, *range(2, grads.dim() - 1)))
+        sums = grads.sum(dim=0)  # not over the heads at once: that is ten times as slow on a CPU
+        return sums if sums.dim() == 2 else sums.flatten(1, -2).sum(dim=1)
     assert len(grads) == segments.cu_seqlens[-1], f"{len(grads)} tokens for {segments}"
     sums = grads.new_empty(segments.num_samples, grads.shape[-1])
     for run in segments.runs:

@@ -17,6 +17,7 @@ from torch import Tensor
 from oblr_megatron.invariant import log_softmax_at
 from oblr_megatron.memory.buffer_sizes import ENTROPY_ROWS
 from oblr_megatron.model.parallel import Parallel
+from oblr_megatron.runtime.collectives import all_reduce
 
 
 def vocab_parallel_logprobs(
@@ -59,7 +60,7 @@ class _VocabParallelLogprobs(torch.autograd.Function):
             return found
         scores[..., stop - start :] = -torch.inf
         largest = scores.amax(dim=-1)
-        dist.all_reduce(largest, op=dist.ReduceOp.MAX, group=parallel.tp_group)
+        all_reduce(largest, parallel.tp_group, dist.ReduceOp.MAX)
         scores.sub_(largest.unsqueeze(-1))
 
         is_local = (labels >= start) & (labels < stop)
@@ -67,7 +68,7 @@ class _VocabParallelLogprobs(torch.autograd.Function):
         at_label = scores.gather(-1, local_labels.unsqueeze(-1)).squeeze(-1).masked_fill(~is_local, 0.0)
         probabilities = scores.exp_()
         totals = torch.stack([at_label, probabilities.sum(dim=-1)])
-        dist.all_reduce(totals, group=parallel.tp_group)
+        all_reduce(totals, parallel.tp_group)
         at_label, normaliser = totals
         probabilities.div_(normaliser.unsqueeze(-1))
 
@@ -130,9 +131,9 @@ def _moments(logits: Tensor, vocab_size: int, parallel: Parallel, temperature: f
     local = [_local_moments(part[:, : stop - start], temperature) for part in rows.split(ENTROPY_ROWS)]
     largest, total, weighted = (torch.cat(parts) for parts in zip(*local, strict=True))
     shared = largest.clone()
-    dist.all_reduce(shared, op=dist.ReduceOp.MAX, group=parallel.tp_group)
+    all_reduce(shared, parallel.tp_group, dist.ReduceOp.MAX)
     sums = torch.stack([total, weighted]) * (largest - shared).exp()
-    dist.all_reduce(sums, group=parallel.tp_group)
+    all_reduce(sums, parallel.tp_group)
     shape = logits.shape[:-1]
     return (sums[0].log() + shared).view(shape), (sums[1] / sums[0]).view(shape)
 

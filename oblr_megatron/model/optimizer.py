@@ -37,6 +37,7 @@ from oblr_megatron.model.sharded_optimizer import load_sharded_state, sharded_st
 from oblr_megatron.model.shards import held, is_sharded
 from oblr_megatron.model.sq_norms import sq_norm
 from oblr_megatron.model.taps import main_grad
+from oblr_megatron.runtime.collectives import all_reduce
 
 ElementSum = Callable[[str, torch.Tensor], torch.Tensor]
 """(global name of a parameter, elements of its `main_grad` [n]) -> fp64 scalar, a sum over the elements."""
@@ -87,9 +88,9 @@ def over_parameters(policy: Policy, sum_of: ElementSum, *, reduced: bool = True)
         if counted_here(parameter, parallel):
             total = experts if moe.is_expert(parameter) else rest
             total += sum_of(name, main_grad(parameter).flatten())
-    dist.all_reduce(rest, group=parallel.model_group)
+    all_reduce(rest, parallel.model_group)
     if policy.transformer_config.num_moe_experts:
-        dist.all_reduce(experts, group=parallel.block_group)
+        all_reduce(experts, parallel.block_group)
     return float(rest + experts)
 
 

@@ -6,11 +6,11 @@ from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any
 
 import torch
-import torch.distributed as dist
 from torch import Tensor
 
 from oblr_megatron.model.logprobs import vocab_parallel_logprobs
 from oblr_megatron.model.step import run_schedule
+from oblr_megatron.runtime.collectives import all_reduce
 from oblr_megatron.types import MicroBatch, Sample
 
 if TYPE_CHECKING:
@@ -45,8 +45,8 @@ def token_values(
     table = torch.zeros(len(samples), longest, dtype=torch.float64, device=parallel.device)
     for record in run_schedule(policy, batches, placed, forward_only=True):
         table[record["rows"], record["places"]] = record["values"]
-    dist.all_reduce(table, group=parallel.pp_group)
-    dist.all_reduce(table, group=parallel.dp_cp_group)
+    all_reduce(table, parallel.pp_group)
+    all_reduce(table, parallel.dp_cp_group)
     return table
 
 

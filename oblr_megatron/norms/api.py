@@ -37,6 +37,7 @@ from oblr_megatron.model.step import LossFn, reduce_model_parallel_grads, run_sc
 from oblr_megatron.model.tapped import TappedModel
 from oblr_megatron.norms.attach import tapped
 from oblr_megatron.norms.own_gradients import OwnGradients, gradient_space
+from oblr_megatron.runtime.collectives import all_reduce
 from oblr_megatron.types import TokenBatch
 
 Mode = Literal["two_pass", "bookkeep", "stash", "inline"]
@@ -203,7 +204,7 @@ def _check_counts(model: TappedModel, count: int) -> None:
     if parallel.block_size == 1:
         return
     bounds = torch.tensor([count, -count], device=parallel.device)
-    dist.all_reduce(bounds, op=dist.ReduceOp.MAX, group=parallel.block_group)
+    all_reduce(bounds, parallel.block_group, dist.ReduceOp.MAX)
     most, least = int(bounds[0]), -int(bounds[1])
     if most != least:
         raise UserError(

@@ -94,6 +94,12 @@ def timed_out(error: RuntimeError) -> bool:
     return "timed out" in str(error).lower()
 
 
+def all_reduce(values: Tensor, group: dist.ProcessGroup, op: dist.ReduceOp.RedOpType = dist.ReduceOp.SUM) -> None:
+    """`dist.all_reduce` in place, but no call in a group of one rank, of which a step of a small layout has many."""
+    if group.size() > 1:
+        dist.all_reduce(values, op, group)
+
+
 class Collectives:
     """All-gather of CPU objects over a separate gloo group, with a deadline for each call."""
 
