@@ -27,7 +27,8 @@ def install() -> None:
     missing = [name for name in ("rms_norm", "fused_add_rms_norm", "fused_gumbel_argmax") if not hasattr(_ops(), name)]
     if missing or not hasattr(TopKTopPSampler, "forward_cpu"):
         raise RuntimeError(f"this vLLM has other CPU kernels: {', '.join(missing) or 'another sampler'}")
-    RMSNorm.forward_cpu = rms_norm  # type: ignore[method-assign]
+    if "forward_cpu" not in vars(RMSNorm):  # or `engine.invariant` has replaced it, which comes first
+        RMSNorm.forward_cpu = rms_norm  # type: ignore[method-assign]
     TopKTopPSampler.forward_cpu = sample  # type: ignore[method-assign, assignment]
 
 

@@ -68,3 +68,18 @@ def test_draws_are_vllms_own(k, p):
 
     for made, expected in zip(draws(cpu_kernels.sample), draws(vllms.TopKTopPSampler.forward_cpu), strict=True):
         assert torch.equal(made, expected)
+
+
+def test_another_replacement_of_the_norm_stays(monkeypatch):
+    """vLLM runs the plugin again when it loads a model, after `engine.invariant` has replaced the norm."""
+    from vllm.model_executor.layers.layernorm import RMSNorm
+    from vllm.v1.sample.ops.topk_topp_sampler import TopKTopPSampler
+
+    monkeypatch.setattr(TopKTopPSampler, "forward_cpu", TopKTopPSampler.forward_cpu)
+    for first, last in ((None, cpu_kernels.rms_norm), (print, print)):
+        with monkeypatch.context() as patch:
+            patch.setattr(RMSNorm, "forward_cpu", first, raising=False)
+            if first is None:
+                patch.delattr(RMSNorm, "forward_cpu")
+            cpu_kernels.install()
+            assert RMSNorm.forward_cpu is last
