@@ -15,7 +15,7 @@ from transformers import AutoConfig
 from oblr_megatron.algo.importance import truncated_ratios
 from oblr_megatron.checkpoint.hf import load_hf_weights
 from oblr_megatron.config import ModelConfig
-from oblr_megatron.data.packing import one_per_microbatch
+from oblr_megatron.data.packing import pack
 from oblr_megatron.gradnorm.oracle import oracle_gradient, oracle_logprobs
 from oblr_megatron.model.parallel import Parallel
 from oblr_megatron.model.policy import Policy, build_policy
@@ -56,7 +56,7 @@ def drawn(sample: Sample) -> Tensor:
 
 def batches_of(samples: Sequence[Sample], *, pad_multiple: int = 1) -> list[MicroBatch]:
     """One microbatch a sample, with rollout log-probs in fp64 so that the ratios are exact to the last digit."""
-    batches = one_per_microbatch(samples, range(len(samples)), pad_multiple=pad_multiple)
+    batches = [pack(samples, [n], max_tokens=1, pad_multiple=pad_multiple)[0] for n in range(len(samples))]
     for batch, sample in zip(batches, samples, strict=True):
         batch.rollout_logprobs = batch.rollout_logprobs.double()
         batch.rollout_logprobs[batch.mask] = drawn(sample)
