@@ -18,8 +18,9 @@ import torch
 from scipy.stats import chi2
 from transformers import Qwen3ForCausalLM
 
+from oblr_megatron.engine.http_messages import Report
 from oblr_megatron.engine.protocol import SamplingRequest
-from oblr_megatron.engine.speculation import METHODS, Report
+from oblr_megatron.engine.speculation import METHODS
 from oblr_megatron.errors import UserError
 from oblr_megatron.rollout.colocated import ColocatedEngines
 from oblr_megatron.rollout.server_checks import check_servers
