@@ -33,7 +33,7 @@ if TYPE_CHECKING:
 
 
 VIEWED = 8
-"""Samples of a run from which on a call of its own is cheaper than copies of the samples into a padded call."""
+"""A run with at least so many samples gets its own call. The samples of smaller runs are copied into padded calls."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -187,7 +187,7 @@ def scale_grads(terms: Tensor, segments: Segments) -> Tensor:
     grads = terms.to(sum_dtype(terms))
     if segments.cu_seqlens is None:
         segments.check(grads)
-        sums = grads.sum(dim=0)  # not over the heads at once: that is ten times as slow on a CPU
+        sums = grads.sum(dim=0)  # heads come after tokens: one sum over both is far slower on a CPU
         return sums if sums.dim() == 2 else sums.flatten(1, -2).sum(dim=1)
     assert len(grads) == segments.cu_seqlens[-1], f"{len(grads)} tokens for {segments}"
     sums = grads.new_empty(segments.num_samples, grads.shape[-1])
@@ -238,7 +238,7 @@ def product_rows(x: Tensor, dy: Tensor, segments: Segments, sample: Tensor, row:
     numbers, end = counts.tolist(), 0
     for first, xs, dys in _alike(x, dy, segments):
         most = max(numbers[first : first + len(xs)])
-        step = max(1, tiles_of(x).side ** 2 // (xs.shape[1] * most + 1))  # samples whose columns of dy fit in a tile
+        step = max(1, tiles_of(x).side ** 2 // (xs.shape[1] * most + 1))  # samples a call: `columns` fits in a tile
         for start in range(first, first + len(xs), step):
             some_x, some_dy = (part[start - first : start - first + step] for part in (xs, dys))
             begin, end = end, end + sum(numbers[start : start + len(some_x)])
