@@ -86,9 +86,9 @@ class InFlight:
         found: Groups = {}
 
         def more() -> None:
-            while self._left and sum(map(num_tokens, found.values())) < tokens:
+            while self._left and (missing := tokens - sum(map(num_tokens, found.values()))) > 0:
                 self._start()
-                self._round(found, tokens, seconds)
+                self._round(found, missing, seconds)
             while self._running and not self._left:  # an engine takes the next call only after the end of this one
                 self._round(found, tokens, seconds)
 
