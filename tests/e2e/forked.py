@@ -9,6 +9,8 @@ from __future__ import annotations
 import os
 import runpy
 import sys
+import threading
+import time
 from collections.abc import Callable
 from pathlib import Path
 from subprocess import CompletedProcess
@@ -37,6 +39,23 @@ def forked(ranks: int, arguments: list[str], **variables: str) -> CompletedProce
 def forked_cli(arguments: list[str], **variables: str) -> CompletedProcess[str]:
     """Like `run([python, "-m", "oblr_megatron.cli", *arguments])`."""
     return call_forked(cli.main, 1, arguments, variables)
+
+
+def forked_and_signalled(lines: int, file: Path, number: int, arguments: list[str]) -> CompletedProcess[str]:
+    """Like `forked_cli`; the command gets the signal `number` once the file has `lines` lines."""
+    return call_forked(_signalled, 1, [str(lines), str(file), str(number), *arguments], {})
+
+
+def _signalled(arguments: list[str]) -> int:
+    lines, file, number = int(arguments[0]), Path(arguments[1]), int(arguments[2])
+
+    def send() -> None:
+        while not (file.exists() and file.read_bytes().count(b"\n") >= lines):
+            time.sleep(0.01)
+        os.kill(os.getpid(), number)
+
+    threading.Thread(target=send, daemon=True).start()
+    return cli.main(arguments[3:])
 
 
 def run_script(arguments: list[str]) -> int:

@@ -8,7 +8,7 @@
             a short-lived process    ends at once, so that the kernel gives its child, the engine, to the caller
 
 The engine has the environment, descriptors, session, processor cores and command line that `Popen` would give it. A
-server (api_server.py) is started in the same way.
+server (api_server.py) is started in the same way. It has a keeper of its own, which forks the engine that vLLM spawns.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from multiprocessing import process as current
-from multiprocessing import resource_tracker
+from multiprocessing import resource_tracker, util
 from typing import Any, NoReturn
 
 from setproctitle import setproctitle
@@ -38,6 +38,7 @@ from oblr_megatron.engine import handle
 from tests.distributed.launch import PRELOAD
 
 PR_SET_CHILD_SUBREAPER = 36  # linux/prctl.h
+SPAWNED = "--multiprocessing-fork"  # in the command of a process that multiprocessing spawns
 FREE = 500  # the first of the descriptors that nothing uses
 _libc = ctypes.CDLL(None, use_errno=True)
 _launching = threading.Lock()
@@ -53,16 +54,21 @@ class Request:
     descriptors: Sequence[int]
     directory: str
     cores: set[int]
+    session: bool = True  # a new one
 
 
 def fork_keeper() -> None:
     """Fork a keeper from this process, which has no threads and has imported vLLM."""
+    _use(_fork_keeper())
+
+
+def _fork_keeper() -> socket.socket:
     own, other = socket.socketpair()
     if os.fork() == 0:
         own.close()
         _keep(other)
     other.close()
-    _use(own)
+    return own
 
 
 def make_keeper() -> None:
@@ -89,11 +95,7 @@ def _use(keeper: socket.socket) -> None:
             super().__init__(command)
 
         def _execute_child(self, *_: Any) -> None:
-            with _launching:
-                _libc.prctl(PR_SET_CHILD_SUBREAPER, 1)
-                socket.send_fds(keeper, [pickle.dumps(self._request)], self._sent)
-                self.pid = int(keeper.recv(64))
-                _libc.prctl(PR_SET_CHILD_SUBREAPER, 0)
+            self.pid = _launch(keeper, self._request, self._sent)
             self._child_created = True
 
     def start(command: Sequence[str], *, env: dict[str, str], **options: Any) -> subprocess.Popen[bytes]:
@@ -101,6 +103,30 @@ def _use(keeper: socket.socket) -> None:
         return (Engine if env.get("OMP_NUM_THREADS") == "1" else subprocess.Popen)(command, env=env, **options)
 
     handle.Popen = start
+
+
+def _use_to_spawn(keeper: socket.socket) -> None:
+    """Let multiprocessing start the processes of its "spawn" method by this keeper."""
+    plain = util.spawnv_passfds
+
+    def start(path: bytes, command: Sequence[str], descriptors: Sequence[int]) -> int:
+        if SPAWNED not in command:  # the resource tracker
+            return plain(path, command, descriptors)
+        kept, words = (1, 2, *descriptors), [os.fsdecode(word) for word in command]
+        request = Request(os.getpid(), words, {**os.environ}, kept, os.getcwd(), os.sched_getaffinity(0), False)
+        return _launch(keeper, request, kept)
+
+    util.spawnv_passfds = start
+
+
+def _launch(keeper: socket.socket, request: Request, sent: Sequence[int]) -> int:
+    """The identifier of a new child of this process, which has the descriptors `sent`."""
+    with _launching:
+        _libc.prctl(PR_SET_CHILD_SUBREAPER, 1)
+        socket.send_fds(keeper, [pickle.dumps(request)], [*sent])
+        pid = int(keeper.recv(64))
+        _libc.prctl(PR_SET_CHILD_SUBREAPER, 0)
+    return pid
 
 
 def _keep(requests: socket.socket) -> None:
@@ -124,7 +150,8 @@ def _become(request: Request, received: Sequence[int], requests: socket.socket) 
     """Be the engine that `request` describes; never returns."""
     while os.getppid() != request.parent:  # `between` has not ended
         time.sleep(0.001)
-    os.setsid()
+    if request.session:
+        os.setsid()
     requests.send(str(os.getpid()).encode())
     moved = [fcntl.fcntl(descriptor, fcntl.F_DUPFD, FREE) for descriptor in received]
     os.closerange(3, FREE)
@@ -154,7 +181,7 @@ def _become(request: Request, received: Sequence[int], requests: socket.socket) 
 
 
 def _run(command: Sequence[str]) -> int:
-    """`python -m oblr_megatron.engine.worker ...`, or of `oblr_megatron.cli`, in this process."""
+    """`python -m oblr_megatron.engine.worker ...`, of `oblr_megatron.cli`, or what multiprocessing spawns, here."""
     from oblr_megatron import cli
     from oblr_megatron.engine import worker
 
@@ -164,9 +191,14 @@ def _run(command: Sequence[str]) -> int:
     current._parent_process = None  # type: ignore[attr-defined]
     current.current_process()._config.pop("daemon", None)  # type: ignore[attr-defined]
     _read_variables()
+    if SPAWNED in command:
+        sys.argv = ["-c", SPAWNED]
+        exec(command[command.index("-c") + 1], {"__name__": "__main__"})
+        return 0
     if command[2] == worker.__name__:
         return worker.main([*command[3:]])
     os.execve = _go_on  # type: ignore[assignment]
+    _use_to_spawn(_fork_keeper())
     return cli.main([*command[3:]])
 
 

@@ -8,8 +8,6 @@ from __future__ import annotations
 import json
 import re
 import signal
-import subprocess
-import sys
 from collections.abc import Callable
 from pathlib import Path
 
@@ -18,8 +16,8 @@ from transformers import AutoTokenizer
 
 from oblr_megatron.checkpoint.store import checkpoints_of, read_manifest
 from oblr_megatron.rollout.step_file import read_step, step_path
-from tests.e2e.conftest import LIMIT_S, ROOT, environment, records, wait_for_lines
-from tests.e2e.forked import CONFIG, call_forked, forked, forked_cli, run_script
+from tests.e2e.conftest import records
+from tests.e2e.forked import CONFIG, call_forked, forked, forked_and_signalled, forked_cli, run_script
 from tests.e2e.test_replay import same_metrics, same_weights
 from tests.e2e.test_resume import certain
 
@@ -75,14 +73,8 @@ def test_stopped_and_resumed_is_unbroken(tmp_path: Path, overrides: Overrides) -
     unbroken = forked(1, overrides(whole, **options))
     assert unbroken.returncode == 0, unbroken.stderr[-2000:]
     keys = overrides(parts, **options)
-    command = [sys.executable, "-m", "oblr_megatron.cli", "train", CONFIG, *keys]
-    with subprocess.Popen(
-        command, cwd=ROOT, env=environment(), stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True
-    ) as job:
-        wait_for_lines(2, parts / "metrics.jsonl", job)
-        job.send_signal(signal.SIGUSR1)
-        said = job.communicate(timeout=LIMIT_S)[0]
-    assert job.returncode == 0, said[-2000:]
+    done = forked_and_signalled(2, parts / "metrics.jsonl", signal.SIGUSR1, ["train", CONFIG, *keys])
+    assert done.returncode == 0, done.stderr[-2000:]
     assert 1 <= read_manifest(checkpoints_of(parts)[0]).step < 3
     resumed = forked(1, [*keys, "--resume"])
     assert resumed.returncode == 0, resumed.stderr[-2000:]

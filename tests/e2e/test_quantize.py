@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import json
 import random
+import resource
 import subprocess
 import sys
 from dataclasses import dataclass
@@ -21,27 +22,41 @@ from torch import Tensor, nn
 from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel
 
 from oblr_megatron.checkpoint.hf_dir import check_hf_dir
+from oblr_megatron.cli import main
 from oblr_megatron.config import DataConfig
 from oblr_megatron.errors import UserError
+from oblr_megatron.quantize import fp8
 from oblr_megatron.quantize.calibration import pack, read_rows
 from oblr_megatron.quantize.fidelity import LogitComparison
 from tests.e2e.conftest import LIMIT_S, ROOT, environment
+from tests.e2e.forked import call_forked
 from tests.e2e.quantize_vllm import PROMPTS
 from tests.tiny import make_hf_dir, make_moe_hf_dir
 
-KINDS = ("tied", "untied", "moe")
+KINDS = ("tied", "untied", "moe")  # of Qwen3
+FAMILIES = ("qwen2", "llama")
 SIZES: dict[str, Any] = {"head_dim": 32, "hidden_size": 64, "intermediate_size": 96}  # vLLM's CPU attention takes these
 ANSWER_TOKENS = 6
 LARGEST = 448.0
-COMMANDS = """
-import json, resource, sys
-from oblr_megatron.cli import main
-*commands, last = json.loads(sys.argv[1])
-status = max(main(arguments) for arguments in commands)
-resource.setrlimit(resource.RLIMIT_FSIZE, (50_000, resource.RLIM_INFINITY))  # as a full disk
-print("without room:", main(last))
-sys.exit(status)
-"""
+
+
+def run_commands(given: list[str]) -> int:
+    """Copies of other families below the first argument, and commands in JSON; the last one meets a full disk."""
+    root, *commands, last = Path(given[0]), *map(json.loads, given[1:])
+    for family in FAMILIES:
+        copy_family(root / family, root / f"{family}-fp8")
+    status = max(main(arguments) for arguments in commands)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (50_000, resource.RLIM_INFINITY))
+    print("without room:", main(last))
+    return status
+
+
+def copy_family(source: Path, target: Path) -> None:
+    """Without the command: transformers reads the tests' tokenizer in its own way for Qwen2."""
+    model = fp8.load_model(source, torch.device("cpu"))
+    fp8.calibrate(model, pack([tuple(range(2, 30)), (5, 9, 3)]))
+    target.mkdir()
+    fp8.check_written(target, fp8.write(model, source, target))
 
 
 @dataclass(frozen=True)
@@ -66,10 +81,12 @@ class Made:
 
 @pytest.fixture(scope="module")
 def made(tmp_path_factory: pytest.TempPathFactory) -> Made:
-    """All three kinds, quantised by one process because importing modelopt takes most of the time."""
+    """All kinds, quantised by one process of their own: modelopt's import takes most of the time, and it sets hooks."""
     root = tmp_path_factory.mktemp("quantize")
     make_hf_dir(root / "tied", tied=True, dtype=torch.bfloat16, **SIZES)
     make_hf_dir(root / "untied", max_shard_size="80KB", **SIZES)
+    for family in FAMILIES:
+        make_hf_dir(root / family, family=family)
     make_moe_hf_dir(root / "moe", dtype=torch.bfloat16, moe_intermediate_size=24, **SIZES)
     rows = random.Random(0)
     questions = [" ".join(f"t{rows.randint(2, 36)}" for _ in range(rows.randint(2, 20))) for _ in range(40)]
@@ -84,10 +101,7 @@ def made(tmp_path_factory: pytest.TempPathFactory) -> Made:
     arguments = [["quantize", str(root / kind), str(root / f"{kind}-fp8"), *keys, *common] for kind in KINDS]
     arguments.append(["quantize", str(root / "moe"), str(root / "no-room"), *common])
     arguments[0] += asked
-    done = subprocess.run(
-        [sys.executable, "-c", COMMANDS, json.dumps(arguments)],
-        cwd=ROOT, env=environment(), capture_output=True, text=True, timeout=LIMIT_S, check=False,
-    )  # fmt: skip
+    done = call_forked(run_commands, 1, [str(root), *map(json.dumps, arguments)], {})
     assert done.returncode == 0, done.stderr
     return Made(root, done.stdout + done.stderr)
 
@@ -168,6 +182,21 @@ def test_every_weight_is_the_nearest_e4m3_value(made: Made, kind: str):
             assert bool(((tensor.float() - exact).abs() <= nearest * (1 + 1e-5) + 1e-6).all()), name
         elif not name.endswith("_scale"):
             assert torch.equal(tensor, source[name].bfloat16()), name
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_matrices_of_other_families_are_quantised_and_biases_are_not(made: Made, family: str) -> None:
+    before, after = load_file(made.source(family) / "model.safetensors"), made.tensors(family)
+    assert {name for name in after if not name.endswith("_scale")} == before.keys()
+    stored = {name for name, tensor in after.items() if tensor.dtype == torch.float8_e4m3fn}
+    assert stored == {name for name in before if name.endswith("_proj.weight")} and len(stored) == 2 * 7
+    biases = {name for name in before if name.endswith("bias")}
+    assert len(biases) == (2 * 3 if family == "qwen2" else 0)
+    for name in before.keys() - stored:
+        assert torch.equal(after[name], before[name].bfloat16()), name
+    for name in stored:
+        exact = before[name].bfloat16().float() / after[name.replace("weight", "weight_scale")]
+        assert torch.allclose(after[name].float(), exact, rtol=1 / 16, atol=2**-9), name
 
 
 @pytest.mark.parametrize("kind", KINDS)

@@ -8,8 +8,6 @@ from __future__ import annotations
 
 import json
 import signal
-import subprocess
-import sys
 from collections.abc import Callable
 from pathlib import Path
 
@@ -17,8 +15,7 @@ import torch
 from safetensors.torch import load_file
 
 from oblr_megatron.checkpoint.store import checkpoints_of, read_manifest
-from tests.e2e.conftest import LIMIT_S, ROOT, environment, wait_for_lines
-from tests.e2e.forked import CONFIG, forked_cli
+from tests.e2e.forked import CONFIG, forked_and_signalled, forked_cli
 
 STEPS = 9
 TIMED = ("timing_s/", "perf/")
@@ -45,15 +42,9 @@ def test_stopped_and_resumed_is_unbroken(tmp_path: Path, overrides: Callable[...
     assert unbroken.returncode == 0, unbroken.stderr[-2000:]
 
     keys = overrides(parts, **options)
-    command = [sys.executable, "-m", "oblr_megatron.cli", "train", CONFIG, *keys]
-    with subprocess.Popen(
-        command, cwd=ROOT, env=environment(), stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True
-    ) as job:
-        wait_for_lines(3, parts / "metrics.jsonl", job)  # step 0 has a line, too
-        job.send_signal(signal.SIGUSR1)
-        said = job.communicate(timeout=LIMIT_S)[0]
-    assert job.returncode == 0, said[-2000:]
-    assert f"of {STEPS} (SIGUSR1); continue with --resume" in said and not (parts / "hf").exists()
+    done = forked_and_signalled(3, parts / "metrics.jsonl", signal.SIGUSR1, ["train", CONFIG, *keys])  # with step 0
+    assert done.returncode == 0, done.stderr[-2000:]
+    assert f"of {STEPS} (SIGUSR1); continue with --resume" in done.stdout and not (parts / "hf").exists()
     stopped = read_manifest(checkpoints_of(parts)[0]).step
     assert 2 <= stopped < STEPS and [record["step"] for record in certain(parts)] == list(range(stopped + 1))
 

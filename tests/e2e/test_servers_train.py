@@ -9,7 +9,9 @@ from __future__ import annotations
 
 import signal
 import subprocess
+import time
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
@@ -73,9 +75,8 @@ def test_a_run_outlives_its_server(
 
 
 def test_a_run_saves_its_state_when_its_server_does_not_come_back(
-    tiny: Path, tmp_path: Path, overrides: Callable[..., list[str]], monkeypatch: pytest.MonkeyPatch
+    tiny: Path, tmp_path: Path, overrides: Callable[..., list[str]]
 ) -> None:
-    monkeypatch.setenv("OBLR_API_KEY", KEY)
     server = ApiServer(tiny / "model", tmp_path / "server.log", max_model_len=32)
     server.wait_ready()
     keys = overrides(
@@ -85,17 +86,15 @@ def test_a_run_saves_its_state_when_its_server_does_not_come_back(
         rollout__start_timeout_s=5,
         checkpoint__every_steps=0,
     )
-    job = subprocess.Popen(
-        torchrun(1, keys), cwd=ROOT, env=environment(), stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True
-    )
-    try:
-        wait_for_lines(2, tmp_path / "run" / "metrics.jsonl", job)
-        server.end(signal.SIGKILL)
-        _, stderr = job.communicate(timeout=LIMIT_S)
-    finally:
-        job.kill()
-        job.wait()
-        server.close()
-    assert job.returncode == 1, stderr[-3000:]
+    metrics = tmp_path / "run" / "metrics.jsonl"
+    with ThreadPoolExecutor(1) as pool:
+        job = pool.submit(forked, 1, keys, OBLR_API_KEY=KEY)
+        try:
+            while not job.done() and not (metrics.exists() and metrics.read_bytes().count(b"\n") >= 2):
+                time.sleep(0.01)
+        finally:
+            server.end(signal.SIGKILL)
+        result = job.result()
+    assert result.returncode == 1, result.stderr[-3000:]
     (newest,) = checkpoints_of(tmp_path / "run")
     assert newest.name == f"step_{len(records(tmp_path / 'run')):08d}"
