@@ -31,6 +31,7 @@ from oblr_megatron.runtime.command_line import (
     port_number,
     run_overrides,
 )
+from oblr_megatron.runtime.garbage import no_collection
 
 if TYPE_CHECKING:
     from oblr_megatron.config import Config
@@ -138,7 +139,8 @@ def _train(options: argparse.Namespace) -> int:
     if options.dry_run:
         return dry_run(config, ranks)
     if ranks == 1:
-        from oblr_megatron.step_loop import run_training
+        with no_collection():
+            from oblr_megatron.step_loop import run_training
 
         return run_training(config)
     from oblr_megatron.preflight import preflight

@@ -16,9 +16,13 @@ def hears_signals() -> None:
         signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
+gc.disable()  # while all modules of tests are imported: it would look through a growing heap, and free nothing
+
+
 def pytest_collection_finish() -> None:
     """Leave what the imports made out of all further garbage collections."""
     gc.freeze()
+    gc.enable()
 
 
 def pytest_sessionfinish() -> None:

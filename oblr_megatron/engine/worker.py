@@ -21,6 +21,7 @@ from oblr_megatron.engine.core import EngineServer
 from oblr_megatron.engine.protocol import EngineSpec
 from oblr_megatron.engine.turns import inbox_of
 from oblr_megatron.errors import DamagedError, RunError
+from oblr_megatron.runtime.garbage import no_collection
 from oblr_megatron.runtime.processes import die_with
 from oblr_megatron.runtime.stopping import SIGNALS
 
@@ -61,7 +62,8 @@ def _start(spec: EngineSpec) -> EngineServer:
     from oblr_megatron.engine.plugin import register
 
     register()  # vLLM calls it only if the package is installed and VLLM_PLUGINS includes it
-    return EngineServer(spec)
+    with no_collection():  # vLLM collects at the end of the start
+        return EngineServer(spec)
 
 
 def _answer(channel: Channel, call: Callable[[], Any]) -> Any:
