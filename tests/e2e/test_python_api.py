@@ -10,7 +10,7 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import nbformat
@@ -19,6 +19,7 @@ from nbclient import NotebookClient
 
 import oblr_megatron as oblr
 from oblr_megatron.runtime.processes import alive, children_of, identity
+from tests.e2e.api_server import KEY, ApiServer
 from tests.e2e.conftest import LIMIT_S, ROOT, environment, records, wait_for_lines
 
 CONFIG = ROOT / "examples" / "tiny_cpu" / "config.toml"
@@ -64,18 +65,33 @@ def test_evaluation_of_a_set(tiny: Path, config: oblr.Config, capfd: pytest.Capt
     assert f"sums: accuracy {accuracy['value']:.1%}" in capfd.readouterr().out
 
 
+@pytest.fixture(scope="module")
+def server(tiny: Path) -> Iterator[ApiServer]:
+    """Samples for the runs of scripts, so that they need not start an engine each."""
+    one = ApiServer(tiny / "model", tiny / "server-of-scripts.log", max_model_len=32)
+    try:
+        one.wait_ready()
+        yield one
+    finally:
+        one.close()
+
+
 def start_long(keys: list[str], run_dir: Path) -> subprocess.Popen[str]:
     """A script that trains for 400 steps through the API, two steps later."""
     script = f"import oblr_megatron as oblr; oblr.train(oblr.load_config({str(CONFIG)!r}, {keys!r}))"
     command, pipe = [sys.executable, "-c", script], subprocess.PIPE
-    caller = subprocess.Popen(command, cwd=ROOT, env=environment(), text=True, stdout=pipe, stderr=pipe)
+    variables = environment() | {"OBLR_API_KEY": KEY}
+    caller = subprocess.Popen(command, cwd=ROOT, env=variables, text=True, stdout=pipe, stderr=pipe)
     wait_for_lines(2, run_dir / "metrics.jsonl", caller)
     return caller
 
 
-def test_an_interrupt_saves_a_checkpoint(overrides: Callable[..., list[str]], tmp_path: Path) -> None:
+def test_an_interrupt_saves_a_checkpoint(
+    overrides: Callable[..., list[str]], server: ApiServer, tmp_path: Path
+) -> None:
     run_dir = tmp_path / "run"
-    caller = start_long(overrides(run_dir, num_steps=400, num_prompts=4, checkpoint__every_steps=400), run_dir)
+    options = {"num_steps": 400, "num_prompts": 4, "rollout__servers": [server.url]}
+    caller = start_long(overrides(run_dir, **options, checkpoint__every_steps=400), run_dir)
     caller.send_signal(signal.SIGINT)
     _, errors = caller.communicate(timeout=LIMIT_S)
     assert caller.returncode != 0 and errors.rstrip().endswith("KeyboardInterrupt")
@@ -83,9 +99,12 @@ def test_an_interrupt_saves_a_checkpoint(overrides: Callable[..., list[str]], tm
     assert [path.name for path in (run_dir / "checkpoints").glob("step_*")] == [f"step_{done:08d}"]
 
 
-def test_a_killed_caller_takes_its_run_with_it(overrides: Callable[..., list[str]], tmp_path: Path) -> None:
+def test_a_killed_caller_takes_its_run_with_it(
+    overrides: Callable[..., list[str]], server: ApiServer, tmp_path: Path
+) -> None:
     run_dir = tmp_path / "run"
-    caller = start_long(overrides(run_dir, num_steps=400, num_prompts=4, checkpoint__every_steps=0), run_dir)
+    options = {"num_steps": 400, "num_prompts": 4, "rollout__servers": [server.url]}
+    caller = start_long(overrides(run_dir, **options, checkpoint__every_steps=0), run_dir)
     (child,) = children_of(caller.pid)
     of = identity(child)
     caller.kill()

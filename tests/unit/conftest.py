@@ -5,6 +5,7 @@ Studies train toy models for seconds, benchmarks start whole commands.
 
 from __future__ import annotations
 
+import os
 from pathlib import Path
 
 import pytest
@@ -17,7 +18,8 @@ MARKERS = {"bench": pytest.mark.nightly, "studies": pytest.mark.slow}
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    folders = {f"{Path(__file__).parent / folder}{os.sep}": marker for folder, marker in MARKERS.items()}
     for item in items:
-        for folder, marker in MARKERS.items():
-            if Path(__file__).parent / folder in item.path.parents:
+        for folder, marker in folders.items():
+            if str(item.path).startswith(folder):
                 item.add_marker(marker)
