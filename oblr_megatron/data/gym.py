@@ -58,16 +58,7 @@ def gym_rows(source: SourceConfig, *, training: bool) -> Iterator[dict[str, Any]
         UserError: see `make_task`; or an item takes longer than ROW_S.
         RunError: the process failed.
     """
-    request = {
-        "name": source.gym_task,
-        "options": source.options,
-        "seed": package_seed(source, training=training),
-        "size": source.size or (TRAINING_ROWS if training else OTHER_ROWS),
-        "where": source.path,
-        "row_s": ROW_S,
-        "parent": os.getpid(),
-    }
-    command = [sys.executable, "-m", "oblr_megatron.data.gym", json.dumps(request)]
+    command = [sys.executable, "-m", "oblr_megatron.data.gym", json.dumps(request_of(source, training=training))]
     environment = os.environ | {"PYTHONHASHSEED": "0"}
     with (
         tempfile.TemporaryFile() as errors,
@@ -93,6 +84,19 @@ def gym_rows(source: SourceConfig, *, training: bool) -> Iterator[dict[str, Any]
             errors.seek(0)
             last = errors.read().decode(errors="replace").strip().rpartition("\n")[2]
             raise RunError(f"the rows of {source.path} could not be generated: {last}")
+
+
+def request_of(source: SourceConfig, *, training: bool) -> dict[str, Any]:
+    """What a process is asked for; see the top of this module."""
+    return {
+        "name": source.gym_task,
+        "options": source.options,
+        "seed": package_seed(source, training=training),
+        "size": source.size or (TRAINING_ROWS if training else OTHER_ROWS),
+        "where": source.path,
+        "row_s": ROW_S,
+        "parent": os.getpid(),
+    }
 
 
 def rows(request: dict[str, Any]) -> Iterator[dict[str, Any] | str]:

@@ -22,7 +22,7 @@ from transformers import PreTrainedTokenizerFast
 from oblr_megatron.checks.packages import REASONING_GYM
 from oblr_megatron.config import parse_config
 from oblr_megatron.config.data import MOST_ROWS, SourceConfig
-from oblr_megatron.data.gym import NO_GOLD, package_seed, plain, rows
+from oblr_megatron.data.gym import NO_GOLD, package_seed, plain, request_of, rows
 from oblr_megatron.data.prompt_set import read_prompts
 from oblr_megatron.data.prompts import PromptStream
 from oblr_megatron.data.sources import kind_of, named_source, open_source
@@ -37,6 +37,14 @@ UNLIKE = ("codeio", "isomorphic_strings", "knights_knaves", "rearc")
 
 def gym(name: str = "gcd", **values: Any) -> SourceConfig:
     return SourceConfig.model_validate({"path": f"reasoning_gym:{name}", **values})
+
+
+@pytest.fixture
+def in_this_process(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Sources generate their rows here, for tests of what happens to the rows."""
+    monkeypatch.setattr(
+        "oblr_megatron.data.sources.gym_rows", lambda source, *, training: rows(request_of(source, training=training))
+    )
 
 
 def values(source: SourceConfig, *, training: bool = True) -> list[dict[str, Any]]:
@@ -59,6 +67,7 @@ def test_rows_are_the_packages_items() -> None:
     assert rows[0]["reasoning_gym"]["options"] == SMALL
 
 
+@pytest.mark.usefixtures("in_this_process")
 def test_training_and_evaluation_use_different_items_for_any_seeds() -> None:
     """The ranges of package seeds are disjoint and below numpy's limit."""
     starts = [package_seed(gym(seed=seed), training=role) for seed in (0, 1, 2, 1999, 2000) for role in (True, False)]
@@ -69,6 +78,7 @@ def test_training_and_evaluation_use_different_items_for_any_seeds() -> None:
 
 
 @pytest.mark.slow
+@pytest.mark.usefixtures("in_this_process")
 def test_number_of_rows_by_role() -> None:
     assert len(values(gym("coin_flip"))) == 5000
     assert len(values(gym("coin_flip"), training=False)) == 500
@@ -97,6 +107,7 @@ def test_rows_are_the_same_in_every_process() -> None:
     assert all(row["question"] and row["answer"] for rows in found[0] for row in rows)
 
 
+@pytest.mark.usefixtures("in_this_process")
 def test_entries_survive_as_python_writes_them() -> None:
     import numpy as np
 
@@ -177,6 +188,7 @@ BASES = {"path": "reasoning_gym:base_conversion", "options": {"max_base": 4, "mi
 
 
 @pytest.mark.slow
+@pytest.mark.usefixtures("in_this_process")
 def test_no_question_of_a_generated_benchmark_stays_in_training(tokenizer: PreTrainedTokenizerFast) -> None:
     """And the others do, though they share most of their shingles."""
     held_out = SourceConfig.model_validate({**BASES, "size": 100})
@@ -188,6 +200,7 @@ def test_no_question_of_a_generated_benchmark_stays_in_training(tokenizer: PreTr
     assert len(trained) > 50 and {skip.reason for skip in prompts.skipped} == {"overlapping bases", "duplicate"}
 
 
+@pytest.mark.usefixtures("in_this_process")
 def test_other_benchmarks_are_compared_by_their_shingles(tokenizer: PreTrainedTokenizerFast, tmp_path: Any) -> None:
     row = values(SourceConfig.model_validate({**BASES, "size": 600}))[0]
     (tmp_path / "held.jsonl").write_text(json.dumps({"question": row["question"], "answer": "1"}))
@@ -196,6 +209,7 @@ def test_other_benchmarks_are_compared_by_their_shingles(tokenizer: PreTrainedTo
 
 
 @pytest.mark.slow
+@pytest.mark.usefixtures("in_this_process")
 def test_a_mixture_resumes_where_it_was(tokenizer: PreTrainedTokenizerFast) -> None:
     sources = [
         {"path": "reasoning_gym:gcd", "size": 30, "weight": 3},

@@ -16,7 +16,7 @@ from reasoning_gym.utils import extract_answer
 
 from oblr_megatron.config import RewardConfig, parse_config, with_own_scores
 from oblr_megatron.config.data import SourceConfig
-from oblr_megatron.data.gym import gym_rows
+from oblr_megatron.data import gym
 from oblr_megatron.errors import UserError
 from oblr_megatron.rewards.gym import EVALUATED, extracted, make_task, score, warm_up
 from oblr_megatron.rewards.registry import build_reward, check_reward, check_rows, data_for, takes_rows
@@ -26,8 +26,9 @@ PIECES = ["<answer>", "</answer>", "<answer", " ", "\n", "4", "a<b"]
 
 
 def rows(name: str, size: int = 2, **options: Any) -> list[dict[str, Any]]:
+    """Generated in this process."""
     source = SourceConfig.model_validate({"path": f"reasoning_gym:{name}", "size": size, "options": options})
-    return [row for row in gym_rows(source, training=True) if isinstance(row, dict)]
+    return [row for row in gym.rows(gym.request_of(source, training=True)) if isinstance(row, dict)]
 
 
 def asked(given: list[tuple[dict[str, Any], list[str]]]) -> tuple[list[Prompt], list[Sample]]:
@@ -129,17 +130,17 @@ def table(train: object, **more: Any) -> dict[str, Any]:
 
 
 def test_generated_rows_are_scored_by_their_tasks_unless_a_reward_is_named() -> None:
-    gym = "reasoning_gym:gcd"
-    default = parse_config(table(gym))
+    source = "reasoning_gym:gcd"
+    default = parse_config(table(source))
     assert default.reward.name == "reasoning_gym" and data_for(default).keep_columns
     assert parse_config(default.model_dump(mode="json")) == default
-    assert parse_config(table(gym, reward={"name": "math"})).reward.name == "math"
-    assert parse_config(table(gym), overrides=["reward.name=reasoning_gym:whole"]).reward.name == "reasoning_gym:whole"
-    assert parse_config(table([gym, "rows.jsonl"])).reward.name == "math"
-    shaped = parse_config(table(gym, reward={"timeout_s": 3.0, "terms": [{"name": "overlong"}]})).reward
+    assert parse_config(table(source, reward={"name": "math"})).reward.name == "math"
+    assert parse_config(table(source), overrides=["reward.name=reasoning_gym:whole"]).reward.name == "reasoning_gym:whole"
+    assert parse_config(table([source, "rows.jsonl"])).reward.name == "math"
+    shaped = parse_config(table(source, reward={"timeout_s": 3.0, "terms": [{"name": "overlong"}]})).reward
     assert (shaped.name, shaped.timeout_s, shaped.terms[0].name) == ("reasoning_gym", 3.0, "overlong")
     stored = parse_config(table("rows.jsonl"))
-    assert with_own_scores(stored, [SourceConfig(path=gym)]).reward.name == "reasoning_gym"
+    assert with_own_scores(stored, [SourceConfig(path=source)]).reward.name == "reasoning_gym"
 
 
 def test_rows_of_another_source_are_refused() -> None:
