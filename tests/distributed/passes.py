@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
+from functools import cache
 from pathlib import Path
 
 import numpy as np
@@ -33,10 +34,13 @@ Outcome = tuple[dict[str, Tensor], float]
 """The gradients a rank holds after the reductions, by Hugging Face name, and their squared norm over all ranks."""
 
 
+hf_config_of = cache(AutoConfig.from_pretrained)
+
+
 def load_policy(path: Path, parallel: Parallel, options: ParallelConfig | None = None, **model: object) -> Policy:
     """The directory's model in fp64; `options` are those of `build_policy`, `model` further fields of ModelConfig."""
     config = ModelConfig.model_validate({"path": path, "dtype": "float64"} | model)
-    policy = build_policy(AutoConfig.from_pretrained(path), config, parallel, options)
+    policy = build_policy(hf_config_of(path), config, parallel, options)
     load_hf_weights(policy, path)
     return policy
 
@@ -83,7 +87,7 @@ def with_routes(samples: Sequence[Sample], path: str) -> list[Sample]:
 
     The last token of a sample, every fifth token and one whole sample have no route.
     """
-    config = AutoConfig.from_pretrained(path)
+    config = hf_config_of(path)
     experts, layers = config.num_experts, config.num_hidden_layers
     generator, routed = np.random.default_rng(11), []
     for n, sample in enumerate(samples):

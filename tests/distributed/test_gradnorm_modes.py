@@ -36,7 +36,7 @@ from oblr_megatron.model.policy import Policy, build_policy
 from oblr_megatron.types import Sample, Scored, StepGradient
 from tests.distributed.gradnorm_cases import drawn
 from tests.distributed.launch import layout, run_ranks
-from tests.distributed.passes import with_routes
+from tests.distributed.passes import hf_config_of, with_routes
 from tests.tiny import VOCAB, make_hf_dir
 
 PROMPTS, GROUP = 4, 4
@@ -93,6 +93,7 @@ FAMILY_LAYOUTS: dict[str, dict[str, tuple[dict[str, Any], dict[str, Any]]]] = { 
 }
 
 
+@cache
 def make_samples() -> list[Sample]:
     """Lengths differ, one response is empty, tokens repeat; the rewards of one group are equal, so it is left out.
 
@@ -115,6 +116,7 @@ def make_samples() -> list[Sample]:
     return samples
 
 
+@cache
 def scored() -> Scored:
     """Rewards of one group are equal."""
     rewards = torch.tensor([[1.0, 0, 0, 1], [0, 0, 1, 0], [1, 1, 1, 1], [0.5, 0, 1, 0]], dtype=torch.float64)
@@ -146,7 +148,7 @@ def config_of(path: str, gradnorm: dict[str, Any], folds: int, *, replay: bool =
 
 
 def policy_of(path: str, parallel: Parallel, config: Config) -> Policy:
-    policy = build_policy(AutoConfig.from_pretrained(path), config.model, parallel, config.parallel)
+    policy = build_policy(hf_config_of(path), config.model, parallel, config.parallel)
     load_hf_weights(policy, Path(path))
     return policy
 

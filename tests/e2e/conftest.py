@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import fcntl
 import json
 import os
+import shutil
 import subprocess
 import sys
 import time
@@ -32,15 +34,30 @@ def forks_engines() -> None:
     make_keeper()
 
 
+def made_once(tmp_path_factory: pytest.TempPathFactory, name: str, make: Callable[[Path], None]) -> Path:
+    """A directory that `make` fills in the first of pytest's workers that asks for it; the others wait."""
+    base = tmp_path_factory.getbasetemp()
+    out = (base.parent if "PYTEST_XDIST_WORKER" in os.environ else base) / name
+    with out.with_suffix(".lock").open("w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)  # ends with the file
+        if not out.with_suffix(".done").exists():
+            shutil.rmtree(out, ignore_errors=True)  # of a worker that failed
+            make(out)
+            out.with_suffix(".done").touch()
+    return out
+
+
 @pytest.fixture(scope="session")
 def tiny(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A directory with train.jsonl, heldout.jsonl and a briefly warm-started Qwen3 (model/)."""
-    from tests.e2e.forked import call_forked, run_script
 
-    out = tmp_path_factory.mktemp("tiny_cpu")
-    arguments = ["examples/tiny_cpu/prepare.py", "--out", str(out), "--steps", "60", "--threads", "1"]
-    assert call_forked(run_script, 1, arguments, {}).returncode == 0
-    return out
+    def make(out: Path) -> None:
+        from tests.e2e.forked import call_forked, run_script
+
+        arguments = ["examples/tiny_cpu/prepare.py", "--out", str(out), "--steps", "60", "--threads", "1"]
+        assert call_forked(run_script, 1, arguments, {}).returncode == 0
+
+    return made_once(tmp_path_factory, "tiny_cpu", make)
 
 
 @pytest.fixture(scope="session")
@@ -71,12 +88,14 @@ def overrides(tiny: Path) -> Callable[..., list[str]]:
 @pytest.fixture(scope="session")
 def saved(overrides: Callable[..., list[str]], tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A finished run of three steps on one rank, with its samples and their rows in rollouts/. Tests only read it."""
-    from tests.e2e.forked import forked
 
-    run_dir = tmp_path_factory.mktemp("saved") / "run"
-    result = forked(1, [*overrides(run_dir, num_steps=3, data__keep_columns="true"), "--save-rollouts"])
-    assert result.returncode == 0, result.stderr[-3000:]
-    return run_dir
+    def make(run_dir: Path) -> None:
+        from tests.e2e.forked import forked
+
+        result = forked(1, [*overrides(run_dir, num_steps=3, data__keep_columns="true"), "--save-rollouts"])
+        assert result.returncode == 0, result.stderr[-3000:]
+
+    return made_once(tmp_path_factory, "saved", make)
 
 
 def torchrun(ranks: int, arguments: list[str]) -> list[str]:

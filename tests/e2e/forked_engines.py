@@ -26,8 +26,9 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import cache
 from multiprocessing import process as current
 from multiprocessing import resource_tracker, util
 from typing import Any, NoReturn
@@ -59,7 +60,8 @@ class Request:
 
 def fork_keeper() -> None:
     """Fork a keeper from this process, which has no threads and has imported vLLM."""
-    _use(_fork_keeper())
+    keeper = _fork_keeper()
+    _use(lambda: keeper)
 
 
 def _fork_keeper() -> socket.socket:
@@ -72,16 +74,21 @@ def _fork_keeper() -> socket.socket:
 
 
 def make_keeper() -> None:
-    """Let the fork server make a keeper for this process."""
-    own, other = socket.socketpair()
-    context = multiprocessing.get_context("forkserver")
-    context.set_forkserver_preload(PRELOAD)
-    context.Process(target=_keep, args=(other,), daemon=True).start()
-    other.close()
-    _use(own)
+    """Let the fork server make a keeper for this process when it starts its first engine."""
+
+    @cache
+    def keeper() -> socket.socket:
+        own, other = socket.socketpair()
+        context = multiprocessing.get_context("forkserver")
+        context.set_forkserver_preload(PRELOAD)
+        context.Process(target=_keep, args=(other,), daemon=True).start()
+        other.close()
+        return own
+
+    _use(keeper)
 
 
-def _use(keeper: socket.socket) -> None:
+def _use(keeper: Callable[[], socket.socket]) -> None:
     """Let `VllmEngine` start engines by this keeper."""
 
     class Engine(subprocess.Popen[bytes]):
@@ -95,7 +102,7 @@ def _use(keeper: socket.socket) -> None:
             super().__init__(command)
 
         def _execute_child(self, *_: Any) -> None:
-            self.pid = _launch(keeper, self._request, self._sent)
+            self.pid = _launch(keeper(), self._request, self._sent)
             self._child_created = True
 
     def start(command: Sequence[str], *, env: dict[str, str], **options: Any) -> subprocess.Popen[bytes]:

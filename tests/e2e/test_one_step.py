@@ -100,7 +100,7 @@ class Prompts:
 def test_a_killed_engine_samples_the_same_again(tmp_path: Path) -> None:
     """It dies while the trainer works; the trainer notices before its update, so the same weights are pushed again."""
     model = make_hf_dir(tmp_path / "model", head_dim=32)
-    config = make_config(model, tmp_path / "run", max_num_seqs=8, max_restarts=1)
+    config = make_config(model, tmp_path / "run", max_num_seqs=8, max_restarts=1).model_copy(update={"num_prompts": 16})
     engines = start(model, tmp_path / "run", max_num_seqs=8, max_restarts=1)
     try:
         ahead = Ahead(engines, Prompts(), config, step=5)

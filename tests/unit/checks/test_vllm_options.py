@@ -7,8 +7,6 @@ from __future__ import annotations
 
 import argparse
 import json
-import subprocess
-import sys
 from typing import Any
 
 import pytest
@@ -25,6 +23,7 @@ from oblr_megatron.checks.vllm_options import (
 )
 from oblr_megatron.engine.serve_command import add_arguments, command, spec_of
 from oblr_megatron.errors import UserError
+from tests.distributed.launch import run_ranks
 
 OPTIONS: dict[str, Any] = {
     "enable_prefix_caching": False,
@@ -64,6 +63,20 @@ def test_an_unknown_name_is_refused_with_the_nearest_one() -> None:
     assert caught.value.fix == "write enable_prefix_caching"
 
 
+def read_by_vllm(names: list[str], words: list[str]) -> tuple[list[str], list[str], dict[str, Any]]:
+    """Names without a flag, words that no flag takes, and the values of OPTIONS."""
+    from vllm.engine.arg_utils import EngineArgs
+    from vllm.utils.argparse_utils import FlexibleArgumentParser
+
+    parser = EngineArgs.add_cli_args(FlexibleArgumentParser())
+    found, rest = parser.parse_known_args(words)
+    missing = sorted(set(names) - {action.dest for action in parser._actions})
+    config = found.compilation_config
+    value = {name: getattr(found, name) for name in names if hasattr(found, name)}
+    value["compilation_config"] = {"mode": int(config.mode), "custom_ops": config.custom_ops}
+    return missing, rest, json.loads(json.dumps({key: value[key] for key in OPTIONS}, default=str))
+
+
 @pytest.mark.slow
 def test_vllms_own_parser_reads_the_servers_command_line() -> None:
     """Names, flags and values arrive as given; names without a flag of the server are the three known ones."""
@@ -74,23 +87,8 @@ def test_vllms_own_parser_reads_the_servers_command_line() -> None:
     assert spec.vllm == OPTIONS
     words = command(spec, "127.0.0.1", 8000)
     assert words[-len(command_words(OPTIONS)) :] == command_words(OPTIONS)
-    script = """
-import json, sys
-from vllm.engine.arg_utils import EngineArgs
-from vllm.utils.argparse_utils import FlexibleArgumentParser
-parser = EngineArgs.add_cli_args(FlexibleArgumentParser())
-names, words = json.loads(sys.argv[1]), json.loads(sys.argv[2])
-found, rest = parser.parse_known_args(words)
-missing = sorted(set(names) - {action.dest for action in parser._actions})
-config = found.compilation_config
-value = {name: getattr(found, name) for name in names if hasattr(found, name)}
-value["compilation_config"] = {"mode": int(config.mode), "custom_ops": config.custom_ops}
-print(json.dumps([missing, rest, {key: value[key] for key in json.loads(sys.argv[3])}], default=str))
-"""
     free = sorted(known_names() - OWNED.keys())
-    arguments = [json.dumps(one) for one in (free, command_words(OPTIONS), list(OPTIONS))]
-    ran = subprocess.run([sys.executable, "-c", script, *arguments], capture_output=True, text=True, check=True)
-    missing, rest, found = json.loads(ran.stdout.splitlines()[-1])
+    ((missing, rest, found),) = run_ranks(read_by_vllm, 1, free, command_words(OPTIONS))
     assert missing == ["enable_mm_processor_stats", "mamba_config", "tokens_only"]
     assert rest == []
     assert found == OPTIONS
