@@ -54,7 +54,7 @@ class Tier:
 ALL = ("tests/e2e", "tests/distributed", "tests/gpu", "tests/unit")
 TIERS = {
     "check": Tier("fast unit tests", "3 to 6", ["tests/unit"], "slow or nightly or alone"),
-    "test": Tier("unit tests, parallel layouts on 1 to 4 ranks, whole runs with vLLM", "20 to 35", ALL, "nightly"),
+    "test": Tier("unit tests, parallel layouts on 1 to 4 ranks, whole runs with vLLM", "15 to 30", ALL, "nightly"),
     "all": Tier("`make test`, soaks, kills, benchmarks, preset dry runs, big conversions", "90", ALL),
 }
 
