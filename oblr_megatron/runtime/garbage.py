@@ -1,6 +1,6 @@
 """Imports without garbage collection: Python would look through a growing heap again and again, and free nothing.
 
-The modules of vLLM and the trainer make more than a million objects, which all stay.
+The modules of vLLM and the trainer make very many objects, which nearly all stay.
 """
 
 from __future__ import annotations
