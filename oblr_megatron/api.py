@@ -16,7 +16,6 @@ from __future__ import annotations
 import json
 import os
 import signal
-import subprocess
 import sys
 from codecs import getincrementaldecoder
 from collections.abc import Iterator, Mapping, Sequence
@@ -24,6 +23,7 @@ from dataclasses import dataclass
 from io import IncrementalNewlineDecoder
 from pathlib import Path
 from selectors import EVENT_READ, DefaultSelector
+from subprocess import DEVNULL, PIPE, STDOUT, Popen
 from tempfile import TemporaryDirectory
 from typing import IO, Any
 
@@ -146,11 +146,11 @@ def _run(arguments: Sequence[str]) -> None:
     terminal = sys.__stdout__
     live = terminal is not None and sys.stdout is terminal and terminal.isatty()  # it shows the progress display
     plain = {name: text for name, text in os.environ.items() if name not in FORCED}
-    child = subprocess.Popen(
+    child = Popen(
         [sys.executable, "-c", STARTER, str(os.getpid()), *arguments],
-        stdin=subprocess.DEVNULL,
-        stdout=None if live else subprocess.PIPE,
-        stderr=subprocess.PIPE if live else subprocess.STDOUT,
+        stdin=DEVNULL,
+        stdout=None if live else PIPE,
+        stderr=PIPE if live else STDOUT,
         env=(dict(os.environ) if live else plain) | {"PYTHONUNBUFFERED": "1"},
         start_new_session=True,
     )
@@ -179,7 +179,7 @@ def _run(arguments: Sequence[str]) -> None:
         raise RunError(reason.rstrip() or f"the command ended with status {status}; its lines above say why")
 
 
-def _lines(child: subprocess.Popen[bytes], stream: IO[bytes]) -> Iterator[str]:
+def _lines(child: Popen[bytes], stream: IO[bytes]) -> Iterator[str]:
     """The lines that a command writes until it ends. A background process of a reward may hold the pipe for longer."""
     decoder = IncrementalNewlineDecoder(getincrementaldecoder("utf-8")("replace"), translate=True)
     text = ""

@@ -28,6 +28,7 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TaskID, TextC
 ROOT = Path(__file__).resolve().parent.parent
 WORKERS = ["-n", "3", "--dist", "loadfile", "--no-loadscope-reorder"]
 QUIET = ["-q", "-o", "console_output_style=classic"]  # this module shows the progress
+NIGHTLY_MODULE = "pytestmark = [pytest.mark.nightly"  # its imports take seconds
 LINE_S = 30.0  # between two lines of progress where there is no terminal
 
 
@@ -47,7 +48,10 @@ class Tier:
         if "alone" in self.left_out:
             return [together]
         files = (file for path in self.paths for file in sorted((ROOT / path).rglob("test_*.py")))
-        marked = [str(file) for file in files if "mark.alone" in file.read_text(encoding="utf-8")]
+        texts = ((str(file), file.read_text(encoding="utf-8")) for file in files)
+        marked = [
+            file for file, text in texts if "mark.alone" in text and not (self.left_out and NIGHTLY_MODULE in text)
+        ]
         return [together, [*marked, "-m", f"alone{others}"]]
 
 

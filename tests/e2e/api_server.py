@@ -1,4 +1,4 @@
-"""Real API servers for tests: `oblr-megatron serve`, started as a user does, or forked (forked_engines.py)."""
+"""Real API servers for tests: `oblr-megatron serve`, started as a user does, or forked (forked_processes.py)."""
 
 from __future__ import annotations
 

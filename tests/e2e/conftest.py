@@ -27,11 +27,12 @@ def environment() -> dict[str, str]:
 
 
 @pytest.fixture(autouse=True, scope="session")
-def forks_engines() -> None:
-    """The engines that tests start in this process."""
-    from tests.e2e.forked_engines import make_keeper
+def forks_engines(request: pytest.FixtureRequest) -> None:
+    """The engines and commands that tests start in this process, unless it runs a few tests only (`alone`)."""
+    if not all(item.get_closest_marker("alone") for item in request.session.items):
+        from tests.e2e.forked_processes import make_keeper
 
-    make_keeper()
+        make_keeper()
 
 
 def made_once(tmp_path_factory: pytest.TempPathFactory, name: str, make: Callable[[Path], None]) -> Path:

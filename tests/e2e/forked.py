@@ -1,7 +1,7 @@
 """Run commands and whole training runs in forked processes, which saves the seconds of imports per process.
 
 Users start `run(torchrun(...))` of conftest.py. Here forked ranks call `main` directly, without the launcher and a new
-interpreter. Their engines are forked as well (forked_engines.py). Reward workers and files are the same.
+interpreter. Their engines are forked as well (forked_processes.py). Reward workers and files are the same.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ import torch.distributed as dist
 from oblr_megatron import cli, step_loop
 from tests.distributed.launch import run_ranks
 from tests.e2e.conftest import LIMIT_S, ROOT
-from tests.e2e.forked_engines import fork_keeper
+from tests.e2e.forked_processes import fork_keeper
 
 CONFIG = "examples/tiny_cpu/config.toml"
 Main = Callable[[list[str]], int]

@@ -185,7 +185,7 @@ def test_port_taken(tiny: Path, tmp_path: Path) -> None:
         port = str(taken.getsockname()[1])
         keys = [f"run_dir={tmp_path / 'run'}", f"model.path={tiny / 'model'}", f"data.train={tiny / 'train.jsonl'}"]
         launch = ["--nproc-per-node", "2", "--master-port", port, f"evaluate.data.heldout={tiny / 'heldout.jsonl'}"]
-        result = run([*COMMAND, "train", CONFIG, *launch, *keys], 120)
+        result = forked_cli(["train", CONFIG, *launch, *keys])
     assert result.returncode == 2, result.stderr[-2000:]
     assert f"cannot listen on port {port}" in result.stderr
     assert not (tmp_path / "run").exists()

@@ -14,10 +14,9 @@ import pytest
 from tests.e2e.conftest import run
 
 LIMIT_S = 590
+pytestmark = [pytest.mark.nightly, pytest.mark.alone]
 
 
-@pytest.mark.nightly
-@pytest.mark.alone
 @pytest.mark.timeout(600)
 def test_kills_and_resumes_do_not_change_a_run(tmp_path: Path, tiny: Path) -> None:
     """Metrics and weights are equal bit for bit; checkpoints are intact after every kill; nothing is left behind."""

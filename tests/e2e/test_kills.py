@@ -1,7 +1,8 @@
 """Whole runs on saved samples, ended in every way at random moments: nothing is lost and nothing is left behind.
 
 A run's processes carry a mark in their environment, by which those left behind are found, whoever adopted them.
-Not covered: runs with engines (test_kill_resume.py), a machine that loses power.
+Not covered: many ends of one run (test_many_kills.py), runs with engines (test_kill_resume.py), a machine that loses
+power.
 """
 
 from __future__ import annotations
@@ -13,9 +14,8 @@ import subprocess
 import sys
 import time
 import uuid
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -24,7 +24,7 @@ import pytest
 from oblr_megatron.checkpoint.store import checkpoints_of
 from oblr_megatron.observe.status import read_status
 from oblr_megatron.runtime.processes import children_of
-from tests.distributed.replayed import certain, config_of, exported, make_inputs
+from tests.distributed.replayed import config_of, make_inputs
 from tests.e2e.conftest import ROOT, environment, wait_for
 
 STEPS = 40
@@ -158,9 +158,12 @@ def test_a_killed_rank_ends_the_job_with_one_line_of_ours(inputs: Path, tmp_path
     assert read_status(job.run_dir).state in ("failed", "lost") and not list(job.tmp.iterdir())
 
 
-@pytest.mark.parametrize("kills", [4, pytest.param(50, marks=[pytest.mark.nightly, pytest.mark.alone])])
-def test_a_launcher_killed_in_its_first_seconds_leaves_no_rank(inputs: Path, tmp_path: Path, kills: int) -> None:
+def test_a_launcher_killed_in_its_first_seconds_leaves_no_rank(inputs: Path, tmp_path: Path) -> None:
     """Ranks that import for seconds check their launcher first."""
+    kill_launchers(4, inputs, tmp_path)
+
+
+def kill_launchers(kills: int, inputs: Path, tmp_path: Path) -> None:
     draw = random.Random(kills)
     delays = [draw.uniform(0, 15) for _ in range(kills)]
 
@@ -174,55 +177,3 @@ def test_a_launcher_killed_in_its_first_seconds_leaves_no_rank(inputs: Path, tmp
     with ThreadPoolExecutor(2) as pool:
         for job in pool.map(kill, range(kills)):
             assert_gone(job)
-
-
-def moments(draw: random.Random) -> Iterator[tuple[signal.Signals, bool]]:
-    """Signals, and whether a single rank gets it instead of the process that was started."""
-    while True:
-        yield from draw.sample(
-            [
-                (signal.SIGKILL, False),
-                (signal.SIGKILL, True),
-                (signal.SIGINT, False),
-                (signal.SIGHUP, False),
-                (signal.SIGTERM, True),
-            ],
-            5,
-        )
-
-
-@pytest.mark.nightly
-@pytest.mark.alone
-@pytest.mark.timeout(1800)
-@pytest.mark.parametrize("kind", COMMANDS)
-def test_a_run_ended_many_times_is_the_unbroken_run(
-    kind: str, inputs: Path, tmp_path: Path, unbroken: Callable[[str], Path]
-) -> None:
-    """Metrics and weights are equal to the bit, and status.json is true after every end."""
-    draw, run_dir, ends = random.Random(kind), tmp_path / "run", 0
-    for number, at_rank in moments(draw):
-        if not checkpoints_of(run_dir):
-            (run_dir / "metrics.jsonl").unlink(missing_ok=True)  # the way out that the refusal names
-        job = start(kind, inputs, run_dir, tmp_path / "tmp", "--resume")
-        goal = job.steps() + draw.randrange(0, 8)
-        wait_s = draw.uniform(0, 12) if goal == job.steps() else 120
-        end = time.monotonic() + wait_s
-        while job.steps() < goal + (goal == 0) * STEPS and job.process.poll() is None and time.monotonic() < end:
-            time.sleep(0.01)
-        victims = [*job.ranks()[:2]] if at_rank and kind != "one rank" else []
-        victim = draw.choice(victims) if victims else job.process.pid
-        if job.process.poll() is None and ends < 8:
-            with suppress(ProcessLookupError):  # the rank has just ended
-                os.kill(victim, number)
-            ends += 1
-        job.process.communicate(timeout=120)
-        assert_gone(job)
-        if run_dir.exists() and (run_dir / "status.json").exists():
-            assert read_status(run_dir).state != "running", (number, at_rank)
-        if job.process.returncode == 0 and read_status(run_dir).state == "finished":
-            break
-    assert ends >= 6
-    other = unbroken(kind)
-    assert certain(run_dir) == certain(other)
-    mine, theirs = exported(run_dir), exported(other)
-    assert mine.keys() == theirs.keys() and all(mine[name].equal(theirs[name]) for name in mine)

@@ -10,7 +10,7 @@ import socket
 import subprocess
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
@@ -49,11 +49,17 @@ SIGNALS_ONCE = (
 
 
 @contextmanager
-def launched(directory: Path, fate: str = "saves") -> Iterator[subprocess.Popen[str]]:
-    """Two running ranks of the script; processes left at the end of the block are killed."""
+def launched(directory: Path, fate: str = "saves", *, forked: bool = True) -> Iterator[subprocess.Popen[str]]:
+    """Two running ranks of the script; processes left at the end of the block are killed.
+
+    Launcher and ranks are forked (forked_processes.py), or started as a user starts them.
+    """
     (directory / "script.py").write_text(RUN)
     command = [sys.executable, "-m", "oblr_megatron.runtime.launch", "--standalone", "--nproc-per-node", "2"]
-    job = subprocess.Popen(
+    popen: Callable[..., subprocess.Popen[str]] = subprocess.Popen
+    if forked:
+        from tests.e2e.forked_processes import popen
+    job = popen(
         [*command, str(directory / "script.py"), str(directory), fate],
         cwd=ROOT,
         env=environment() | {"PYTHONPATH": str(ROOT)},
@@ -75,6 +81,12 @@ def launched(directory: Path, fate: str = "saves") -> Iterator[subprocess.Popen[
         job.communicate(timeout=10)
 
 
+def ranks_of(job: subprocess.Popen[str]) -> list[psutil.Process]:
+    """In the order of ranks; a forked launcher has another child."""
+    children = psutil.Process(job.pid).children()
+    return [child for child in children if "oblr_megatron.runtime.rank" in str(child.cmdline())]
+
+
 def saved(directory: Path) -> list[str]:
     """The ranks' files, in the order of ranks."""
     return [path.read_text() for path in sorted(directory.glob("saved_*"))]
@@ -82,7 +94,7 @@ def saved(directory: Path) -> list[str]:
 
 @pytest.mark.parametrize("number", SIGNALS_ONCE)
 def test_a_signal_lets_the_ranks_save_and_end_with_0(tmp_path: Path, number: signal.Signals) -> None:
-    with launched(tmp_path) as job:
+    with launched(tmp_path, forked=False) as job:
         job.send_signal(number)
         _, stderr = job.communicate(timeout=60)
         assert job.returncode == 0, stderr
@@ -93,8 +105,7 @@ def test_a_signal_lets_the_ranks_save_and_end_with_0(tmp_path: Path, number: sig
 def test_a_signal_to_every_process_at_once_is_one_signal(tmp_path: Path) -> None:
     """SLURM signals all processes of a step, so each rank gets the signal twice."""
     with launched(tmp_path) as job:
-        ranks = psutil.Process(job.pid).children(recursive=True)
-        for process in [*ranks, job]:
+        for process in [*ranks_of(job), job]:
             process.send_signal(signal.SIGTERM)
         _, stderr = job.communicate(timeout=60)
         assert job.returncode == 0, stderr
@@ -103,7 +114,7 @@ def test_a_signal_to_every_process_at_once_is_one_signal(tmp_path: Path) -> None
 
 def test_a_signal_to_one_rank_stops_all(tmp_path: Path) -> None:
     with launched(tmp_path) as job:
-        psutil.Process(job.pid).children()[1].send_signal(signal.SIGUSR1)
+        ranks_of(job)[1].send_signal(signal.SIGUSR1)
         job.communicate(timeout=60)
         assert job.returncode == 0
         assert saved(tmp_path) == ["SIGUSR1"] * 2
@@ -112,7 +123,7 @@ def test_a_signal_to_one_rank_stops_all(tmp_path: Path) -> None:
 @pytest.mark.alone
 @pytest.mark.parametrize("number", [pytest.param(signal.SIGTERM, marks=pytest.mark.nightly), signal.SIGINT])
 def test_a_second_signal_ends_the_ranks_without_waiting(tmp_path: Path, number: signal.Signals) -> None:
-    with launched(tmp_path, "slow") as job:
+    with launched(tmp_path, "slow", forked=False) as job:
         job.send_signal(number)
         time.sleep(LATER_S + 0.5)
         assert job.poll() is None

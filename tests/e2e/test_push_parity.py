@@ -28,7 +28,7 @@ from oblr_megatron.types import MicroBatch, Sample
 from oblr_megatron.weights.export import MegatronWeights
 from tests.distributed.launch import layout, run_ranks
 from tests.distributed.passes import load_policy
-from tests.e2e.forked_engines import fork_keeper
+from tests.e2e.forked_processes import fork_keeper
 from tests.e2e.tiny_rollout import make_config, sample
 from tests.tiny import VOCAB, make_hf_dir
 

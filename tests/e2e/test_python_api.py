@@ -14,13 +14,15 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import nbformat
+import psutil
 import pytest
 from nbclient import NotebookClient
 
 import oblr_megatron as oblr
-from oblr_megatron.runtime.processes import alive, children_of, identity
+from oblr_megatron.runtime.processes import alive, identity
 from tests.e2e.api_server import KEY, ApiServer
 from tests.e2e.conftest import LIMIT_S, ROOT, environment, records, wait_for_lines
+from tests.e2e.forked_processes import popen
 
 CONFIG = ROOT / "examples" / "tiny_cpu" / "config.toml"
 NOTEBOOK = ROOT / "examples" / "notebook" / "train.ipynb"
@@ -30,8 +32,9 @@ NOTEBOOK = ROOT / "examples" / "notebook" / "train.ipynb"
 def config(
     overrides: Callable[..., list[str]], saved: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> oblr.Config:
-    """A run of three steps on saved samples, so that it starts no engine."""
+    """A run of three steps on saved samples, so that it starts no engine. The API's commands are forked."""
     monkeypatch.chdir(ROOT)  # the reward function is found there
+    monkeypatch.setenv("OMP_NUM_THREADS", "1")
     return oblr.load_config(CONFIG, [*overrides(tmp_path / "run", num_steps=3, rollout__replay=saved / "rollouts")])
 
 
@@ -47,7 +50,10 @@ def test_a_run_is_the_command_lines(config: oblr.Config, saved: Path, capfd: pyt
     assert len(oblr.train(config, resume=True).records) == 3  # a finished run is not trained again
 
 
-def test_messages_are_those_of_the_command(config: oblr.Config, tmp_path: Path) -> None:
+def test_messages_are_those_of_the_command(
+    config: oblr.Config, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("OMP_NUM_THREADS", "2")  # so that the API starts a new interpreter, as for a user
     wrong = config.model_copy(update={"model": config.model.model_copy(update={"path": tmp_path / "none"})})
     with pytest.raises(oblr.UserError) as caught:
         oblr.train(wrong)
@@ -81,7 +87,7 @@ def start_long(keys: list[str], run_dir: Path) -> subprocess.Popen[str]:
     script = f"import oblr_megatron as oblr; oblr.train(oblr.load_config({str(CONFIG)!r}, {keys!r}))"
     command, pipe = [sys.executable, "-c", script], subprocess.PIPE
     variables = environment() | {"OBLR_API_KEY": KEY}
-    caller = subprocess.Popen(command, cwd=ROOT, env=variables, text=True, stdout=pipe, stderr=pipe)
+    caller = popen(command, cwd=ROOT, env=variables, text=True, stdout=pipe, stderr=pipe)
     wait_for_lines(2, run_dir / "metrics.jsonl", caller)
     return caller
 
@@ -105,7 +111,7 @@ def test_a_killed_caller_takes_its_run_with_it(
     run_dir = tmp_path / "run"
     options = {"num_steps": 400, "num_prompts": 4, "rollout__servers": [server.url]}
     caller = start_long(overrides(run_dir, **options, checkpoint__every_steps=0), run_dir)
-    (child,) = children_of(caller.pid)
+    (child,) = (child.pid for child in psutil.Process(caller.pid).children() if "die_with" in str(child.cmdline()))
     of = identity(child)
     caller.kill()
     caller.communicate(timeout=LIMIT_S)

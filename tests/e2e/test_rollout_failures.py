@@ -20,7 +20,8 @@ from transformers import Qwen3ForCausalLM
 
 from oblr_megatron.errors import DeadlineError, RunError
 from oblr_megatron.runtime.stopping import SIGNALS
-from tests.e2e.conftest import ROOT
+from tests.e2e.conftest import ROOT, environment
+from tests.e2e.forked_processes import popen
 from tests.e2e.tiny_rollout import Weights, engine_processes, sample, start
 from tests.tiny import make_hf_dir
 
@@ -187,7 +188,7 @@ time.sleep(600)
 @pytest.mark.parametrize("when", ["at once", pytest.param("while vllm starts", marks=pytest.mark.nightly)])
 def test_an_engine_does_not_outlive_its_trainer(model, tmp_path, when):
     command = [sys.executable, "-c", TRAINER, str(model), str(tmp_path)]
-    with subprocess.Popen(command, cwd=ROOT, stdout=subprocess.PIPE, text=True) as trainer:
+    with popen(command, cwd=ROOT, env=environment(), stdout=subprocess.PIPE, text=True) as trainer:
         engine = psutil.Process(int(trainer.stdout.readline()))
         log = tmp_path / "logs" / "engine-0.log"
         while when != "at once" and not log.stat().st_size:

@@ -19,7 +19,7 @@ from oblr_megatron.model.policy import build_policy
 from oblr_megatron.rollout.colocated import ColocatedEngines
 from oblr_megatron.weights.export import MegatronWeights
 from tests.distributed.launch import layout, run_ranks
-from tests.e2e.forked_engines import fork_keeper
+from tests.e2e.forked_processes import fork_keeper
 from tests.e2e.tiny_rollout import largest_error, make_config, make_prompts, sample
 from tests.tiny import make_hf_dir
 

@@ -14,10 +14,9 @@ import pytest
 from tests.e2e.conftest import run
 
 LIMIT_S = 590
+pytestmark = [pytest.mark.nightly, pytest.mark.alone]
 
 
-@pytest.mark.nightly
-@pytest.mark.alone
 @pytest.mark.timeout(600)
 def test_engine_kills_in_every_phase_do_not_change_a_run(tmp_path: Path, tiny: Path) -> None:
     """Metrics are equal bit for bit with one restart per kill; without restarts status 1; nothing is left behind."""

@@ -20,7 +20,7 @@ from tests.distributed.launch import layout, run_ranks
 from tests.distributed.passes import load_policy
 from tests.e2e.conftest import records
 from tests.e2e.forked import forked
-from tests.e2e.forked_engines import fork_keeper
+from tests.e2e.forked_processes import fork_keeper
 from tests.e2e.test_push_parity import MODELS
 from tests.e2e.tiny_rollout import make_config, sample
 from tests.tiny import make_hf_dir

@@ -1,14 +1,16 @@
-"""Fork engines and servers from a process that has imported vLLM, which saves 10 CPU seconds and more for each.
+"""Fork engines, servers and commands from a process that has imported torch and vLLM: 2 to 12 CPU seconds saved each.
 
     fork_keeper()           # in a rank before its first thread: from here on `VllmEngine` forks its process
     make_keeper()           # in pytest, which has threads and no vLLM: the fork server forks the keeper
+    popen([sys.executable, "-m", MODULE, ...], ...)     # of a command
 
-    the caller, a rank or pytest     becomes the engine's parent, as ever: it waits for it, and the engine ends with it
+    the caller, a rank or pytest     becomes the parent, as ever: it waits for the process, which ends with it
         the keeper                   has no threads and has imported what an engine imports
-            a short-lived process    ends at once, so that the kernel gives its child, the engine, to the caller
+            a short-lived process    ends at once, so that the kernel gives its child, the new process, to the caller
 
-The engine has the environment, descriptors, session, processor cores and command line that `Popen` would give it. A
-server (api_server.py) is started in the same way. It has a keeper of its own, which forks the engine that vLLM spawns.
+The new process has the environment, descriptors, session, processor cores and command line that `Popen` would give it.
+It has a keeper of its own, which forks the ranks, engines and workers that it starts. Each kind of process is also
+started as a user starts it, in at least one test.
 """
 
 from __future__ import annotations
@@ -29,12 +31,14 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cache
+from inspect import signature
 from multiprocessing import process as current
 from multiprocessing import resource_tracker, util
 from typing import Any, NoReturn
 
 from setproctitle import setproctitle
 
+from oblr_megatron import api
 from oblr_megatron.engine import handle
 from tests.distributed.launch import PRELOAD
 
@@ -88,28 +92,42 @@ def make_keeper() -> None:
     _use(keeper)
 
 
+class Forked(subprocess.Popen[Any]):
+    """`Popen` of a command of this interpreter that a keeper starts; its standard input is empty."""
+
+    keeper: Callable[[], socket.socket] | None = None
+
+    def _execute_child(self, args: Any, *others: Any) -> None:
+        """Called by `Popen`, once it has opened its pipes."""
+        names = [*signature(subprocess.Popen._execute_child).parameters][2:]  # type: ignore[attr-defined]
+        given = dict(zip(names, others, strict=True))
+        outputs = [
+            given[name] if given[name] != -1 else inherited for name, inherited in (("c2pwrite", 1), ("errwrite", 2))
+        ]
+        kept = (1, 2, *given["pass_fds"])
+        directory, environment = given["cwd"] or os.getcwd(), {**(given["env"] or os.environ)}
+        cores, session = os.sched_getaffinity(0), given["start_new_session"]
+        request = Request(os.getpid(), [*args], environment, kept, str(directory), cores, session)
+        assert self.keeper is not None
+        self.pid = _launch(self.keeper(), request, [*outputs, *given["pass_fds"]])
+        self._child_created = True
+        self._close_pipe_fds(*(given[name] for name in names if name.startswith(("p2c", "c2p", "err"))))  # type: ignore[attr-defined]
+
+
+def popen(args: Sequence[str], *, env: Mapping[str, str] | None = None, **options: Any) -> subprocess.Popen[Any]:
+    """Like `Popen`, which it is without a keeper and for another program.
+
+    The number of threads is read at an import, so other numbers than 1 need a new interpreter.
+    """
+    one_thread = (os.environ if env is None else env).get("OMP_NUM_THREADS") == "1"
+    forks = Forked.keeper and one_thread and args[0] == sys.executable
+    return (Forked if forks else subprocess.Popen)(args, env=env, **options)
+
+
 def _use(keeper: Callable[[], socket.socket]) -> None:
-    """Let `VllmEngine` start engines by this keeper."""
-
-    class Engine(subprocess.Popen[bytes]):
-        """`Popen` except for the start."""
-
-        def __init__(
-            self, command: Sequence[str], *, env: dict[str, str], stdout: Any, pass_fds: tuple[int, ...], **_: Any
-        ) -> None:
-            self._request = Request(os.getpid(), command, env, (1, 2, *pass_fds), os.getcwd(), os.sched_getaffinity(0))
-            self._sent = [stdout.fileno(), stdout.fileno(), *pass_fds]
-            super().__init__(command)
-
-        def _execute_child(self, *_: Any) -> None:
-            self.pid = _launch(keeper(), self._request, self._sent)
-            self._child_created = True
-
-    def start(command: Sequence[str], *, env: dict[str, str], **options: Any) -> subprocess.Popen[bytes]:
-        """Number of threads is read at an import, so other numbers than the keeper's need a new interpreter."""
-        return (Engine if env.get("OMP_NUM_THREADS") == "1" else subprocess.Popen)(command, env=env, **options)
-
-    handle.Popen = start
+    """Start engines and the commands of the Python API by this keeper."""
+    Forked.keeper = staticmethod(keeper)
+    handle.Popen = api.Popen = popen  # type: ignore[assignment, misc]
 
 
 def _use_to_spawn(keeper: socket.socket) -> None:
@@ -179,20 +197,26 @@ def _become(request: Request, received: Sequence[int], requests: socket.socket) 
         status = _run(request.command)
     except SystemExit as error:
         status = int(error.code or 0)
+    except KeyboardInterrupt:
+        sys.excepthook(*sys.exc_info())  # type: ignore[arg-type]
+        status = -signal.SIGINT
     except BaseException:  # noqa: BLE001  what a new interpreter would print
         sys.excepthook(*sys.exc_info())  # type: ignore[arg-type]
     finally:
         atexit._run_exitfuncs()
         sys.stdout.flush()
+        if status < 0:
+            signal.signal(-status, signal.SIG_DFL)
+            os.kill(os.getpid(), -status)
         os._exit(status)
 
 
 def _run(command: Sequence[str]) -> int:
-    """`python -m oblr_megatron.engine.worker ...`, of `oblr_megatron.cli`, or what multiprocessing spawns, here."""
-    from oblr_megatron import cli
+    """`python [-u] -m MODULE ...`, `python -c CODE ...`, or what multiprocessing spawns, here."""
     from oblr_megatron.engine import worker
 
-    sys.argv, sys.path[:0] = [*command[2:]], [os.getcwd()]
+    kind, target, *arguments = command[1 + (command[1] == "-u") :]
+    sys.argv, sys.path[:0] = [target, *arguments], [os.getcwd()]
     sys.stdout.reconfigure(line_buffering=True)  # type: ignore[union-attr]
     resource_tracker._resource_tracker.__init__()  # type: ignore[misc]  # its pipe is closed here
     current._parent_process = None  # type: ignore[attr-defined]
@@ -202,11 +226,28 @@ def _run(command: Sequence[str]) -> int:
         sys.argv = ["-c", SPAWNED]
         exec(command[command.index("-c") + 1], {"__name__": "__main__"})
         return 0
-    if command[2] == worker.__name__:
-        return worker.main([*command[3:]])
+    if target == worker.__name__:
+        return worker.main(arguments)
+    _fork_further()
+    if kind == "-c":
+        sys.argv[0] = kind
+        exec(target, {"__name__": "__main__"})
+    else:
+        sys.modules.pop(target, None)
+        runpy.run_module(target, run_name="__main__", alter_sys=True)
+    return 0
+
+
+def _fork_further() -> None:
+    """Let this process fork what it starts, too."""
+    from torch.distributed.elastic.multiprocessing.subprocess_handler import subprocess_handler
+
+    keeper = _fork_keeper()
+    _use(lambda: keeper)
+    _use_to_spawn(keeper)
+    subprocess_handler.Popen = popen
     os.execve = _go_on  # type: ignore[assignment]
-    _use_to_spawn(_fork_keeper())
-    return cli.main([*command[3:]])
+    os.execv = lambda path, words: _go_on(path, words, {**os.environ})  # type: ignore[assignment, return-value]
 
 
 def _read_variables() -> None:
@@ -217,10 +258,11 @@ def _read_variables() -> None:
 
 
 def _go_on(_: str, command: Sequence[str], environment: Mapping[str, str]) -> NoReturn:
-    """`serve` replaces its process by `python -m ...`; here that module runs in the same process."""
+    """`serve` and `train` replace their process by `python -m ...`; here that module runs in the same process."""
     os.environ.clear()
     os.environ.update(environment)
     _read_variables()
     sys.argv = [*command[2:]]
+    sys.modules.pop(command[2], None)
     runpy.run_module(command[2], run_name="__main__", alter_sys=True)
     raise SystemExit(0)
