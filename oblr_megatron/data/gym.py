@@ -30,6 +30,7 @@ import subprocess
 import sys
 import tempfile
 from collections.abc import Iterator
+from functools import lru_cache
 from typing import Any
 
 from oblr_megatron.config.data import MOST_ROWS, SourceConfig
@@ -37,10 +38,12 @@ from oblr_megatron.errors import RunError, UserError
 from oblr_megatron.rewards.gym import COLUMN, cause_of, make_task
 from oblr_megatron.runtime.processes import die_with
 
+Row = dict[str, Any] | str  # or the reason why it cannot be generated
 TRAINING_ROWS, OTHER_ROWS = 5000, 500  # without `size`
 ROW_S = 60.0  # most seconds for an item
 NO_GOLD = "(no gold answer)"  # some tasks only check an answer
 LIMIT = 2**32  # of numpy's seeds
+KEPT_ROWS = 10_000  # most rows of a held-out set that are kept: the overlap check and the evaluation read them
 
 
 def package_seed(source: SourceConfig, *, training: bool) -> int:
@@ -48,7 +51,7 @@ def package_seed(source: SourceConfig, *, training: bool) -> int:
     return (2 * source.seed + (not training)) * MOST_ROWS
 
 
-def gym_rows(source: SourceConfig, *, training: bool) -> Iterator[dict[str, Any] | str]:
+def gym_rows(source: SourceConfig, *, training: bool) -> Iterator[Row]:
     """The rows of a source, or the reason why an item cannot be generated.
 
     A process of its own generates them: with its own order of sets and its own global random generators, the same on
@@ -58,6 +61,17 @@ def gym_rows(source: SourceConfig, *, training: bool) -> Iterator[dict[str, Any]
         UserError: see `make_task`; or an item takes longer than ROW_S.
         RunError: the process failed.
     """
+    if training or (source.size or OTHER_ROWS) > KEPT_ROWS:
+        return _generated(source, training=training)
+    return iter(_held_out(source.model_dump_json()))
+
+
+@lru_cache(maxsize=8)
+def _held_out(source: str) -> tuple[Row, ...]:
+    return tuple(_generated(SourceConfig.model_validate_json(source), training=False))
+
+
+def _generated(source: SourceConfig, *, training: bool) -> Iterator[Row]:
     command = [sys.executable, "-m", "oblr_megatron.data.gym", json.dumps(request_of(source, training=training))]
     environment = os.environ | {"PYTHONHASHSEED": "0"}
     with (
@@ -99,7 +113,7 @@ def request_of(source: SourceConfig, *, training: bool) -> dict[str, Any]:
     }
 
 
-def rows(request: dict[str, Any]) -> Iterator[dict[str, Any] | str]:
+def rows(request: dict[str, Any]) -> Iterator[Row]:
     """The rows, or the reason why an item cannot be generated.
 
     Raises:

@@ -11,6 +11,7 @@ import json
 import os
 import subprocess
 import sys
+from collections.abc import Iterator
 from functools import cache
 from typing import Any
 
@@ -22,7 +23,7 @@ from transformers import PreTrainedTokenizerFast
 from oblr_megatron.checks.packages import REASONING_GYM
 from oblr_megatron.config import parse_config
 from oblr_megatron.config.data import MOST_ROWS, SourceConfig
-from oblr_megatron.data.gym import NO_GOLD, package_seed, plain, request_of, rows
+from oblr_megatron.data.gym import NO_GOLD, gym_rows, package_seed, plain, request_of, rows
 from oblr_megatron.data.prompt_set import read_prompts
 from oblr_megatron.data.prompts import PromptStream
 from oblr_megatron.data.sources import kind_of, named_source, open_source
@@ -75,6 +76,25 @@ def test_training_and_evaluation_use_different_items_for_any_seeds() -> None:
     assert max(starts) + MOST_ROWS <= 2**32
     source = gym(size=40)
     assert not {row["question"] for row in values(source)} & {row["question"] for row in values(source, training=False)}
+
+
+def test_a_held_out_set_is_generated_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The overlap check and the evaluation read it. Training rows and huge sets are not kept."""
+    asked: list[bool] = []
+
+    def here(source: SourceConfig, *, training: bool) -> Iterator[dict[str, Any] | str]:
+        asked.append(training)
+        return rows(request_of(source, training=training))
+
+    monkeypatch.setattr("oblr_megatron.data.gym._generated", here)
+    source = gym(size=3, seed=1999)
+    assert list(gym_rows(source, training=False)) == list(gym_rows(source, training=False))
+    assert asked == [False]
+    list(gym_rows(source, training=True)), list(gym_rows(source, training=True))
+    assert asked == [False, True, True]
+    monkeypatch.setattr("oblr_megatron.data.gym.KEPT_ROWS", 2)
+    list(gym_rows(source, training=False))
+    assert len(asked) == 4
 
 
 @pytest.mark.slow
