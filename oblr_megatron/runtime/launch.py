@@ -133,7 +133,10 @@ class Forward:
 
 
 class _Log(logging.Handler):
-    """Takes torch.distributed's log off the console, and writes it to a file when a run failed."""
+    """Takes torch.distributed's log off the console, and writes it to a file when a run failed.
+
+    It also takes what Python cannot raise: when torchrun ends, its keep-alive thread may try to join itself.
+    """
 
     def __init__(self, run_dir: Path | None) -> None:
         super().__init__()
@@ -145,6 +148,7 @@ class _Log(logging.Handler):
                 logging.getLogger(name).handlers.clear()
         top = logging.getLogger("torch.distributed")
         top.handlers, top.propagate = [self], False
+        sys.unraisablehook = lambda found: self._lines.append(f"ignored in {found.object!r}: {found.exc_value!r}")
 
     def emit(self, record: logging.LogRecord) -> None:
         self._lines.append(self.format(record))
