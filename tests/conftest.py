@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import os
 import signal
 
 import pytest
@@ -16,6 +17,7 @@ def hears_signals() -> None:
         signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
+os.environ.setdefault("OMP_NUM_THREADS", "1")  # read by torch's import; more threads than cores wait for each other
 gc.disable()  # while all modules of tests are imported: it would look through a growing heap, and free nothing
 
 
