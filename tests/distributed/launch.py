@@ -8,7 +8,6 @@ The processes are forked from a server that has torch, megatron-core, transforme
 
 from __future__ import annotations
 
-import fcntl
 import multiprocessing
 import os
 import pickle
@@ -16,7 +15,7 @@ import tempfile
 import time
 import traceback
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import ExitStack, contextmanager, suppress
+from contextlib import contextmanager
 from datetime import timedelta
 from multiprocessing.connection import Connection, wait
 from pathlib import Path
@@ -54,14 +53,14 @@ def run_ranks(
     """
     context = multiprocessing.get_context("forkserver")
     context.set_forkserver_preload(PRELOAD)
-    with tempfile.TemporaryDirectory() as directory, _core_of_all() as core:
+    with tempfile.TemporaryDirectory() as directory:
         store = str(Path(directory) / "store")
         processes, readers = [], []
         for rank in range(world_size):
             reader, writer = context.Pipe(duplex=False)
             process = context.Process(
                 target=_rank_main,
-                args=(writer, function, args, rank, world_size, core, store, deadline_s, first),
+                args=(writer, function, args, rank, world_size, store, deadline_s, first),
                 daemon=True,
             )
             process.start()
@@ -137,7 +136,6 @@ def _rank_main(
     args: tuple[Any, ...],
     rank: int,
     world_size: int,
-    core: int | None,
     store: str,
     deadline_s: float,
     first: Callable[[], None] | None,
@@ -151,7 +149,7 @@ def _rank_main(
 
     os.environ["GLOO_SOCKET_IFNAME"] = "lo"
     torch.set_num_threads(1)
-    _share_cores(rank, world_size, core)
+    _share_cores(rank, world_size)
     share_device()
     try:
         dist.init_process_group(
@@ -169,28 +167,8 @@ def _rank_main(
     writer.close()
 
 
-@contextmanager
-def _core_of_all() -> Iterator[int | None]:
-    """A core for all ranks of a test and their engines: where pytest's workers outnumber the cores, if it is free.
-
-    They wake each other all the time, and a wake-up on another core costs far more. On 2 cores six files of this
-    folder took 219 CPU seconds instead of 256, and eleven of e2e 182 instead of 222.
-    """
-    cores = sorted(os.sched_getaffinity(0))
-    crowded = int(os.environ.get("PYTEST_XDIST_WORKER_COUNT", "1")) > len(cores)
-    with ExitStack() as held:
-        for core in cores if crowded else ():
-            lock = os.open(f"/sys/devices/system/cpu/cpu{core}", os.O_RDONLY)
-            held.callback(os.close, lock)
-            with suppress(BlockingIOError):
-                fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-                yield core
-                return
-        yield None
-
-
-def _share_cores(rank: int, world_size: int, core: int | None) -> None:
-    """Pin each rank to `core`, or one after another if there are more ranks than cores.
+def _share_cores(rank: int, world_size: int) -> None:
+    """Pin each rank to a core if there are more ranks than cores: otherwise gloo's threads take half of all time.
 
     Seen with 4 ranks on 2 cores: a small all-reduce took 5.0 to 5.9 ms, pinned 3.3 to 4.0 ms.
 
@@ -198,7 +176,5 @@ def _share_cores(rank: int, world_size: int, core: int | None) -> None:
     an all-reduce of 2 ranks then took 13 ms instead of 1.2.
     """
     cores = sorted(os.sched_getaffinity(0))
-    if core is not None:
-        os.sched_setaffinity(0, {core})
-    elif world_size > len(cores):
+    if world_size > len(cores):
         os.sched_setaffinity(0, {cores[rank % len(cores)]})
