@@ -18,6 +18,7 @@ from oblr_megatron.runtime.temporary import own_tmpdir
 
 PEER_LOST = ("Connection closed by peer", "Connection reset by peer", "Broken pipe", "Timed out waiting")
 """Messages of a lost peer; torch.distributed has no exception class for it. The lost rank itself says more."""
+OWN_PACKAGES = ("oblr_megatron", "studies")
 LARGEST = 2**31 - 1
 
 
@@ -83,14 +84,15 @@ def parse(parser: argparse.ArgumentParser, arguments: Sequence[str] | None) -> a
 def guarded(command: Callable[[], int]) -> int:
     """Run a command. A user's mistake ends in one line and status 2, a failed run in one line and status 1.
 
-    A file without permission is a mistake too: pathlib's exists, is_file and is_dir raise where a directory may not be
-    searched. A rank keeps the traceback, because its launcher has checked all paths.
+    A missing package is a mistake too, for instance because another environment is active. So is a file without
+    permission: pathlib's exists, is_file and is_dir raise where a directory may not be searched. A rank keeps the
+    traceback then, because its launcher has checked all paths.
 
     Temporary files of the command are removed at its end.
     """
     try:
         with own_tmpdir():
-            return command()
+            return _with_packages(command)
     except UserError as error:
         if os.environ.get("LOCAL_RANK", "0") == "0":  # all ranks of a node find the same mistake; one prints it
             print(f"error: {error}", file=sys.stderr)
@@ -110,6 +112,17 @@ def guarded(command: Callable[[], int]) -> int:
         if os.environ.get("LOCAL_RANK", "0") == "0" or not getattr(error, "agreed", False):
             print(f"error: rank {os.environ.get('RANK', '0')}: {reason}", file=sys.stderr)
         return EXIT_RUN
+
+
+def _with_packages(command: Callable[[], int]) -> int:
+    try:
+        return command()
+    except ModuleNotFoundError as error:
+        missing = (error.name or "").partition(".")[0]
+        if missing in ("", *OWN_PACKAGES):
+            raise
+        fix = "activate the environment of `make env`, or install the packages of pyproject.toml"
+        raise UserError(f"the package {missing} is not installed", where=sys.executable, fix=fix) from error
 
 
 def reason_of(error: BaseException) -> str | None:

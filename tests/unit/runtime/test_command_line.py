@@ -1,14 +1,18 @@
-"""The overrides that flags stand for. Not covered: what the run does with them (tests/e2e)."""
+"""The overrides that flags stand for, and errors of one line. Not covered: what a run does with them (tests/e2e)."""
 
 from __future__ import annotations
 
 import argparse
+import importlib
+import sys
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 
 from oblr_megatron.config import load_config
-from oblr_megatron.runtime.command_line import add_run_arguments, parse, run_overrides
+from oblr_megatron.errors import EXIT_USER
+from oblr_megatron.runtime.command_line import add_run_arguments, guarded, parse, run_overrides
 
 OLD = "old/checkpoints/step_00000004"
 
@@ -34,3 +38,19 @@ def test_a_flag_does_not_replace_the_checkpoint_of_a_config(
     add_run_arguments(parser)
     options = parse(parser, [str(file), *given, "--resume"])
     assert load_config(file, run_overrides(options)).checkpoint.resume == resume
+
+
+def importing(name: str) -> Callable[[], int]:
+    """A command that imports a module."""
+    return lambda: bool(importlib.import_module(name))
+
+
+def test_a_missing_package_is_one_line(capsys: pytest.CaptureFixture[str]) -> None:
+    assert guarded(importing("no_such_package.part")) == EXIT_USER
+    said = capsys.readouterr().err
+    assert "no_such_package " in said and f"[{sys.executable}]" in said and said.count("\n") == 1
+
+
+def test_a_missing_module_of_ours_is_a_bug() -> None:
+    with pytest.raises(ModuleNotFoundError):
+        guarded(importing("oblr_megatron.no_such_module"))
