@@ -22,7 +22,10 @@ START_SECONDS = 500  # for a busy machine; 20 to 60 on a quiet one
 
 
 class ApiServer:
-    """One server process, which can be ended and restarted on its port."""
+    """One server process, which can be ended and restarted on its port.
+
+    A block of `with` begins when it is ready, and ends it.
+    """
 
     def __init__(
         self,
@@ -51,6 +54,17 @@ class ApiServer:
             self.process = self._popen(
                 [*command, "--die-with-parent"], env=environment, stdout=output, stderr=subprocess.STDOUT, pass_fds=()
             )
+
+    def __enter__(self) -> ApiServer:
+        try:
+            self.wait_ready()
+        except BaseException:
+            self.close()
+            raise
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
 
     def wait_ready(self) -> None:
         deadline = time.monotonic() + START_SECONDS

@@ -78,10 +78,8 @@ def test_an_fp8_cache_shows_in_the_mismatch(model: Path) -> None:
 @pytest.fixture
 def server(model: Path) -> Iterator[ApiServer]:
     options = ["--vllm", "enable_prefix_caching=true", "--vllm", "block_size=32"]
-    made = ApiServer(model, model.parent / "server.log", options=options)
-    made.wait_ready()
-    yield made
-    made.close()
+    with ApiServer(model, model.parent / "server.log", options=options) as made:
+        yield made
 
 
 def test_a_server_has_the_options_too(model: Path, server: ApiServer, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -74,12 +74,8 @@ def test_evaluation_of_a_set(tiny: Path, config: oblr.Config, capfd: pytest.Capt
 @pytest.fixture(scope="module")
 def server(tiny: Path) -> Iterator[ApiServer]:
     """Samples for the runs of scripts, so that they need not start an engine each."""
-    one = ApiServer(tiny / "model", tiny / "server-of-scripts.log", max_model_len=32)
-    try:
-        one.wait_ready()
+    with ApiServer(tiny / "model", tiny / "server-of-scripts.log", max_model_len=32) as one:
         yield one
-    finally:
-        one.close()
 
 
 def start_long(keys: list[str], run_dir: Path) -> subprocess.Popen[str]:

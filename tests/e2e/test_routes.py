@@ -102,9 +102,7 @@ def test_routes_are_those_of_transformers(engines: ColocatedEngines, path: Path)
 
 def test_a_server_returns_them_as_text(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("OBLR_API_KEY", KEY)
-    server = ApiServer(path, path.parent / "server.log", options=["--moe-routing-replay"])
-    try:
-        server.wait_ready()
+    with ApiServer(path, path.parent / "server.log", options=["--moe-routing-replay"]) as server:
         config = replaying(path, servers=[server.url])
         check_servers(config)
         engines = ServerEngines(config, ONE_RANK)
@@ -118,5 +116,3 @@ def test_a_server_returns_them_as_text(path: Path, monkeypatch: pytest.MonkeyPat
         info = http.Info.model_validate_json(server.call(http.INFO)[1])
         with pytest.raises(UserError, match="--moe-routing-replay"):
             _check_info(server.url, info.model_copy(update={"routes": False}), config)
-    finally:
-        server.close()

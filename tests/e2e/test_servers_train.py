@@ -26,12 +26,8 @@ SAME_STEP = ("loss", "gradnorm/sq_mean", "grad_norm", "reward/mean", "entropy", 
 
 @pytest.fixture(scope="module")
 def server(tiny: Path) -> Iterator[ApiServer]:
-    one = ApiServer(tiny / "model", tiny / "server.log", max_model_len=32)
-    try:
-        one.wait_ready()
+    with ApiServer(tiny / "model", tiny / "server.log", max_model_len=32) as one:
         yield one
-    finally:
-        one.close()
 
 
 @pytest.mark.nightly

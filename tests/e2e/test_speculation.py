@@ -200,9 +200,7 @@ def test_a_run_that_overlaps_draws_the_same(tmp_path: Path, overrides: Callable[
 def test_servers_speculate(model: Path, plain: dict[str, list[Sample]], monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("OBLR_API_KEY", KEY)
     options = ("--speculation", "ngram", "--speculation-below", str(SEQUENCES))
-    server = ApiServer(model, model.parent / "server.log", options=options)
-    try:
-        server.wait_ready()
+    with ApiServer(model, model.parent / "server.log", options=options) as server:
         config = make_config(model, model.parent / "served", servers=[server.url], speculation="ngram")
         check_servers(config)
         with pytest.raises(UserError, match="speculation 'ngram'"):
@@ -214,5 +212,3 @@ def test_servers_speculate(model: Path, plain: dict[str, list[Sample]], monkeypa
         found = served.metrics()
         assert found["rollout/speculation_below"] == SEQUENCES and found["rollout/speculation_accepted"] > 0
         served.close()
-    finally:
-        server.close()
