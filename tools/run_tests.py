@@ -28,7 +28,7 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TaskID, TextC
 ROOT = Path(__file__).resolve().parent.parent
 WORKERS = ["-n", "3", "--dist", "loadfile", "--no-loadscope-reorder"]
 QUIET = ["-q", "-o", "console_output_style=classic"]  # this module shows the progress
-NIGHTLY_MODULE = "pytestmark = [pytest.mark.nightly"  # its imports take seconds
+NIGHTLY_MODULE = "pytestmark = [pytest.mark.nightly"  # all its tests are nightly
 LINE_S = 30.0  # between two lines of progress where there is no terminal
 
 

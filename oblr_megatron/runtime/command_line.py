@@ -85,8 +85,8 @@ def guarded(command: Callable[[], int]) -> int:
     """Run a command. A user's mistake ends in one line and status 2, a failed run in one line and status 1.
 
     A missing package is a mistake too, for instance because another environment is active. So is a file without
-    permission: pathlib's exists, is_file and is_dir raise where a directory may not be searched. A rank keeps the
-    traceback then, because its launcher has checked all paths.
+    permission: pathlib's exists, is_file and is_dir raise where a directory may not be searched. For such a file a rank
+    keeps the traceback, because its launcher has checked all paths.
 
     Temporary files of the command are removed at its end.
     """

@@ -9,8 +9,8 @@
             a short-lived process    ends at once, so that the kernel gives its child, the new process, to the caller
 
 The new process has the environment, descriptors, session, processor cores and command line that `Popen` would give it.
-It has a keeper of its own, which forks the ranks, engines and workers that it starts. Each kind of process is also
-started as a user starts it, in at least one test.
+A command has a keeper of its own, which forks the ranks and engines that it starts. A server, a launcher with its
+ranks, and `train` on saved samples are also started as a user starts them. For a run's engines, nightly tests do so.
 """
 
 from __future__ import annotations
@@ -78,7 +78,7 @@ def _fork_keeper() -> socket.socket:
 
 
 def make_keeper() -> None:
-    """Let the fork server make a keeper for this process when it starts its first engine."""
+    """Let the fork server make a keeper for this process when it is first needed."""
 
     @cache
     def keeper() -> socket.socket:
@@ -172,7 +172,7 @@ def _keep(requests: socket.socket) -> None:
 
 
 def _become(request: Request, received: Sequence[int], requests: socket.socket) -> None:
-    """Be the engine that `request` describes; never returns."""
+    """Be the process that `request` describes; never returns."""
     while os.getppid() != request.parent:  # `between` has not ended
         time.sleep(0.001)
     if request.session:
