@@ -16,9 +16,11 @@ import os
 import subprocess
 import sys
 import time
-from collections import Counter
+from collections import defaultdict
 from collections.abc import Sequence
 from dataclasses import dataclass
+from heapq import nlargest
+from operator import itemgetter
 from pathlib import Path
 
 import pytest
@@ -68,7 +70,7 @@ class Report:
 
     def __init__(self, progress: Progress, console: Console) -> None:
         self.failures: list[str] = []
-        self.seconds: Counter[str] = Counter()
+        self.seconds: defaultdict[str, float] = defaultdict(float)
         self._progress, self._console = progress, console
         self._total = self._done = 0
         self._task: TaskID = progress.add_task("collecting", total=None)
@@ -128,7 +130,8 @@ def run(tier: Tier, arguments: Sequence[str]) -> int:
             statuses.append(pytest.main([*QUIET, *part, *arguments], plugins=[report]))
             if statuses[-1] == pytest.ExitCode.INTERRUPTED:
                 break
-    slowest = (f"{file.removeprefix('tests/')} {seconds:.0f} s" for file, seconds in report.seconds.most_common(10))
+    files = nlargest(10, report.seconds.items(), key=itemgetter(1))
+    slowest = (f"{file.removeprefix('tests/')} {seconds:.0f} s" for file, seconds in files)
     print("slowest files:", ", ".join(slowest))
     for line in report.failures:
         print(line)

@@ -20,11 +20,11 @@ import argparse
 import os
 import shutil
 import statistics
-import sys
 import tempfile
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 
 import torch
@@ -85,9 +85,9 @@ def measure(directory: Path, options: argparse.Namespace) -> list[Row]:
         taken["save"] = time.perf_counter() - begin
         assert saved is not None and saved.failure is None, saved
         newest = checkpoints_of(config.run_dir)[0]
-        taken["load"] = seconds(lambda path=newest: load(path, policy, optimizer))
+        taken["load"] = seconds(partial(load, newest, policy, optimizer))
         os.sync()
-        taken[COPY] = seconds(lambda path=newest: copy_files(path, directory / "copy"))
+        taken[COPY] = seconds(partial(copy_files, newest, directory / "copy"))
         shutil.rmtree(directory / "copy")
         num_bytes = saved.num_bytes
         for name, value in taken.items():
@@ -120,4 +120,4 @@ def seconds(work: Callable[[], object]) -> float:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    main()

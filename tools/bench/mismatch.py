@@ -195,11 +195,10 @@ def trainer_side(path: Path, found: list[dict[str, Any]], dtype: str, invariant:
     from tests.distributed.passes import load_policy
 
     torch.distributed.init_process_group("gloo", store=torch.distributed.HashStore(), rank=0, world_size=1)
-    extra = {"batch_invariant": True} if invariant else {}
     rows: dict[str, Compared] = {}
     final = Compared()
     with layout() as parallel:
-        policy = load_policy(path, parallel, dtype=dtype, **extra)
+        policy = load_policy(path, parallel, dtype=dtype, batch_invariant=invariant)
         layers = policy.transformer_config.num_layers
         for name in ("alone", "together"):
             hooks = []
@@ -235,7 +234,7 @@ def _compare(
     """A hook that compares a tensor of a module with the engine's, and continues with the engine's if asked to."""
     if one.module.endswith("linear_qkv"):
         theirs = _by_group(theirs)
-    rows = slice(None)
+    rows: slice | Tensor = slice(None)
     if one.module == "output_layer":
         rows = _response_rows(found)
 
@@ -280,7 +279,8 @@ def _by_group(rows: Tensor) -> Tensor:
 
 def _response_rows(found: list[dict[str, Any]]) -> Tensor:
     """Rows of the packed tokens that predict a response token."""
-    places, start = [], 0
+    places: list[int] = []
+    start = 0
     for each in found:
         prompt, response = len(each["prompt"]), len(each["response"])
         places += range(start + prompt - 1, start + prompt + response - 1)

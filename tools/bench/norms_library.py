@@ -33,8 +33,9 @@ from oblr_megatron.model.parallel import Parallel, initialize, shutdown
 from oblr_megatron.model.policy import build_policy
 from oblr_megatron.model.step import run_schedule
 from oblr_megatron.norms import TokenBatch, clipped_grad_sum, per_sample_sq_grad_norms, weighted_grad_sum
+from oblr_megatron.norms.api import Mode
 
-MODES = ("two_pass", "bookkeep", "stash")
+MODES: tuple[Mode, ...] = ("two_pass", "bookkeep", "stash")
 LIMIT = 1.0
 
 

@@ -61,7 +61,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
             max_position_embeddings=1024,
         )
         write_prompts(directory / "train.jsonl", options.prompts * (options.steps + 1))
-        steps = {mode: [] for mode in MODES}
+        steps: dict[str, list[list[dict[str, float]]]] = {mode: [] for mode in MODES}
         for number in range(options.rounds):
             for mode in MODES:
                 steps[mode].append(run(directory, model, mode, number, options))
@@ -159,7 +159,8 @@ def rows_of(found: dict[str, list[list[dict[str, float]]]]) -> list[Row]:
     for mode, rounds in found.items():
         ratios = [typical(own) / typical(base) for own, base in zip(rounds, found[MODES[0]], strict=True)]
         names = "timing_s/step", "timing_s/rollout", "timing_s/gradient", "rollout/waves", "response_length/mean"
-        rows.append(Row(mode, *(median(mode, name) for name in names), ratio=statistics.median(ratios)))
+        figures = [*(median(mode, name) for name in names), statistics.median(ratios)]
+        rows.append(Row(mode, *figures))
     return rows
 
 

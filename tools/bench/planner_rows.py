@@ -99,9 +99,10 @@ def _steps() -> list[Case]:
     name, largest, five, six = "Qwen3-30B-A3B", "Qwen3-235B-A22B", "NeMo RL 0.5", "NeMo RL 0.6"
     small = {"pipeline": 2, "recompute": 1}
     deep = {"tensor": 2, "context": 2, "pipeline": 8, "short": 1, "expert": 16, "recompute": 1}
-    long = {"batch": 16, "longest": 8192}
+    long: dict[str, Any] = {"batch": 16, "longest": 8192}
     apart = long | {"width": 8, "engine_gpus": 128}
-    off, eight_off = {"engine_gpus": 8}, {"engine_gpus": 64, "ahead": 8, "dispatcher": "hybrid"}
+    off: dict[str, Any] = {"engine_gpus": 8}
+    eight_off: dict[str, Any] = {"engine_gpus": 64, "ahead": 8, "dispatcher": "hybrid"}
     return [
         Case(five, "Llama 3.1 8B", LLAMA3_8B, h100, 16, small, 92.8, 1019, 64, 1),
         Case(five, "Llama 3.1 8B, 1 off", LLAMA3_8B, h100, 16, small, 64.8, 1019, 64, 1, **off),
@@ -119,10 +120,12 @@ def _steps() -> list[Case]:
 
 def _training() -> list[Case]:
     moe, vast, h100, bridge = published("Qwen3-30B-A3B"), published("Qwen3-235B-A22B"), "h100", "Megatron-Bridge"
-    name, name8, largest, fp8 = "Qwen3-30B-A3B", "Qwen3-30B-A3B, fp8", "Qwen3-235B-A22B", {"fp8": True}
+    name, name8, largest = "Qwen3-30B-A3B", "Qwen3-30B-A3B, fp8", "Qwen3-235B-A22B"
     half, deep = {"pipeline": 2, "chunks": 12, "expert": 8}, {"tensor": 4, "pipeline": 8, "chunks": 5}
     eight = {"tensor": 2, "pipeline": 8, "chunks": 4, "short": 1, "expert": 32}
-    newer, behind = {"dispatcher": "hybrid"}, {"dispatcher": OVERLAPPED}
+    fp8: dict[str, Any] = {"fp8": True}
+    newer: dict[str, Any] = {"dispatcher": "hybrid"}
+    behind: dict[str, Any] = {"dispatcher": OVERLAPPED}
     small, full = published("Qwen3-4B"), {"recompute": 1}
     verl = [
         Case("verl", name, moe, "h20", n, {"expert": 8} | full, tokens("h20", mfu, moe), 4096, 16 * n, rows=2)

@@ -23,6 +23,7 @@ import time
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -53,7 +54,7 @@ LAYOUTS = {  # name -> (mixture or dense, ranks, sizes)
     "dense, tp2": (False, 2, {"tensor_model_parallel_size": 2}),
     "dense, pp2": (False, 2, {"pipeline_model_parallel_size": 2}),
 }
-COMMON = {
+COMMON: dict[str, Any] = {
     "num_attention_heads": 4,
     "num_key_value_heads": 2,
     "head_dim": 8,

@@ -68,7 +68,9 @@ class Work:
         """Sample a batch with seeds of its own."""
         request = SamplingRequest(options.group, 1.0, options.max_tokens, seed=number)
         prompts = make_prompts(options.prompts, seed=number)
-        (process,) = [one for one in engine_processes() if one.pid == self.engines._engine.pid]
+        engine = self.engines._engine
+        assert engine is not None  # a rank without an engine has none
+        (process,) = [one for one in engine_processes() if one.pid == engine.pid]
         cpu, began = process.cpu_times(), time.perf_counter()
         samples = self.engines.generate(prompts, request)
         seconds, after = time.perf_counter() - began, process.cpu_times()

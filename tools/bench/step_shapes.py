@@ -37,8 +37,14 @@ def make_inputs(shape: str, directory: Path, *, quick: bool) -> None:
         command = [sys.executable, "examples/tiny_cpu/prepare.py", "--out", str(directory), "--steps", steps]
         subprocess.run(command, cwd=ROOT, check=True, stdout=subprocess.DEVNULL)
         return
-    sizes = {"hidden_size": 256, "intermediate_size": 768, "num_hidden_layers": 6, "head_dim": 64}
-    path = make_hf_dir(directory / "model", max_position_embeddings=512, **sizes)
+    path = make_hf_dir(
+        directory / "model",
+        max_position_embeddings=512,
+        hidden_size=256,
+        intermediate_size=768,
+        num_hidden_layers=6,
+        head_dim=64,
+    )
     model = Qwen3ForCausalLM.from_pretrained(path)
     end_rarely(model)
     model.save_pretrained(path)

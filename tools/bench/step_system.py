@@ -11,11 +11,10 @@ import logging
 import os
 import sys
 import time
-from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
-from typing import IO, Any
+from typing import IO, TYPE_CHECKING, Any
 
 from step_shapes import even_words, table_of
 from transformers import TrainerCallback
@@ -23,10 +22,14 @@ from transformers import TrainerCallback
 from oblr_megatron.config import Config, OptimizerConfig, parse_config
 from oblr_megatron.types import Prompt
 
+if TYPE_CHECKING:
+    from studies.trl_trainer import TrainerName
+
 STILL = 1e-12  # learning rate close to 0: every step samples from the same policy, so response lengths do not drift
 STREAM, RANKS = "_stream", "_ranks"
 PRESETS = {name + end: name for end in ("", STREAM, RANKS) for name in ("oblr_pooled", "rloo")}
-TRL = {f"trl_{name}{end}": name for end in ("", RANKS) for name in ("grpo", "rloo")}
+TRAINERS: tuple[TrainerName, ...] = ("grpo", "rloo")
+TRL = {f"trl_{name}{end}": name for end in ("", RANKS) for name in TRAINERS}
 ONE_PASS = 2**14
 """Tokens of a microbatch: a fold needs one, as TRL's systems take the batch in one pass."""
 WAVES = {"max_num_seqs": 128, "wave_tokens": 1024}
@@ -118,11 +121,11 @@ def run_package(work: Work, system: str, pace: Pace) -> None:
             return
         take = run.sampling.stream.take
 
-        def paced(count: int) -> Sequence[Prompt]:
+        def paced(count: int) -> list[Prompt]:
             pace()
             return take(count)
 
-        run.sampling.stream.take = paced
+        run.sampling.stream.take = paced  # type: ignore[method-assign]
         train(run)
 
 
