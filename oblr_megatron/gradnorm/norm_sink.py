@@ -1,8 +1,9 @@
 """The sink that turns a backward pass into squared norms; it keeps no sample's gradient.
 
 A linear layer's ||dy_i^T x_i||^2 comes from `segments.product_sq_norms`. If the gradient is a partial sum over ranks
-(context parallelism), it is formed, all-reduced, squared and dropped. Several samples may share a microbatch if every
-parameter is tapped. Untapped gradients are read from `main_grad`, which holds the sum over a microbatch.
+(context parallelism), it is formed and summed over them, and each rank squares its share of the sum. Several samples
+may share a microbatch if every parameter is tapped. Untapped gradients are read from `main_grad`, which holds the sum
+over a microbatch.
 """
 
 from __future__ import annotations
@@ -127,7 +128,7 @@ class NormSink:
             if self.accumulator.reducer.sum_group(rule) is None:
                 segments = Segments(1, (0, len(own_x)))
                 self.accumulator.sq_norms[self.slot, source] += product_sq_norms(own_x, own_dy, segments)[0]
-            else:  # even without a token: the other ranks wait in the all-reduce
+            else:  # even without a token: the other ranks wait in the reduce-scatter
                 grad = torch.empty(rule.param.shape, dtype=sum_dtype(own_x), device=own_x.device)
                 product(own_x, own_dy, grad)
                 self.accumulator.matrix(rule, self.slot, grad, source)

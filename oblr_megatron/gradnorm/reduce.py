@@ -1,4 +1,4 @@
-"""Combine per-rank partial gradients into norms: all-reduce partials, square, count each shard once, sum over ranks."""
+"""Combine per-rank partial gradients into norms: sum partials, square, count each shard once, sum over ranks."""
 
 from __future__ import annotations
 
@@ -47,13 +47,18 @@ class Reducer:
         return self.parallel.cp_group if self.parallel.cp_size > 1 else None
 
     def complete(self, rule: Rule, grad: Tensor) -> Tensor:
-        """The elements of one sample's gradient that this rank squares: all, or its share of the all-reduced sum."""
+        """The elements of one sample's gradient that this rank squares: all, or its share of the sum over ranks.
+
+        The shares are padded with zeros to equal length. `grad` stays as it is.
+        """
         group = self.sum_group(rule)
         if group is None:
             return grad.flatten()
-        whole = grad.flatten().clone()
-        dist.all_reduce(whole, group=group)
-        return whole.tensor_split(group.size())[dist.get_rank(group)]
+        share = grad.new_empty(-(-grad.numel() // group.size()))
+        padding = len(share) * group.size() - grad.numel()
+        flat = grad.flatten()
+        dist.reduce_scatter_tensor(share, torch.nn.functional.pad(flat, (0, padding)) if padding else flat, group=group)
+        return share
 
     def vectors(self, kind: Kind, values: Tensor) -> Tensor:
         """[n, P] partial gradients -> [n]: all-reduced over TP and CP, then squared; zeros except on the first rank.

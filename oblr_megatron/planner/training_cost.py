@@ -72,7 +72,7 @@ class _Step:
         """Seconds that norms add to the gradient pass; empty if none are measured."""
         ratio = norm_over_product(self.setting.hf_config, longest_sample(self.config))
         if self.links.cp > 1:
-            ratio = 1.0  # a sample's partial gradient is computed in full, all-reduced, then squared
+            ratio = 1.0  # a sample's partial gradient is computed in full, summed over ranks, then squared
         if first.kind == "norms":
             whole = self.through(first, lambda stage, rows: self.norms_only(stage, rows, ratio))
             found = added(scaled(whole, self.config.gradnorm.sample_fraction), self.fixed())
@@ -83,11 +83,11 @@ class _Step:
         return added(found, self.summands()) if found else found
 
     def summands(self) -> Terms:
-        """The all-reduce of each sample's gradient over context-parallel ranks, before its norm."""
+        """The reduce-scatter of each sample's gradient over context-parallel ranks, before its norm."""
         if self.links.cp == 1:
             return {}
         each = max(
-            sum(2 * self.links.context(p * d * stage.sizes.wide) * count for p, d, count in stage.sizes.matrices)
+            sum(self.links.context(p * d * stage.sizes.wide) * count for p, d, count in stage.sizes.matrices)
             for stage in self.stages
         )
         measured = samples_of_a_rank(self.config, self.layout) * self.config.gradnorm.sample_fraction

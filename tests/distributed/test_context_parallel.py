@@ -17,6 +17,8 @@ import torch.distributed as dist
 from torch import Tensor
 
 from oblr_megatron.errors import UserError
+from oblr_megatron.gradnorm.reduce import Reducer
+from oblr_megatron.gradnorm.rules import Kind, Rule
 from oblr_megatron.model.parallel import Parallel
 from oblr_megatron.model.sequence import local_part
 from oblr_megatron.model.step import reduce_data_parallel_grads, run_schedule
@@ -134,3 +136,20 @@ def refused(path: Path) -> str:
 
 def test_megatrons_own_attention_is_refused(path: Path) -> None:
     assert all('attention "local" does not work' in message for message in run_ranks(refused, 2, path))
+
+
+def share_of_a_sum(shape: tuple[int, ...]) -> tuple[Tensor, Tensor, Tensor]:
+    """A rank's gradient before and after the sum over ranks, and its share of the sum."""
+    with layout(cp=2) as parallel:
+        grad = torch.arange(9.0).view(shape) * (1 + parallel.cp_rank)
+        before = grad.clone()
+        rule = Rule("linear", torch.nn.Parameter(torch.zeros(shape)), Kind.SHARD)
+        return before, grad, Reducer(parallel).complete(rule, grad)
+
+
+@pytest.mark.parametrize("shape", [(9,), (3, 3)])
+def test_shares_of_a_sum_cover_it_once(shape: tuple[int, ...]) -> None:
+    """Also where the ranks do not divide the number of elements. The caller's gradient stays as it is."""
+    ranks = run_ranks(share_of_a_sum, 2, shape)
+    assert all(torch.equal(before, after) for before, after, _ in ranks)
+    assert torch.cat([share for *_, share in ranks]).tolist() == [3.0 * n for n in range(9)] + [0.0]
