@@ -42,7 +42,7 @@ from oblr_megatron.cli import main
 sys.exit(main())
 """
 ERROR = "error: "  # the start of a command's last line, which becomes the exception
-POLL_S = 0.2  # between looks whether a silent command has ended
+POLL_S = 0.2  # seconds between checks whether a silent command has ended
 FORCED = ("FORCE_COLOR", "TTY_COMPATIBLE", "TTY_INTERACTIVE")  # rich takes them for a terminal; Jupyter sets one
 
 

@@ -14,8 +14,8 @@ MISSING = "–"  # noqa: RUF001 (an en dash is the typographic sign for "no valu
 def number(value: float | None, digits: int = 3) -> str:
     """A value with `digits` significant digits, short enough for a table cell.
 
-    >>> number(0.53124), number(8.1e-4), number(12345.6), number(3), number(None), number(float("nan"))
-    ('0.531', '8.1e-4', '12,346', '3', '–', 'nan')
+    >>> number(0.53124), number(8.1e-4), number(12345.6), number(312.4, 2), number(None), number(float("nan"))
+    ('0.531', '8.1e-4', '12,346', '312', '–', 'nan')
     """
     if value is None:
         return MISSING
@@ -25,7 +25,8 @@ def number(value: float | None, digits: int = 3) -> str:
         return f"{value:,}"
     if not 1e-3 <= abs(value) < 1e7:
         return scientific(value, digits)
-    return f"{value:,.0f}" if abs(value) >= 1000 else f"{value:.{digits}g}"
+    text = f"{value:.{digits}g}"
+    return f"{value:,.0f}" if abs(value) >= 1000 or "e" in text else text
 
 
 def scientific(value: float | None, digits: int = 2) -> str:
@@ -70,16 +71,16 @@ def duration(seconds: float | None) -> str:
 def size(num_bytes: float | None) -> str:
     """Bytes in binary units.
 
-    >>> size(512), size(3 * 2**20), size(80 * 2**30)
-    ('512 B', '3 MiB', '80 GiB')
+    >>> size(512), size(3 * 2**20), size(1010 * 2**20)
+    ('512 B', '3 MiB', '1,010 MiB')
     """
     if num_bytes is None or not math.isfinite(num_bytes):
         return MISSING
     for unit in ("B", "KiB", "MiB", "GiB"):
         if abs(num_bytes) < 1024:
-            return f"{num_bytes:.3g} {unit}"
+            return f"{number(num_bytes)} {unit}"
         num_bytes /= 1024
-    return f"{num_bytes:.3g} TiB"
+    return f"{number(num_bytes)} TiB"
 
 
 def quantity(value: float | None, unit: str) -> str:

@@ -146,7 +146,10 @@ def settings(model: HFDir, data: DataConfig, out: Path) -> Sections:
             **{f"{one}_column": (name, f"Column of the {one}.") for one, name in columns.items() if name != one},
             "template": (template, "The prompt around a row's question."),
             **({"chat_template": (chat, "The template is a user's turn for a chat model.")} if chat else {}),
-            "max_prompt_tokens": (longest, f"Tokens. Longer prompts are dropped; here up to {lengths[-1]}."),
+            "max_prompt_tokens": (
+                longest,
+                f"Tokens. Longer prompts are dropped; the longest has {lengths[-1]}.",
+            ),
         },
         "rollout": {"max_response_tokens": (response, shared)},
         "reward": {"name": (reward, why)},

@@ -128,7 +128,7 @@ def rotate(x: Tensor, cosines: Tensor, sines: Tensor) -> Tensor:
 
 
 def exp(x: Tensor) -> Tensor:
-    """exp(x) of fp64 x <= 0, to 1e-14 relative; below -700 it is the value there, 1e-304."""
+    """exp(x) of fp64 x <= 0, to 1e-14 relative; below -700 it returns exp(-700), about 1e-304."""
     x = x.clamp(min=-700.0)
     n = (x / _LN2).round_()
     rest = x - n * _LN2_HIGH

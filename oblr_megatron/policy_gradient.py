@@ -61,7 +61,7 @@ class PolicyGradient:
         self._later: list[tuple[Wave, AdvantageRule, Tensor]] = []  # further updates, with log pi_old [n, T]
 
     def add(self, wave: Wave, advantage: AdvantageRule) -> None:
-        """Add g = sum_i c_i sum_t rho_t grad log pi(o_i,t) of a wave's samples.
+        """Add g = -sum_i c_i sum_t rho_t grad log pi(o_i,t) of a wave's samples: the gradient to descend.
 
         With `algo.updates_per_batch` the wave is the whole batch. Its first mini-batch is added; the others wait.
         """

@@ -94,7 +94,7 @@ def preflight(config: Config, world_size: int, *, owns_run_dir: bool = True) -> 
         check_compiler()
     checkpoints: list[Checkpoint] = []
     if owns_run_dir:
-        checkpoints = (resume_sampling if config.rollout.only else resume).find(config, model)
+        checkpoints = find_saved(config, model)
     norms = None if config.rollout.only else choose_mode(model, config, checkpoints, world_size)
     check_settings(model.config, config, world_size, local_world_size(world_size), on_gpu=torch.cuda.is_available())
     if config.rollout.replay is None and config.rollout.servers:
@@ -185,7 +185,7 @@ def check_dealing(hf_config: Mapping[str, Any], config: Config, world_size: int)
 
 
 def select_mode(model: HFDir, config: Config, world_size: int) -> ModeChoice:
-    """Choose the norm mode by the free memory of this rank; ranks may differ, so one rank decides for all.
+    """Choose the norm mode by memory: all of this rank's GPU, or its share of free host memory. One rank decides.
 
     Raises:
         UserError: the mode is impossible in this layout or does not fit.
@@ -213,17 +213,23 @@ def with_saved_mode(config: Config, checkpoints: Sequence[Checkpoint]) -> Config
     return with_mode(config, before["gradnorm"]["mode"]) if same else config
 
 
+def find_saved(config: Config, model: HFDir) -> list[Checkpoint]:
+    """What a resumed run continues from, newest first: checkpoints, or the saved steps of a run that only samples."""
+    return (resume_sampling if config.rollout.only else resume).find(config, model)
+
+
 def check_room(config: Config, model: HFDir) -> None:
     """Refuse a run without space for one checkpoint; partial directories of killed saves will be removed."""
-    if config.rollout.only or not (config.checkpoint.every_steps or config.checkpoint.exit_before_timeout_s):
+    saves = config.checkpoint
+    if config.rollout.only or not (saves.every_steps or saves.best_metric or saves.exit_before_timeout_s):
         return
     try:
         directory = config.run_dir / CHECKPOINTS
         check_space(directory, checkpoint_bytes(model, config), freed=disk_bytes(directory))
     except NoSpaceError as error:
-        raise UserError(
-            str(error), where="run_dir", fix="choose a run_dir with more space, or set checkpoint.every_steps to 0"
-        ) from error
+        keys = "checkpoint.every_steps, best_metric and exit_before_timeout_s"
+        fix = f"choose a run_dir with more space, or leave out {keys} (every_steps = 0)"
+        raise UserError(str(error), where="run_dir", fix=fix) from error
 
 
 def open_inputs(config: Config, model: HFDir, norms: ModeChoice | None, checkpoints: list[Checkpoint]) -> Inputs:

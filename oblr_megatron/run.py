@@ -124,9 +124,9 @@ class Run:
         return NO_HISTORY if self.pools is None else self.pools.history(prompts)
 
     def history_of(self, wave: Wave) -> History:
-        """The same for a wave. Single responses without a history take the mean of the other prompts, not of siblings.
+        """`history` of a wave. Single responses without one take the mean of the other prompts, not of siblings.
 
-        Such a wave is whole, see `streams`.
+        A wave with such responses holds the whole step, see `streams`.
         """
         history = self.history(wave.prompts)
         if not self.config.by_response or history.expected is None or not history.expected.isnan().any():
@@ -148,7 +148,7 @@ class Run:
         self.updated = record
 
     def push(self, version: int, record: StepRecord) -> None:
-        """Send the weights to the engines under a new version, the number of updates so far."""
+        """Send the weights to the engines under a new version, the number of steps done."""
         sampling = self.sampling
         sampling.version = version
         record.metrics["weights/version"] = version

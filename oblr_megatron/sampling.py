@@ -80,7 +80,7 @@ class Sampling:
     collectives: Collectives
     control_group: ProcessGroup  # of all ranks, on the CPU
     resumed: Checkpoint | None  # the checkpoint that the run continues from
-    version: int = 0  # of the trainer's weights: updates so far
+    version: int = 0  # of the trainer's weights: steps done
     longest_step_s: float = 0.0
     done: int = 0  # the last step in metrics.jsonl
     stopped_by: str | None = None  # why the run ends before its last step

@@ -4,7 +4,7 @@ One step of the paper's recipe, preset `oblr_po`, with Q prompts of G responses 
 
     A_i = r_i - b_i,  b_i = mean of other responses' rewards, weighted by squared gradient norms w_j      (Theorem 7)
     g   = 1/(Q G L) sum_i A_i grad_theta log pi(o_i),  L = algo.token_scale
-    eta = eta_0 * signal / (signal + noise / Q), averaged over earlier steps                              (Theorem 4)
+    eta = eta_0 * signal / (signal + noise / Q), estimated in the step before                             (Theorem 4)
 """
 
 from __future__ import annotations

@@ -13,7 +13,6 @@ class PhaseTimer:
     """Collects seconds by phase and returns them at the end of the step.
 
         timer = PhaseTimer(on_phase=display.phase)
-        timer.begin_step(0)
         with timer("rollout"):
             samples = engines.generate(...)
         ...

@@ -190,7 +190,7 @@ class RouterMetrics:
 
     aux_loss: float  # before its coefficient; 1 when every expert is as likely as any other
     z_loss: float  # before its coefficient
-    max_load: float  # largest share of a layer's tokens on one expert, times the number of experts: 1 to num_experts
+    max_load: float  # largest load of an expert over the mean load of its layer: 1 to experts / experts per token
     route_mismatch_fraction: float | None = None  # share of the router's own choices that replay replaced
 
 

@@ -5,7 +5,8 @@
 #   OBLR_HOME             the repository; by default the directory where sbatch was called
 #   OBLR_CONFIG           TOML file, relative to OBLR_HOME; by default the script's own
 #   OBLR_CONTAINER        image for pyxis (srun --container-image); OBLR_CONTAINER_MOUNTS adds SRC:DST[,SRC:DST...]
-#   OBLR_VENV             virtual environment, used without a container; by default python3 from PATH
+#   OBLR_VENV             virtual environment, used without a container; by default OBLR_PYTHON
+#   OBLR_PYTHON           interpreter; by default python3 from PATH (in a container, the image's)
 #   OBLR_GPUS_PER_NODE    8; 0 for CPU ranks, with OBLR_RANKS_PER_NODE (1) per node
 #   OBLR_DRY_RUN          1; 0 skips the dry run
 #   OBLR_GPU_MEMORY_GB    GPU memory for the dry run's memory table; by default that of the node's GPUs
@@ -216,7 +217,7 @@ oblr_await() {
 # SIGUSR1 is forwarded instead of SIGTERM: SLURM sends SIGTERM to the ranks itself, and a second one would end them.
 oblr_signal() {
     signalled=1
-    # SLURM looks every 30 s for jobs that are due for their signal; a job that is due from the start gets it so early.
+    # SLURM looks every 30 s for jobs that are due for their signal. A job that is due at once gets it in its first 30 s.
     if [[ $1 == USR1 ]] && ((margin > 0 && SECONDS <= 30)); then at_once=1; fi
     [[ $stopping == TERM ]] || stopping="$1"
     say "SIG$1: asking the run to save and stop"
@@ -253,7 +254,7 @@ oblr_checked() { # STATUS WHAT LOG
 }
 
 # Start one task per node, which starts the node's ranks; the status is returned in train_status. When one node refuses
-# its input, srun ends the others and returns their status, which is higher than 2. Its messages have all of them.
+# its input, srun ends the others and returns their status, which is higher than 2. Its messages have every node's status.
 oblr_train() {
     say "training: follow the logs with: tail -F $logs/node_*.log"
     status_before="$(oblr_status)" # of the previous attempt

@@ -67,7 +67,7 @@ class AdvantageRule:
         """Coefficients of k prompts.
 
         Args:
-            prompts: their k positions in the step.
+            prompts: their k positions among the rule's own prompts, counted from 0.
             norms_sq: w [k, G].
 
         Returns:

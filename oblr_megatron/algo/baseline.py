@@ -50,7 +50,7 @@ def baseline_values(
             where="group_size",
             fix='set group_size to 2 or more, or algo.baseline to "pooled" or "none"',
         )
-    weights, _ = sanitize_norms(norms_sq)
+    weights = sanitize_norms(norms_sq)
     return FORMULAS[name](rewards, weights, lengths, options, history)
 
 
@@ -87,24 +87,23 @@ def mixed_groups(rewards: Tensor) -> Tensor:
     return rewards.amax(-1) != rewards.amin(-1)
 
 
-def sanitize_norms(norms_sq: Tensor) -> tuple[Tensor, int]:
-    """Replace every w that is not a finite number >= 0. Returns (w [Q, G] fp64, number of replaced values).
+def sanitize_norms(norms_sq: Tensor) -> Tensor:
+    """Replace every w that is not a finite number >= 0. Returns w [Q, G] fp64.
 
     The replacement is the median of the group's valid w; else of the batch's; else 1. A non-finite norm is a broken
-    gradient, so that a run with more than a few should stop. A replacement depends on w_i of the sample i for which it
-    enters b_i. That biases the gradient in this step.
+    gradient, so that a run with more than a few should stop. A replacement is a median that
+    may include w_i, so b_i then depends on sample i. That biases the gradient in this step.
 
-    Example: [[1, 3, nan, 2]] -> ([[1, 3, 2, 2]], 1)
+    Example: [[1, 3, nan, 2]] -> [[1, 3, 2, 2]]
     """
     norms_sq = norms_sq.to(torch.float64)
     bad = ~norms_sq.isfinite() | (norms_sq < 0)
-    count = int(bad.sum())
-    if not count:
-        return norms_sq, 0
+    if not bad.any():
+        return norms_sq
     known = norms_sq.masked_fill(bad, float("nan"))
     batch = known.flatten().nanquantile(0.5).nan_to_num(nan=1.0)
     group = known.nanquantile(0.5, dim=-1, keepdim=True)  # [Q, 1]
-    return torch.where(bad, torch.where(group.isnan(), batch, group), norms_sq), count
+    return torch.where(bad, torch.where(group.isnan(), batch, group), norms_sq)
 
 
 def variance_ratio_vs_rloo(rewards: Tensor, norms_sq: Tensor, baseline: Tensor) -> float:

@@ -36,7 +36,7 @@ class ClippedRatios(NamedTuple):
     """Weights of the response tokens, [b, t] each; 0 or False outside the mask."""
 
     weights: Tensor  # m_t
-    clipped: Tensor  # bool: outside [1 - low, 1 + high], on the side that the advantage's sign makes count
+    clipped: Tensor  # bool: outside [1 - low, 1 + high]; with "ppo" only on the side that A's sign selects
     beyond_dual: Tensor  # bool: A < 0 and r > dual
 
 

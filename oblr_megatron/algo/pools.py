@@ -5,8 +5,8 @@ varies by factors between responses. Earlier steps have many more responses, and
 
     N_t = rho N_{t-1} + sum_i w_i r_i,    D_t = rho D_{t-1} + sum_i w_i,    pool b_t = N_{t-1} / D_{t-1}
 
-Each data source has a pool. A prompt that comes again has a history of its own with the same sums and the mean h. It
-says as much about the prompt as its norms are worth, D in units of the usual norm wbar of a response:
+Each data source has a pool. A prompt that comes again has a history of its own with the same sums and the mean h. Its
+weight grows with D, measured in units of wbar, the mean norm of a response:
 
     x = D / (D + wbar) (h - b),    b_t = b + beta x,    beta = <w (r - b) x> / <w x^2>, between 0 and 1
 

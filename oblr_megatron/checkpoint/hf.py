@@ -31,7 +31,7 @@ from oblr_megatron.weights.names import HF_EMBEDDING, HF_OUTPUT, ModelShape, ent
 
 @contextmanager
 def open_hf_tensors(path: Path) -> Iterator[dict[str, Any]]:
-    """safetensors' slices of a directory's tensors, in one file or several with an index; what they index is read."""
+    """Lazy slices of a directory's tensors, in one file or several with an index. Only indexed elements are read."""
     with ExitStack() as stack:
         files = [
             stack.enter_context(safe_open(path / file, framework="pt", device="cpu"))

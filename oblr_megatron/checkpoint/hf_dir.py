@@ -236,7 +236,7 @@ def listed_tensors(path: Path) -> dict[str, set[str]]:
 def _check_alone(path: Path, *, indexed: bool) -> None:
     """Refuse files that vLLM loads in addition: all *.safetensors without an index, and consolidated ones of Mistral.
 
-    For the latter it searches subdirectories, too, and takes the directory for Mistral's own format.
+    For consolidated files vLLM also searches subdirectories, and then reads the directory in Mistral's own format.
     """
     others = [] if indexed else [file for file in path.glob("*.safetensors") if file.name != SINGLE]
     for file in sorted([*path.rglob("consolidated*.safetensors"), *others]):

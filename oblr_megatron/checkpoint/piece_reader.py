@@ -128,7 +128,7 @@ class PieceReader(FileSystemReader):
         return self._chunks[wanted.key].get(tuple(wanted.global_offset[:leading]), ())
 
     def _read_whole(self) -> Metadata:
-        """The metadata, of which every file has its full length."""
+        """The metadata, after a check that every file has the length that it implies."""
         file = self.directory / METADATA
         try:
             metadata = super().read_metadata()

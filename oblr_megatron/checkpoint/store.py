@@ -227,7 +227,7 @@ def prune(committed: Path, keep_last: int, keep: Collection[Path], damaged: Coll
 
     Args:
         committed: the newest checkpoint of this process.
-        keep_last: how many to keep, it included.
+        keep_last: how many to keep, `committed` included.
         keep: never removed.
         damaged: known to be damaged inside a file of full size; wrong sizes are found here.
 

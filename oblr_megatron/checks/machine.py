@@ -79,7 +79,7 @@ class Requirement:
 
 
 A2A_PACKED = Requirement((0, 0), None, "2.10", None)
-"""Of cp_comm_type "a2a" for packed samples."""
+"""The requirement of cp_comm_type "a2a" for packed samples."""
 RECIPES: dict[str, Requirement] = {
     "delayed": Requirement((8, 9), None, "2.1", None),
     "tensorwise": Requirement((8, 9), None, "2.2", None),

@@ -35,7 +35,7 @@ class Package:
 
 
 TRANSFORMER_ENGINE = Package("transformer-engine", ("transformer-engine", "transformer-engine-torch"), ">=2.9,<2.18")
-"""Accepted: from 2.9, the lowest of megatron-core 0.16, to 2.17, the one that its branch core_r0.19.0 pins.
+"""Accepted: from 2.9, the lowest version of megatron-core 0.16, to 2.17, which its branch core_r0.19.0 pins.
 
 From 2.17 on it can be imported only where there is a driver. `model/te_taps.py` was written against the sources of 2.3
 to 2.20.

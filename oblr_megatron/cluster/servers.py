@@ -64,7 +64,10 @@ def _start(options: argparse.Namespace) -> int:
 
 
 def serve_arguments(config: Config, environment: Mapping[str, str], port: int, tensor_parallel_size: int) -> list[str]:
-    """Arguments of `oblr-megatron serve` for this task."""
+    """Arguments of `oblr-megatron serve` for this task.
+
+    `rollout.gpu_memory_utilization` is for engines on the trainer's GPUs: a server keeps the default of `serve`.
+    """
     rollout = config.rollout
     values = {
         "model": config.model.path,

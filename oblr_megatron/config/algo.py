@@ -101,7 +101,7 @@ class SnrConfig(Section):
     num_folds: int = Field(4, ge=1)
     """Folds of whole prompts that the batch is split into, under every schedule. Must divide num_prompts and be a
     multiple of the data-parallel size; four times that size lets replicas share tokens equally. With 1 the noise is
-    unknown and the snr schedule keeps its rate. The "momentum" estimator ignores it."""
+    unknown and the snr schedule keeps its rate. The "momentum" and "prompts" estimators ignore it."""
     horizon: float = Field(150.0, gt=0)
     """Steps over which signal and noise are averaged (two exponential averages)."""
     warmup_steps: int = Field(10, ge=0)
@@ -117,8 +117,13 @@ class SnrConfig(Section):
 
     @property
     def needs_folds(self) -> bool:
-        """Whether the estimator reads the norms of folds; the others need the gradient of the whole batch alone."""
+        """Whether folds are computed. Only "momentum" does without; under "samples" they serve the metrics."""
         return self.estimator != "momentum"
+
+    @property
+    def reads_num_folds(self) -> bool:
+        """Whether `num_folds` is the number of folds; with "prompts" each prompt is one."""
+        return self.estimator not in ("momentum", "prompts")
 
 
 class AlgoConfig(Section):
@@ -189,7 +194,7 @@ class AlgoConfig(Section):
 
     @property
     def clips(self) -> bool:
-        """Whether a key has an effect only on a batch's later updates."""
+        """Whether any key is set that affects only a batch's later updates."""
         bounds = (self.clip_low, self.clip_high, self.clip_dual)
         return bounds != (None, None, None) or (self.ratio, self.surrogate) != ("token", "ppo")
 

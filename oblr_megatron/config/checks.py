@@ -78,7 +78,7 @@ def problems(config: Config) -> Iterator[Problem]:
         what = f"model.moe_router_load_balancing_type {kind!r} with moe_aux_loss_coeff {weight:g}"
         yield what, 'set "aux_loss" and a coefficient above 0, or leave both out'
     folds = config.algo.snr.num_folds
-    if config.algo.snr.needs_folds and config.num_prompts % folds:
+    if config.algo.snr.reads_num_folds and config.num_prompts % folds:
         what = f"num_prompts {config.num_prompts} is not a multiple of algo.snr.num_folds {folds}"
         yield what, "change one of them; folds hold equally many whole prompts"
     yield from _updates(config)
@@ -305,9 +305,7 @@ def _updates(config: Config) -> Iterator[Problem]:
     what = f"algo.updates_per_batch {updates}"
     if config.num_prompts % updates:
         yield f"{what} does not divide num_prompts {config.num_prompts}", "change one of them"
-    elif (
-        algo.snr.needs_folds and algo.snr.estimator != "prompts" and config.per_update.num_prompts % algo.snr.num_folds
-    ):
+    elif algo.snr.reads_num_folds and config.per_update.num_prompts % algo.snr.num_folds:
         yield (
             f"{what} leaves {config.per_update.num_prompts} prompts for each update, which is not a multiple of "
             f"algo.snr.num_folds {algo.snr.num_folds}",

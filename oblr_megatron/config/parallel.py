@@ -24,7 +24,7 @@ class ParallelConfig(Section):
     context_parallel_size: int = Field(1, ge=1)
     """Ranks that share each sequence."""
     expert_model_parallel_size: int = Field(1, ge=1)
-    """Ranks that share the experts of a layer; a part of the data-parallel ranks."""
+    """Ranks that share the experts of a layer, out of the tensor-, context- and data-parallel ranks."""
     expert_tensor_parallel_size: int | None = Field(None, ge=1)
     """Ranks that share each expert; by default tensor_model_parallel_size."""
     sequence_parallel: bool = False
@@ -50,7 +50,8 @@ class ParallelConfig(Section):
     """Reduce gradients over data-parallel ranks during backward. Needs a run without norms and algo.snr.estimator
     "momentum"."""
     cp_comm_type: Literal["p2p", "all_gather", "a2a"] = "p2p"
-    """How Transformer Engine's attention exchanges keys and values over context-parallel ranks. "sdpa" gathers them."""
+    """How Transformer Engine's attention exchanges keys and values over context-parallel ranks. With model.attention
+    "sdpa" they are always gathered."""
     gradient_accumulation_fusion: bool = False
     """Add weight gradients to main_grad inside the matrix product. Needs a GPU with apex or Transformer Engine, and a
     run without norms."""

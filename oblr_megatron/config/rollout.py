@@ -73,7 +73,7 @@ class RolloutConfig(Section):
     """"fp8": engines on GPUs round the bfloat16 weights to FP8 at every push (vLLM's online `fp8_per_tensor`). Needs
     importance_sampling."""
     gpu_memory_utilization: float = Field(0.5, gt=0, lt=1)
-    """vLLM's share of GPU memory."""
+    """vLLM's share of the trainer's GPUs. A server on GPUs of its own takes `serve --gpu-memory-utilization`."""
     kv_cache_gib: float = Field(0.5, gt=0)
     """KV cache of a CPU engine, GiB."""
     max_num_seqs: int = Field(256, ge=1)
@@ -98,8 +98,8 @@ class RolloutConfig(Section):
     order, strictly on-policy. "one_step": it trains on samples that are one update old, while the engines draw those of
     the next step. Needs max_staleness of 1 or more and importance_sampling (docs/overlap.md)."""
     wave_tokens: int | None = Field(None, ge=1)
-    """Tokens of finished prompts that "stream" waits for before it computes their gradient. By default a microbatch for
-    every replica, and four for every stage of a pipeline."""
+    """Tokens of finished prompts that "stream" waits for before it computes their gradient. By default one microbatch
+    for each replica; with pipeline parallelism four for each stage of a replica."""
     speculation: Literal["none", "ngram", "suffix"] = "none"
     """Where engines take drafts of the next tokens from while few responses are left. "ngram": from what follows the
     same tokens earlier in the text. "suffix": also from other responses (needs arctic-inference). It changes no
@@ -124,8 +124,8 @@ class RolloutConfig(Section):
     """What an engine on the trainer's GPUs frees during training. 0: nothing. 1: the KV cache, and weights move to host
     memory. 2: KV cache and weights; the next push restores the weights before sampling."""
     max_restarts: int = Field(3, ge=0)
-    """Restarts of a dead or hung engine, each with a full push, before a step completes. After one more failure the run
-    saves its weights and ends."""
+    """Restarts of a dead or hung engine in a row, each with a full push, without a completed rollout in between. After
+    one more loss the run saves a checkpoint and ends."""
     save: bool = False
     """Write every step's samples and rewards to RUN_DIR/rollouts (`train --save-rollouts`)."""
     replay: Path | None = None

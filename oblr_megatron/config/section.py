@@ -34,10 +34,12 @@ class Section(BaseModel):
         kinds = set(get_args(annotation)) or {annotation}
         if get_origin(annotation) is tuple:
             return _entries(value, annotation)
-        if kinds & {int, float} and isinstance(value, (bool, str)):
-            raise ValueError("give a number, without quotes")
         if _too_large(value):
             raise ValueError("give a number below 2^63")
+        if get_origin(annotation) is dict:
+            return value
+        if kinds & {int, float} and isinstance(value, (bool, str)):
+            raise ValueError("give a number, without quotes")
         if bool in kinds and not isinstance(value, bool):
             raise ValueError("give true or false")
         if kinds & {str, Path} and isinstance(value, (int, float, date, time)):

@@ -12,7 +12,7 @@ This module is also the process that generates the rows. It prints one JSON obje
     {"question": "Find the ...", "answer": "12", "reasoning_gym": {"name": "gcd", "options": {}, "entry": "{...}"}}
 
 With some options a task has no solution and loops. So the kernel ends the process after `row_s` for one item (SIGALRM).
-It also ends it with its parent.
+The kernel also ends the process with its parent.
 
 An item that cannot be generated prints its reason as a JSON string, a mistake in the request {"error": [what, fix]}.
 

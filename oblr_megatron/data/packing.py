@@ -106,9 +106,10 @@ def check_folds(num_prompts: int, num_folds: int, dp_size: int) -> None:
         )
     if num_folds % dp_size:
         raise UserError(
-            f"algo.snr.num_folds {num_folds} is not a multiple of the data-parallel size {dp_size}",
+            f"{num_folds} folds are not a multiple of the data-parallel size {dp_size}",
             where="config: algo.snr.num_folds",
-            fix=f'set it to a multiple of {dp_size}, or algo.snr.estimator to "momentum", which needs no folds',
+            fix=f'set it (with estimator "prompts": num_prompts) to a multiple of {dp_size}, '
+            'or algo.snr.estimator to "momentum", which needs no folds',
         )
 
 
@@ -204,8 +205,8 @@ def _batch(
 def _routes(samples: Sequence[Sample], group: Sequence[int], widths: Sequence[int]) -> torch.Tensor | None:
     """Routes [sum of widths, layers, k], -1 without one; None if no sample has any. They stay in host memory.
 
-    A token of a mixture has 768 bytes (48 layers, k = 8), all its other tensors have 29. A pipeline stage needs those
-    of its layers, and one microbatch at a time.
+    The routes of one token take 768 bytes (48 layers, k = 8), its other tensors 29. A pipeline stage needs only the
+    routes of its layers, and those of one microbatch at a time.
     """
     given = [samples[index].routes for index in group]
     known = next((routes for routes in given if routes is not None), None)

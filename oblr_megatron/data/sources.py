@@ -139,10 +139,10 @@ def kind_of(source: SourceConfig) -> Literal["file", "pattern", "directory", "hu
 
 
 def distinct_names(sources: Sequence[SourceConfig]) -> list[dict[str, str]]:
-    """For each source, other names for its files, by path, where files of several paths or sources have the same name.
+    """For each source: path -> other name, for each file that has the same name as another file.
 
-    Such a name is the shortest end of the path, without suffix, that no other file has. One path with several settings
-    has its name and the number of the source. A source that is listed twice keeps its names.
+    The other name is the shortest end of the path, without suffix, that no other file has. One path with several
+    settings has its name and the number of the source. A source that is listed twice keeps its names.
 
     Example: sources "gsm8k/train.jsonl", "math/train.jsonl", "aime.jsonl"
         -> [{"gsm8k/train.jsonl": "gsm8k/train"}, {"math/train.jsonl": "math/train"}, {}]
@@ -203,7 +203,7 @@ def _json_lines(path: Path) -> Iterator[Record]:
     """The rows of a JSONL file.
 
     Raises:
-        UserError: the file cannot be read, or holds an array. Its last row alone has no comma, and would be used alone.
+        UserError: the file cannot be read, or holds an array: only its last row, without a comma, would parse.
     """
     begun = False
     try:

@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 
 _OURS = {"conversation", "tokenize", "add_generation_prompt", "continue_final_message", "return_tensors", "return_dict"}
 CHARACTERS_PER_TOKEN = 16
-"""Of a text that is simply counted. English has about 4, so a longer text is almost always too long."""
+"""Characters per token up to which a text is tokenized whole. English has about 4, so longer texts rarely fit."""
 GROWTH = 4
 """A beginning that does not show whether the text is too long is extended by this factor."""
 SHRINKAGE = 4

@@ -15,7 +15,6 @@ from pathlib import Path
 from typing import Any
 
 from oblr_megatron.checkpoint.hf_dir import check_hf_dir, check_hf_files
-from oblr_megatron.checkpoint.resume import find
 from oblr_megatron.checks.layout import check_layout
 from oblr_megatron.checks.lengths import max_model_len
 from oblr_megatron.checks.run_dir import check_run_dir
@@ -30,7 +29,7 @@ from oblr_megatron.memory.rank_shapes import RankSizes
 from oblr_megatron.memory.select_mode import resolve, with_mode
 from oblr_megatron.model.published import published
 from oblr_megatron.observe.performance.flops import total_parameters
-from oblr_megatron.preflight import check_dealing, check_settings, open_inputs
+from oblr_megatron.preflight import check_dealing, check_settings, find_saved, open_inputs
 from oblr_megatron.rollout.replay import check_replay
 
 
@@ -188,7 +187,7 @@ def check_files(config: Config, hf_config: Mapping[str, Any]) -> list[str]:
     absent = list(dict.fromkeys(source.path for source in sources if not _is_here(source)))
     lines += [f"rows of {name}: not on this machine" for name in absent]
     if model is not None and not absent:
-        open_inputs(config, model, None, find(config, model))
+        open_inputs(config, model, None, find_saved(config, model))
     elif sources:
         rest = [source.path for source in sources if source.path not in absent]
         lines += [f"rows of {name}: they are read together with the model and all other data" for name in rest]

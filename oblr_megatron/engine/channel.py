@@ -68,7 +68,7 @@ class Channel:
         return bool(select.select([self._socket], [], [], 0)[0])
 
     def writer(self) -> Channel:
-        """A channel for another thread that only sends. The two ends have deadlines of their own."""
+        """A second channel on this socket, for a thread that only sends. Each channel has its own deadlines."""
         return Channel(self._socket.dup())
 
     def receive(self, deadline: float | None = None, alive: Callable[[], bool] | None = None) -> Any:

@@ -1,6 +1,6 @@
 """The engine process: one `vllm.LLM`, and the methods that the trainer calls on it by name.
 
-Whether the engine may sample, and which step of a push comes next, is decided by `engine.state`.
+`engine.state` decides whether the engine may sample, and which step of a push comes next.
 """
 
 from __future__ import annotations

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 VECTOR = 16
-"""The kernel reads this many values at once, without a rest."""
+"""Values that the kernel reads at once. The length of a row must be a multiple."""
 
 
 def install() -> None:

@@ -178,9 +178,9 @@ def _state(generator: torch.Generator) -> Any:
 
 
 def _rewind(generator: torch.Generator, state: Any, draws: int, kept: int) -> None:
-    """Let the next draw of a request be that of its next token.
+    """Set the generator so that the request's next draw is the one for its next token.
 
-    This step began at `state` and made `draws` draws, one a row, of which `kept` tokens remain.
+    This step began at `state` and made `draws` draws, one for each row; `kept` of these tokens remain.
     """
     if draws == kept:
         return

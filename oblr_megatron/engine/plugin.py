@@ -26,7 +26,7 @@ NCCL_BACKEND = "oblr_nccl"
 
 
 def register() -> None:
-    """Register the transfer engines and, on a CPU, turn weight packing off. May be called any number of times."""
+    """Make all our changes to this vLLM process. May be called any number of times."""
     from vllm.platforms import current_platform
 
     from oblr_megatron.engine import cpu_kernels, exact_sampling, routes

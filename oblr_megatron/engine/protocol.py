@@ -45,7 +45,7 @@ class SamplingRequest:
     top_p: float = 1.0
     top_k: int = -1  # -1: no filter
     routes: bool = False  # whether samples hold the experts that the engine took (`EngineSpec.routes`)
-    siblings: int = 1  # positions of a prompt, one for each response if responses are sampled one by one (G = 1)
+    siblings: int = 1  # positions that share a prompt: G if responses are sampled one by one, else 1
 
     def __post_init__(self) -> None:
         where = "sampling request"

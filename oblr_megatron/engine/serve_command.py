@@ -99,7 +99,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         metavar="NAME=VALUE",
         help="a further option of vLLM's engine, any number of times; must equal the run's rollout.vllm",
     )
-    number("--seed", _seed, 0, "of requests without their own")
+    number("--seed", _seed, 0, "seed of requests without their own")
     parser.add_argument(
         "--die-with-parent", action="store_true", help="end together with the process that started the server"
     )
@@ -255,7 +255,7 @@ def server_environment(
     from oblr_megatron.engine.server_guard import KEY_VARIABLE
 
     kept = child_environment(environment, spec)
-    if spec.device == "cuda":  # on a CPU it saves a process between the engine and the model
+    if spec.device == "cuda":  # on a CPU it stays 0, which saves a process between engine and model
         kept.pop("VLLM_ENABLE_V1_MULTIPROCESSING")
     for name in (*_NOT_INHERITED, KEY_VARIABLE, own_key_variable):
         kept.pop(name, None)

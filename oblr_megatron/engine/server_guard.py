@@ -3,8 +3,8 @@
 vLLM's own key guards only some path prefixes, and vLLM serves other paths that can run any method in the engine. This
 middleware runs first, asks for the key on every path except /health, and refuses every path that is not listed here.
 Without a key (`engine.serve_command` allows that on loopback only) it refuses requests that a web page may have caused:
-those with an Origin header, or with a host name that is not this machine's. It reads the bodies of the others, which
-must have a limited size and arrive within `BODY_SECONDS`.
+those with an Origin header, or with a host name that is not this machine's. It reads the body of every request
+that passes. A body must have a limited size and arrive within `BODY_SECONDS`.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """The model in an API server: `engine.core`'s counterpart over vLLM's asynchronous engine client.
 
-Each request for samples names the weights that it expects. Whether the server may sample, and which step of a push
-comes next, is decided by `engine.state`.
+Each request for samples names the weights that it expects. `engine.state` decides whether the server may sample, and
+which step of a push comes next.
 """
 
 from __future__ import annotations
@@ -122,7 +122,7 @@ class ServedModel:
             await self._weights(self._client.init_weight_transfer_engine(WeightTransferInitRequest(body.init_info)))
 
     async def start_push(self, body: http.StartBody) -> None:
-        """Begin to replace the weights. Responses that are being sampled are dropped: their weights end with it."""
+        """Begin to replace the weights. Responses in progress are dropped, because the push replaces their weights."""
         async with self._push_lock:
             await self._end_push(f"push {body.holding.version} has not ended")
             for task in (sampling := list(self._requests)):

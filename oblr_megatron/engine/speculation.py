@@ -39,7 +39,7 @@ WINDOW = 64
 LOOK_AGAIN = 32
 """Every so many blocks of a size, one is of the kind that seemed slower."""
 OUTLIER = 4.0
-"""A step longer than this many medians counts as so many: the machine was busy with something else."""
+"""A step longer than this many medians counts as this many: the machine was busy with something else."""
 
 
 def vllm_options(method: Method, below: int | None, max_num_seqs: int) -> dict[str, Any]:
@@ -85,13 +85,13 @@ class BreakEven:
 
     Sizes are taken together from one power of 2 to the next (1, 2-3, 4-7, ...). A size that is not known yet alternates
     between blocks of steps with drafts and without. Then it does what was faster, and looks again now and then.
-    Speculation is worth it at all sizes up to `below`: the largest one for which no smaller size has lost.
+    Speculation is worth it at all sizes up to `below`, the last size before the first one that has lost.
     """
 
     def __init__(self, fixed: int | None = None, *, most: int) -> None:
         """Args:
         fixed: the bound, which is not measured then; None: measure it.
-        most: sequences that are tried with drafts at most.
+        most: largest number of sequences that is tried with drafts.
         """
         self._fixed, self._most = fixed, most
         self._steps: defaultdict[tuple[int, bool], _Steps] = defaultdict(_Steps)
@@ -129,7 +129,7 @@ class BreakEven:
 
         Args:
             sequences: of the step.
-            drafts: whether it was one with drafts. A step counts as such if none were found, too.
+            drafts: whether the step was to have drafts. It counts as such even if none were found.
             seconds: that it took, the search for drafts included.
             tokens: that it added to all sequences together.
         """

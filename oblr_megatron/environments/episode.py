@@ -86,14 +86,16 @@ class EpisodeEngine:
 
         Raises:
             LimitError: the episode has no turn or no token left.
-            ValueError: the ids are not of the vocabulary.
+            ValueError: there are no ids, or one is not of the vocabulary.
         """
         asked = checked_ids(ids, self.vocab_size, "the prompt of a turn")
+        if not asked:
+            raise NonsenseError("the prompt of a turn has no tokens")
         room = self.room(asked)
         if self._calls >= self.max_turns:
             raise LimitError(f"the episode has had its {self.max_turns} turns (rollout.environment.max_turns)")
-        if room < 1 or not asked:
-            raise LimitError(f"the episode has {-room} tokens more than rollout.max_response_tokens allows")
+        if room < 1:
+            raise LimitError("the episode has used all its tokens (rollout.max_response_tokens)")
         most = room if max_tokens is None else max(1, min(room, max_tokens))
         call, self._calls = self._calls, self._calls + 1
         turn = await self._send(Wish(self.begin.number, call, asked, most, checked_ids(stop, self.vocab_size, "stop")))

@@ -30,7 +30,7 @@ logger = logging.getLogger(__name__)
 
 FORK_SECONDS = 30.0
 PAUSE_SECONDS = 1.0
-"""Before a fork that failed for lack of memory or processes is tried once more."""
+"""Pause before the second attempt, after a fork that failed for lack of memory or processes."""
 
 
 @dataclass(slots=True, eq=False)
@@ -120,15 +120,17 @@ class Launcher:
     def _fork(self) -> Process:
         with ExitStack() as failed:
             ours, theirs = map(failed.enter_context, socket.socketpair())
+            seconds = self._start_s
             try:
                 self._wait_ready()
+                seconds = FORK_SECONDS
                 self.watch.set(NOBODY)
                 self._control.settimeout(FORK_SECONDS)
                 with theirs:
                     socket.send_fds(self._control, [b"F"], [theirs.fileno()])
                 answer = self._control.recv(PID_BYTES)
             except TimeoutError:
-                raise DeadlineError(self._owner, "the environment process to start", self._start_s) from None
+                raise DeadlineError(self._owner, "the environment process to start", seconds) from None
             except OSError:
                 answer = b""
             if not answer:

@@ -33,7 +33,7 @@ from oblr_megatron.runtime.stopping import SIGNALS
 
 MAX_ERROR = 4000  # characters of a traceback
 PID_BYTES = 8
-"""Of the answer to a fork: the new process's id, or minus the errno of a fork that failed."""
+"""Size of the answer to a fork: the new process's id, or minus the errno of a fork that failed."""
 
 
 class Clock:
@@ -55,7 +55,8 @@ class Clock:
         """A response has come."""
         self._waits -= 1
         if self._waits == 0 and not self.timeout.expired():
-            self.timeout.reschedule(asyncio.get_running_loop().time() + self._left)
+            with suppress(RuntimeError):  # the episode has ended, and left this task behind
+                self.timeout.reschedule(asyncio.get_running_loop().time() + self._left)
 
 
 @dataclass(slots=True)

@@ -90,7 +90,7 @@ def evaluate(
         config: sampling settings in `evaluate` and `rollout`.
         done: grades of the first blocks. A block is sampled again only if it has unscored responses.
         sink: receives the items of every block that is sampled.
-        strict: as many unscored responses in a row as a block has raise, before the sink receives the last of them.
+        strict: raise after as many unscored responses in a row as a block has, before the sink receives the last ones.
 
     Raises:
         RunError: `strict`, and the reward failed for that many responses in a row; the same on every rank.

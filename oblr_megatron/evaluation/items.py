@@ -23,9 +23,9 @@ Kind = Literal["greedy", "sampled"]
 Key = tuple[str, str, int]
 """Identifies a line of a file: kind, prompt id, sample number."""
 Sink = Callable[[int, Sequence["Item"]], None]
-"""Takes the items of a block, after the position of its first response in the set."""
+"""Takes the position of a block's first response in the set, and the block's items."""
 COLUMNS = ("id", "kind", "prompt", "response", "gold", "answer", "verdict", "tokens")
-"""Of the table that trackers get."""
+"""Columns of the table that trackers get."""
 ROWS = 100  # of that table
 LONGEST_TEXT = 2000  # characters in it
 

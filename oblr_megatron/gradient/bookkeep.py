@@ -167,7 +167,7 @@ def _per_token(segments: Segments, own: Tensor) -> Tensor:
 
 
 def _scaled(factor: Tensor, values: Tensor) -> Tensor:
-    """factor [.., .., h] times values [.., ..] of the host; exactly 0 for values of 0, even if it is not finite."""
+    """factor [.., .., h] times values [.., ..] on the host; 0 where a value is 0, even if the factor is not finite."""
     scaled, left_out = factor * values[..., None].to(factor.device, factor.dtype), values == 0
     if bool(left_out.any()):  # on the host: filling takes several times as long as the product
         scaled.masked_fill_(left_out[..., None].to(factor.device), 0.0)

@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING, Protocol
 
 import torch
 
+from oblr_megatron.gradient.buffer import megatron_buffers
 from oblr_megatron.gradient.loss_fn import PassMetrics
 from oblr_megatron.model.optimizer import grad_sq_norm
 from oblr_megatron.model.step import (
@@ -57,9 +58,7 @@ class FoldSums:
         self.in_plain_pass = False  # whether the plain pass was used, which knows the metrics of a mixture's router
         self._policy, self._sharing, self._whole = policy, sharing, whole
         self._overlapped = config.parallel.overlap_grad_reduce
-        self._grads = [
-            buffer.grad_data for chunk in policy.chunks for buffer in (*chunk.buffers, *chunk.expert_parallel_buffers)
-        ]
+        self._grads = [buffer.grad_data for chunk in policy.chunks for buffer in megatron_buffers(chunk)]
         folds = sharing.folds_of_a_rank
         self._parts = [[torch.zeros_like(grad) for grad in self._grads] for _ in range(0 if whole else folds)]
         self._folds, self._total = folds, list[torch.Tensor]()

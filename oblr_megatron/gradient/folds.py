@@ -57,7 +57,7 @@ class Sharing:
         """This replica's sample indices in each of its folds, prompt-major, without inactive groups.
 
         Replicas get equal numbers of tokens as far as folds allow it. Inactive groups count, so that all calls for the
-        same prompts make the same division. In a part of a step each fold is on the replica of its position.
+        same prompts make the same division. In a part of a step, a fold's number alone decides its replica.
 
         Args:
             positions: in the step's batch, of the k prompts that there are samples of: 0 to Q - 1 for a whole step.
@@ -89,7 +89,7 @@ class Sharing:
     def _own_folds(self, tokens: Mapping[int, int]) -> list[list[int]]:
         """The positions that have tokens, in each fold that this replica has a share of."""
         replicas, own = self._parallel.dp_size // self.size, self._parallel.dp_rank // self.size
-        if len(tokens) < self._num_prompts:  # its sums of a fold are on one replica during the whole step
+        if len(tokens) < self._num_prompts:  # a fold stays on one replica through all parts of a step
             folds = local_folds(self._num_prompts, self.num_folds, own, replicas)
         else:
             everything = local_folds(self._num_prompts, self.num_folds, 0, 1)

@@ -171,7 +171,7 @@ class _Pending:
     own: list[int]  # its samples on this replica
     buffers: list[GradientBuffer]
     records: list[dict[str, Tensor]]
-    gathered: Tensor  # [share, G / share] fp64
+    gathered: Tensor  # [S, G / S] fp64, a row for each replica of the group
     arrival: dist.Work | None
 
 

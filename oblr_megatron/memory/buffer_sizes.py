@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 KEPT_BYTES = 2**29
-"""Bytes of partial norms and embedding rows that a norm pass keeps before their all-reduce (gradient/two_pass.py)."""
+"""Bytes of partial gradients and embedding rows that a norm pass keeps until their all-reduce (two_pass.py)."""
 SQUARE_CHUNK = 2**22
 """Elements converted to fp64 at a time: 32 MiB, which stay in a GPU's cache between both reads (model/sq_norms.py)."""
 OFFLOADED_PIECE = 2**26

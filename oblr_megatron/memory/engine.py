@@ -105,7 +105,7 @@ def push_bytes(hf_config: Mapping[str, Any], config: Config) -> int:
 def gather_bytes(hf_config: Mapping[str, Any], config: Config) -> int:
     """Bytes of the largest piece that a trainer's rank gathers during a push (`weights/pieces.py`).
 
-    Where a layer is cut into several pieces, less than one parameter of a piece too much.
+    If a layer is cut into several pieces, the result is too high by less than one parameter of a piece.
     """
     sizes, parallel = engine_sizes(hf_config, config), config.parallel
     tp, ep = parallel.tensor_model_parallel_size, parallel.expert_model_parallel_size

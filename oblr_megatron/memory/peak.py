@@ -264,7 +264,7 @@ class PassOnRank:
 
 
 def update_moment(sizes: RankSizes, config: Config, updated: int, *, on_gpu: bool) -> Moment:
-    """The optimizer's update: square roots of second moments, one parameter at a time, on a GPU all `updated` ones."""
+    """The optimizer's update: square roots of second moments, of one parameter; on a GPU of all `updated` elements."""
     if config.optimizer.name == "sgd":
         return Moment("optimizer's update", updates=True, in_folds=False)
     one_by_one = 2 * sizes.largest_parameter + sizes.hidden * (sizes.ffn or sizes.query)

@@ -1,6 +1,6 @@
 """Writes and reads a run's metrics.jsonl and environment.json.
 
-metrics.jsonl holds one strict JSON object per step, in rising order of `step`, the number of optimizer steps done. The
+metrics.jsonl holds one strict JSON object per step, in rising order of `step`, the number of steps done. The
 record of step 0 is the evaluation before training.
 """
 

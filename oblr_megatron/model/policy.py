@@ -76,7 +76,7 @@ def build_policy(
 
     Args:
         hf_config: the model's architecture.
-        config: dtype, attention and vocabulary padding are read.
+        config: the section [model].
         parallel: the layout.
         options: packing, recomputation and overlap; defaults if not given.
 

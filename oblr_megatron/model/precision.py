@@ -60,7 +60,7 @@ def precision_fields(config: ModelConfig, *, transformer_engine: bool) -> dict[s
 
 @cache
 def _transformer_engine() -> tuple[str | None, str, bool]:
-    """Transformer Engine's version, why its layers cannot be imported, and whether megatron-core fails with them.
+    """Transformer Engine's version, why its layers cannot be imported, and whether megatron-core fails too.
 
     An installed package says little: its torch part may be absent, or built for another torch. Then megatron-core fails
     when a model is built.

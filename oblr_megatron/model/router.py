@@ -91,8 +91,8 @@ class Router(TopKRouter):
 class RouterBatch:
     """A microbatch as the routers of one model chunk see it: this rank's n = t * b tokens, in megatron-core's order.
 
-    Backward runs layers again under recomputation. A router then has to know which microbatch this is: with a pipeline
-    others went forward in between. So the schedule enters the microbatch before each forward and each backward.
+    Backward runs layers again under recomputation. A router then has to know which microbatch this is: with a pipeline,
+    other microbatches ran forward in between. So the schedule enters the microbatch before each forward and backward.
     """
 
     def __init__(self, routers: Sequence[Router], batch: TokenRows) -> None:
@@ -109,7 +109,7 @@ class RouterBatch:
             self._routes = own.flatten(0, 1).to(batch.mask.device)
 
     def enter(self) -> None:
-        """The next tokens that the routers see are these."""
+        """Give the routers this microbatch's tokens."""
         for place, router in enumerate(self._routers):
             router.trained = self._trained
             router.routes = None if self._routes is None else self._routes[:, place]
@@ -152,7 +152,7 @@ class RouterLosses:
         self._sums = torch.zeros(
             transformer.num_layers, self._experts + 4, dtype=torch.float64, device=policy.parallel.device
         )
-        self._tokens = self._recorded = 0  # of the pass: T of the gradient; of the step so far
+        self._tokens = self._recorded = 0  # trained tokens: of this pass (T), and of all passes of the step so far
 
     def begin(self, tokens: int, *, first: bool) -> None:
         """Expect a pass of `tokens` over all replicas. The `first` of a step clears the records of the step before."""

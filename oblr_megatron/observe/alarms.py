@@ -293,7 +293,7 @@ class LiveAlarms:
         say: shows a line.
         past: records of the steps before a resume. Their alarms, and those in the file, are not reported again.
             Without past records the run is new and an existing file is removed.
-        past_settings: settings of the last of these steps, if others than now.
+        past_settings: settings of the last of these steps, if they differ from the current ones.
     """
 
     def __init__(

@@ -44,7 +44,7 @@ Values = Mapping[str, float | None]
 
 BLOCKS = "▁▂▃▄▅▆▇█"
 HISTORY = 32  # steps in a sparkline
-FIRST_S, AGAIN_S = 10.0, 30.0  # of a wait until its first line, and between further ones
+FIRST_S, AGAIN_S = 10.0, 30.0  # seconds until a wait's first line, and between its further lines
 LOOK_S = 1.0  # between two looks at the clock of a wait
 EVAL_LABELS = {
     "mean_at_k": "mean@k",
@@ -119,11 +119,11 @@ class Display:
 
     @contextmanager
     def waiting(self, what: str) -> Iterator[None]:
-        """Say what is waited for inside the block, and for how long; a block of seconds says nothing."""
+        """Say what is waited for inside the block, and for how long; a wait of a few seconds says nothing."""
         yield
 
     def step(self, step: int, values: Values) -> None:
-        """Show a finished step, or, if `values` holds only eval/ metrics, an evaluation between steps."""
+        """Show a finished step, or the evaluation before the first step."""
         evaluation = self.recall(values)
         self.last_step = step
         line = "" if self._explained else legend(values, live=self.live)

@@ -5,7 +5,7 @@
       "step": 120,                   the last one done
       "num_steps": 500,
       "reason": "SIGUSR1",           why it stopped or failed; empty otherwise
-      "unix_time": 1764000000.0,     of this line; while the run goes on, its heartbeat
+      "unix_time": 1764000000.0,     when the file was written; the heartbeat of a running run
       "pid": 4711,                   rank 0's process
       "host": "node3",
       "process": "5e1f...:4026531836:4711:8123456"      boot, namespace, process id, start: see Owner

@@ -86,7 +86,7 @@ def of_baseline(
         weights: [Q, G] w that the run's own baseline reads, where it is not `norms_sq`.
     """
     rewards, lengths = scored.rewards, scored.lengths.to(torch.float64)
-    norms_sq, _ = sanitize_norms(norms_sq)
+    norms_sq = sanitize_norms(norms_sq)
     weights = norms_sq if weights is None else weights
     measured = norms_sq.sum(-1) > 0  # groups with skipped passes have zeros
     found: dict[str, float] = {}

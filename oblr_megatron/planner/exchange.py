@@ -57,7 +57,7 @@ class Links:
         return self._gather(num_bytes, self.cp, self.tp * self.cp)
 
     def expert(self, num_bytes: float) -> float:
-        """An all-to-all over expert-parallel ranks; what stays within a node takes the node's links meanwhile.
+        """An all-to-all over expert-parallel ranks. Traffic within and between nodes overlaps: the slower one counts.
 
         Args:
             num_bytes: sent by one rank, its own part included.

@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any, cast
 
 import torch
 
+from oblr_megatron.checks.lengths import longest_evaluated
 from oblr_megatron.errors import RunError
 from oblr_megatron.evaluation.accuracy import is_right, wilson_interval
 from oblr_megatron.evaluation.answers import evaluate
@@ -81,7 +82,7 @@ def with_transformers(
     """
     found = {}
     for name, prompts in sets.items():
-        samples = transformers_greedy(model, tokenizer, prompts, config.rollout.max_response_tokens)
+        samples = transformers_greedy(model, tokenizer, prompts, longest_evaluated(config))
         result = reward.score(prompts, samples)
         if len(result.unscored) == len(samples):
             raise RunError(f"set {name!r}: the reward failed for every response: {cause_of([result], config.reward)}")

@@ -43,10 +43,10 @@ class Rows:
 
 
 def read_rows(config: DataConfig, tokenizer: PreTrainedTokenizerBase, num_samples: int) -> Rows:
-    """The first `num_samples` usable rows for calibration; of 32 rows more, the last fifth of all is held out.
+    """Read up to `num_samples` + 32 usable rows, and hold out the last fifth, at most 32 rows.
 
-    At most 32 rows are held out. Several sources of `config.train` alternate. Rows flagged as overlapping a benchmark
-    are left out, as in training.
+    The first `num_samples` of the others calibrate. Several sources of `config.train` alternate. Rows flagged as
+    overlapping a benchmark are left out, as in training.
 
     Raises:
         UserError: a source cannot be read, or there are fewer than two usable rows.

@@ -52,7 +52,7 @@ class FunctionReward(PooledReward):
 def check_function(name: str, where: str) -> Kind:
     """Import the function, also from the current directory, and check its parameters.
 
-    Checked are their number, and the order of those with reserved names: arguments are positional.
+    It checks their number, and the order of those with reserved names, because arguments are positional.
 
     Raises:
         UserError: the function cannot be imported or is not callable, or its parameters do not fit.

@@ -1,6 +1,6 @@
 """The reward "reasoning_gym": each task's own score, 0 to 1, for rows of the sources "reasoning_gym:NAME".
 
-Scored is the text of the last <answer>...</answer>, as the package does it; a response without one scores 0.
+The text of the last <answer>...</answer> is scored, as in the package; a response without one scores 0.
 "reasoning_gym:whole" scores the whole response, trimmed. The row names its task, so one reward scores a mixture of
 tasks.
 

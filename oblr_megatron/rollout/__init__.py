@@ -22,7 +22,7 @@ def open_engines(config: Config, parallel: Parallel, waiting: Waiting = nullcont
 
     Raises:
         UserError: the engines do not fit the ranks.
-        RunError: an engine did not start, or a server does not answer.
+        RunError: on GPUs, an engine did not start.
     """
     if config.rollout.replay is not None:
         from oblr_megatron.rollout.replay import ReplayEngine

@@ -31,9 +31,9 @@ class Ahead:
         The engines must not share memory with the trainer by turns.
         """
         self.position: dict[str, Any] = stream.state_dict()
-        """Of the data, before the prompts were taken."""
+        """Position in the data before the prompts were taken."""
         self.prompts: list[Prompt] = stream.take(config.num_prompts)
-        """Of the step, Q."""
+        """The Q prompts of the step."""
         request = SamplingRequest.for_training(config, call_seed(config.seed, step))
         self._flight = engines.begin(self.prompts, request)
         self._samples: list[Sample] | None = None

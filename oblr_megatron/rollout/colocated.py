@@ -173,7 +173,8 @@ class ColocatedEngines(RecoveringEngines):
                 groups: Iterable[tuple[int, list[Sample]]] = sorted(found.items())
             else:
                 groups = engine.stream(ids, mine, request) if ids else ()
-            # A lost engine's share is then sampled again as a whole: the same batch gives the same samples to the bit.
+            # With `whole`, a lost engine has put nothing, and its whole share is sampled again: the same batch gives
+            # the same samples to the bit.
             for position, group in list(groups) if whole else groups:
                 put(position, group)
 

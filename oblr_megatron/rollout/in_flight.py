@@ -24,7 +24,7 @@ if TYPE_CHECKING:
     from oblr_megatron.types import Prompt
 
 POLL_SECONDS = 0.2
-"""Longest wait of a rank with an engine for more tokens, before it shares what has come."""
+"""Longest time that a rank with an engine waits for more tokens before it shares what has come."""
 
 
 class Complete:

@@ -38,7 +38,7 @@ class Placement:
 
 
 def place(config: Config, world_size: int, per_node: int, *, on_gpu: bool) -> Placement:
-    """Spread the engines over `world_size` ranks, of which a node has `per_node`.
+    """Spread the engines over `world_size` ranks, `per_node` of them on each node.
 
     Raises:
         UserError: there are too many engines, they are too wide, or one crosses nodes.

@@ -35,7 +35,7 @@ class Recovery:
     """
 
     def __init__(self, limit: int, *, logs: bool) -> None:
-        """`limit` losses in a row are followed by a restart (`rollout.max_restarts`); the next one is raised."""
+        """The first `limit` losses in a row each lead to a restart (`rollout.max_restarts`); the next is raised."""
         self._limit, self._logs, self._in_row = limit, logs, 0
         self.over = False  # the limit was exceeded: nothing is started any more
 

@@ -29,7 +29,7 @@ def without_routes(samples: Sequence[Sample]) -> list[Sample]:
 def with_routes(
     samples: Sequence[Sample], wanted: Iterable[int], collectives: Collectives, *, seconds: float
 ) -> list[Sample]:
-    """The samples, of which the wanted ones have their routes.
+    """The samples; those that are wanted have their routes.
 
     Args:
         samples: the same on every rank, but for their routes.

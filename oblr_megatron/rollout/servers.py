@@ -60,7 +60,7 @@ class ServerEngines(RecoveringEngines):
         self._transport = _transport(config, parallel)
         self._servers = _Servers(config) if parallel.rank == 0 else None
         self._holder = ""  # names this run to the servers, once it has pushed
-        self._checksums: list[int | None] = []  # of the buckets of the weights being served, on rank 0
+        self._checksums: list[int | None] = []  # of the buckets of the weights being served; equal on all ranks
         self._behind = True  # no server is known to hold the weights
 
     def push(self, source: Source, version: int) -> PushStats:
@@ -198,7 +198,7 @@ class _Servers:
         return returns
 
     async def reports(self) -> list[Report]:
-        """Of each server that answers; the next batch notices those that do not."""
+        """One report from each server that answers; the next batch notices those that do not."""
         found = []
         for server in self.present():
             try:

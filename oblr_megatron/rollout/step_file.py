@@ -29,7 +29,7 @@ PROMPT_COLUMNS = {"prompt_row": "row", "prompt_id": "id", "prompt_text": "text"}
 }
 """Column -> field of `Prompt`. Older versions lack the columns "tolerance" and "columns"."""
 ROUTES = "routes"
-"""The column of routes, and the fact [layers, k] about it."""
+"""The column of routes, and the fact that holds their sizes [layers, k]."""
 STEP_FACTS = ("step", "temperature", "epoch", "skipped")
 LATER_FACTS: dict[str, Any] = {"model": "", "position": None}
 """Facts that files of old versions lack, with the value for them."""
@@ -77,7 +77,7 @@ SCHEMAS = {
     4: _without(SCHEMA, ROUTES),
     5: SCHEMA,
 }
-"""Of the versions that can be read; the newest one is written."""
+"""Schemas of the versions that can be read; the newest one is written."""
 FIX = "use the rollouts directory of a run with --save-rollouts; if a file is damaged, save the samples again"
 
 

@@ -3,7 +3,7 @@
 Without `rollout.overlap` all prompts are one wave. With "stream" a wave has the prompts that were finished since the
 wave before it. Prompts keep their positions in the batch, and `Collected` restores the batch at the end.
 
-A response is a unit of its own where no other response of its step decides its coefficient (`Config.by_response`). A
+If no other response of the step decides a response's coefficient (`Config.by_response`), each response is a unit. A
 group is complete only when its longest response is, so waves of responses come earlier, and hold similar lengths.
 """
 

@@ -95,7 +95,7 @@ def timed_out(error: RuntimeError) -> bool:
 
 
 def all_reduce(values: Tensor, group: dist.ProcessGroup, op: dist.ReduceOp.RedOpType = dist.ReduceOp.SUM) -> None:
-    """`dist.all_reduce` in place, but no call in a group of one rank, of which a step of a small layout has many."""
+    """`dist.all_reduce` in place. A group of one rank needs none: a step of a small layout saves many calls."""
     if group.size() > 1:
         dist.all_reduce(values, op, group)
 
@@ -175,7 +175,7 @@ class Collectives:
         """Send tensors to single ranks, and fill others with what arrives. A rank knows what it will receive.
 
         Args:
-            sent: (rank, tensor) pairs; no pair of ranks depends on another pair.
+            sent: (rank, tensor) pairs; only the order of the tensors for one rank matters.
             received: (rank, tensor) pairs, in the order in which that rank sends them.
             what: what the ranks wait for, for the error message.
             seconds: deadline for all of them together.

@@ -41,7 +41,7 @@ class ProcessGroupGloo(metaclass=_SharedDevice):
 def _devices(_process: int) -> list[Any]:
     """The devices that torch would open for each group. A forked process needs its own: threads are not inherited.
 
-    It keeps its parent's devices: to destroy one means to wait for the thread, which it does not have.
+    A fork also keeps its parent's devices: destroying one would wait for a thread that the fork does not have.
     """
     interfaces = [name for name in os.environ.get("GLOO_SOCKET_IFNAME", "").split(",") if name]
     if interfaces:

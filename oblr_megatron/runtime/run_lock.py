@@ -67,7 +67,7 @@ class Owner:
 
 @contextmanager
 def run_lock(run_dir: Path) -> Iterator[None]:
-    """Hold the lock of a run directory, which is created. An empty directory is removed at the end.
+    """Hold the lock of a run directory. It is created; directories created here are removed at the end if empty.
 
     Raises:
         UserError: another run holds the lock.

@@ -110,7 +110,9 @@ def test_samples_first_training_later(tmp_path: Path, overrides: Overrides) -> N
 
     resumed = tmp_path / "resumed"
     succeed(forked_cli([*command, *overrides(resumed, num_steps=1), "--rollout-only"]))
-    said = succeed(forked_cli([*command, *overrides(resumed, num_steps=2), "--rollout-only", "--resume"]))
+    again = [*command, *overrides(resumed, num_steps=2), "--rollout-only", "--resume"]
+    succeed(forked_cli([*again, "--dry-run", "--nnodes", "1", "--gpu-memory-gb", "80"]))  # as a requeued job does first
+    said = succeed(forked_cli(again))
     assert "continues after step 1" in said
     assert [step["step"] for step in records(resumed)] == [1, 2]
     assert read_step(step_path(resumed / "rollouts", 2)) == read_step(step_path(a / "rollouts", 2))

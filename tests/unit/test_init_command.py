@@ -86,7 +86,7 @@ def test_prompts_are_measured_with_their_template_and_a_few_long_ones_are_droppe
     rows = [{"question": f"{n:03d}".rjust(200 if n else 900), "answer": "yes"} for n in range(200)]
     config = written(tmp_path, bytes_model, rows)
     assert (config.data.max_prompt_tokens, config.rollout.max_response_tokens) == (256, 512)
-    assert "here up to 906" in (tmp_path / "first.toml").read_text()
+    assert "the longest has 906" in (tmp_path / "first.toml").read_text()
 
 
 @pytest.mark.parametrize(

@@ -254,6 +254,18 @@ def test_examples_in_the_number_formats_hold():
     assert doctest.testmod(formatting).failed == 0
 
 
+def test_no_table_cell_has_a_padded_exponent() -> None:
+    assert [formatting.number(value) for value in (999.4, 999.7, 1e6, 312)] == ["999", "1,000", "1,000,000", "312"]
+    assert [formatting.number(value, 1) for value in (9.6, 95.0)] == ["10", "95"]
+    assert [formatting.size(value) for value in (0, 1000, 1023.7, 2**20, 1e18)] == [
+        "0 B",
+        "1,000 B",
+        "1,024 B",
+        "1 MiB",
+        "909,495 TiB",
+    ]
+
+
 @pytest.mark.parametrize(
     ("seconds", "text"),
     [(0, "0 s"), (0.5, "500 ms"), (9.96, "10.0 s"), (59.4, "59 s"), (59.6, "1 min 00 s"), (3599.7, "1 h 00 min")],

@@ -15,6 +15,7 @@ import torch.distributed as dist
 
 from oblr_megatron import opening, preflight
 from oblr_megatron.checkpoint.resume import find
+from oblr_megatron.checkpoint.store import NoSpaceError
 from oblr_megatron.config import Config, parse_config
 from oblr_megatron.errors import RunError, UserError
 from oblr_megatron.memory.select_mode import with_mode
@@ -47,6 +48,27 @@ def test_a_resumed_run_keeps_its_mode_if_other_settings_allow_it(
     checkpoints: Any = [SimpleNamespace(state={"config": before})]
     model: Any = SimpleNamespace(config=published("Qwen3-0.6B"))
     assert preflight.choose_mode(model, Config.model_validate(table | changed), checkpoints, 1).mode == mode
+
+
+@pytest.mark.parametrize(
+    ("checkpoint", "refused"),
+    [
+        ({"every_steps": 2}, True),
+        ({"every_steps": 0, "best_metric": "eval/held/accuracy"}, True),
+        ({"every_steps": 0, "exit_before_timeout_s": 60}, True),
+        ({"every_steps": 0}, False),
+    ],
+)
+def test_a_run_that_saves_for_any_reason_needs_room(
+    checkpoint: dict[str, Any], refused: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(preflight, "check_space", Mock(side_effect=NoSpaceError("1 GiB needed, 0 GiB free")))
+    monkeypatch.setattr(preflight, "checkpoint_bytes", Mock())
+    table = {"run_dir": str(tmp_path), "model": {"path": "model"}, "data": {"train": "rows.jsonl"}}
+    evaluate = {"data": {"held": "held.jsonl"}, "every_steps": 1}
+    config = parse_config(table | {"checkpoint": checkpoint, "evaluate": evaluate})
+    with pytest.raises(UserError, match="1 GiB needed") if refused else nullcontext():
+        preflight.check_room(config, Mock())
 
 
 def test_a_run_does_not_begin_without_the_checkpoint_it_names(tmp_path: Path) -> None:

@@ -66,7 +66,8 @@ def busy_seconds(step: Step, device: torch.device) -> float:
     """Profile one step; returns the seconds of all kernels of a GPU, or of all operators of a CPU."""
     events = events_of(step, device)
     if device.type == "cuda":
-        return sum(event.self_device_time_total for event in events if event.device_type == DeviceType.CUDA) * 1e-6
+        kernels = (one for one in events if one.device_type == DeviceType.CUDA and not one.is_user_annotation)
+        return sum(kernel.self_device_time_total for kernel in kernels) * 1e-6
     return sum(event.self_cpu_time_total for event in events) * 1e-6
 
 

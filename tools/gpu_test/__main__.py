@@ -7,27 +7,19 @@ import sys
 from collections.abc import Sequence
 from datetime import UTC, datetime
 from pathlib import Path
-from typing import NoReturn
 
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
 from rich.table import Table
 
 from oblr_megatron.errors import EXIT_OK, EXIT_RUN, EXIT_USER, UserError
+from oblr_megatron.runtime.command_line import Parser
 from tools.gpu_test import results, runner
 from tools.gpu_test.line import Line
 from tools.gpu_test.lines import LINES, PROBE
 from tools.gpu_test.results import BAD, REHEARSED, Outcome
 
 STYLES = {"ok": "green", "not met": "red", "failed": "red"}
-
-
-class Parser(argparse.ArgumentParser):
-    """Its errors are one line, as everywhere in the project."""
-
-    def error(self, message: str) -> NoReturn:
-        """Raise instead of printing the usage."""
-        raise UserError(message, where="gpu_test", fix="see `python -m tools.gpu_test --help`")
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -43,7 +35,11 @@ def main(arguments: Sequence[str] | None = None) -> int:
         print(f"error: {error}", file=sys.stderr)
         return EXIT_USER
     chosen = [LINES[name] for name in options.lines or LINES]
-    outcomes = run_lines(chosen, earlier, options.out, rehearse=options.rehearse, console=console)
+    try:
+        outcomes = run_lines(chosen, earlier, options.out, rehearse=options.rehearse, console=console)
+    except KeyboardInterrupt:
+        console.print("interrupted before the first line")
+        return EXIT_RUN
     show(outcomes, console)
     console.print(f"wrote {options.out / 'gpu.json'} and {options.out / 'gpu.md'}", highlight=False)
     done = len(outcomes) == len(chosen)
@@ -56,7 +52,9 @@ def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     Raises:
         UserError: an option is wrong, or a line does not exist.
     """
-    parser = Parser(prog="gpu_test", description="Measure on this machine's GPUs, and compare with expectations.")
+    parser = Parser(
+        prog="python -m tools.gpu_test", description="Measure on this machine's GPUs, and compare with expectations."
+    )
     parser.add_argument("--lines", nargs="+", metavar="LINE", help="only these (default: all)")
     parser.add_argument(
         "--out", type=Path, default=Path("run/gpu"), metavar="DIR", help="add the results to those here"

@@ -29,9 +29,10 @@ GIB = 2**30
 
 
 def used_bytes() -> int:
-    """Memory of this process's first GPU that any process uses; without nvidia-smi, this process's resident memory.
+    """Memory of this process's first GPU that any process uses.
 
-    No context is made by asking, so that the first call can be a baseline.
+    It is this process's resident memory if nvidia-smi does not say. No context is made by asking, so that the first
+    call can be a baseline.
     """
     index = os.environ.get("CUDA_VISIBLE_DEVICES", "").partition(",")[0] or "0"
     command = ["nvidia-smi", "--query-gpu=memory.used", "--format=csv,noheader,nounits", "-i", index]
@@ -39,7 +40,8 @@ def used_bytes() -> int:
         found = subprocess.run(command, capture_output=True, text=True, timeout=30, check=True).stdout
     except (OSError, subprocess.SubprocessError):
         return resident_bytes()
-    return int(found.split()[0]) * 2**20
+    used = found.partition("\n")[0].strip()
+    return int(used) * 2**20 if used.isdecimal() else resident_bytes()  # [N/A] where memory is the processor's
 
 
 def context(report: Report, side: int = 4096) -> None:

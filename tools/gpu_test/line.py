@@ -12,7 +12,7 @@ Figures = Mapping[str, float | str]
 
 @dataclass(frozen=True, slots=True)
 class Bound:
-    """Limits of the figures that a pattern names. Example: Bound("stash / plain, *", high=1.1)"""
+    """Limits of the figures that a pattern names. Example: Bound("step / plain, stash, *", high=1.1)"""
 
     pattern: str  # of figures, as fnmatch reads it
     low: float | None = None
@@ -34,7 +34,7 @@ class Bound:
         }
 
     def broken(self, figures: Figures) -> list[str]:
-        """Descriptions of figures outside the limits, e.g. "stash / plain, 512 tokens = 1.31"."""
+        """Descriptions of figures outside the limits, e.g. "step / plain, stash, qwen3-8b, 512 tokens = 1.31"."""
         return [f"{name} = {value:.4g}" for name, value in self.found(figures).items() if not self._holds(value)]
 
     def _holds(self, value: float) -> bool:

@@ -58,7 +58,7 @@ class Recorder:
         self._worst: dict[str, float] = {}
 
     def pytest_runtest_logreport(self, report: Any) -> None:
-        """Called after each part of a test; a part before or after the test itself counts if it did not pass."""
+        """Called after setup, call and teardown of a test; setup and teardown count only if they did not pass."""
         if report.when != "call" and report.outcome == "passed":
             return
         self._counts[report.outcome] += 1

@@ -22,7 +22,7 @@ from tools.gpu_test.report import ROOT, read
 GRACE_S = 15.0
 """Time between SIGTERM and SIGKILL, in which launchers and engines end their own processes."""
 KILLED_S = 60.0
-"""A killed process ends when its driver has freed its memory."""
+"""Most seconds until a killed process has ended: its driver frees its memory first."""
 REHEARSAL_MINUTES = 25.0
 """A line's own limit is for a GPU, and a CPU may be busy."""
 POLL_S = 0.2
@@ -30,7 +30,7 @@ POLL_S = 0.2
 
 @dataclass(frozen=True, slots=True)
 class Run:
-    """What a process left. Example: Run({"bookkeep / plain": 1.2}, 81.0, "ended at its limit of 5 minutes")."""
+    """What a process left. Example: Run({"step / plain, bookkeep": 1.2}, 81.0, "ended at its limit of 5 minutes")."""
 
     figures: dict[str, float | str]
     seconds: float

@@ -191,7 +191,7 @@ def leaving(report: Report, ranks: int = 2, *, tiny: bool = False, dtype: str = 
 
 
 def exchange(report: Report, counts: Sequence[int] = (2, 4, 8), megabytes: float = 1.0, rounds: int = 5) -> None:
-    """An all-gather of objects over gloo, which pads every rank's object to the longest."""
+    """An all-gather of equally long objects over gloo (`Collectives.objects`)."""
     speed = 0.0
     for ranks in counts:
         with tempfile.TemporaryDirectory() as directory:

@@ -126,7 +126,3 @@ def receive(pipe: Connection) -> None:
         _settled(device)
         pipe.send({})
     buffer.close()
-    del tensors
-    if device.type == "cuda":
-        gc.collect()
-        torch.cuda.ipc_collect()

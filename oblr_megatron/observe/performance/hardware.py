@@ -6,7 +6,7 @@ GB200 NVL72 and L40S; for links between nodes, those of the DGX of that generati
 200 Gbit/s (A100) or 400 Gbit/s (later).
 
     device_named("H100").bf16_tflops        # 989.4
-    this_device()                           # the Device of torch.cuda's first GPU; None on a CPU or an unknown GPU
+    this_device()                           # the Device of this process's GPU; None on a CPU or an unknown GPU
 """
 
 from __future__ import annotations

@@ -7,6 +7,7 @@ from pathlib import Path
 import numpy as np
 
 from oblr_megatron.metrics import RANKS_FILE, intact_lines
+from oblr_megatron.observe.alarm_window import SLOWER
 from oblr_megatron.observe.report.specs import Curve, Panel, Rule, chart, panel, strip
 from oblr_megatron.timing import PHASES
 
@@ -26,7 +27,7 @@ RANKS = chart(
     "Slow ranks",
     "Longest and, in the same colour, shortest time of any rank in a phase, without waiting where that is measured. "
     "The strips show the slowest rank's own training time over the median rank's, and which rank is slowest.",
-    "A ratio that stays above 1.2 at the same rank: all other ranks wait for it in every step.",
+    f"A ratio that stays above {SLOWER:g} at the same rank: all other ranks wait for it in every step.",
     panel(
         "s",
         *(
@@ -40,7 +41,7 @@ RANKS = chart(
         "",
         Curve("perf/slowest_rank_ratio", "slowest over median", "average", 2),
         include=(1.0,),
-        rules=(Rule("slow", 1.2, forced=True),),
+        rules=(Rule("slow", SLOWER, forced=True),),
     ),
     strip("rank", Curve("perf/slowest_rank", "slowest rank", "dots", 2), include=(0.0, 1.0)),
 )

@@ -72,8 +72,8 @@ RESPONSE_LENGTH = chart(
 
 ENTROPY = chart(
     "Entropy",
-    "Entropy of the next-token distribution, averaged over response tokens. It falls as the policy becomes certain. "
-    "With a KL penalty, the strip shows the divergence from the reference model.",
+    "Entropy of the next-token distribution, averaged over tokens with an advantage. It falls as the policy becomes "
+    "certain. With a KL penalty, the strip shows the divergence from the reference model.",
     "A drop to near 0 while the reward is still low (collapse), or a steady rise (the policy degenerates).",
     panel("nats", Curve("entropy", "entropy"), include=(0.0,)),
     strip("nats", Curve("kl/mean", "divergence", colour=3), include=(0.0,)),
@@ -84,7 +84,7 @@ EXPERTS = chart(
     "How evenly the routers spread tokens: the largest load of any expert (1 if all loads are equal), and the "
     "balancing loss (1 if all experts are equally likely). The strips show the routers' z-loss, and the share of their "
     "choices that routing replay replaced by the engine's.",
-    "A load that approaches the number of experts (the router uses only a few), or a z-loss that keeps growing.",
+    "A load that approaches experts / experts per token (the router uses only a few), or a z-loss that keeps growing.",
     panel("", Curve("moe/max_load", "fullest expert"), Curve("moe/aux_loss", "balancing loss"), include=(1.0,)),
     strip("", Curve("moe/z_loss", "z-loss", colour=3), include=(0.0,)),
     strip("", Curve("moe/route_mismatch_fraction", "replaced routes", colour=2), include=(0.0,)),
@@ -108,7 +108,7 @@ SHRINK = chart(
 
 LEARNING_RATE = chart(
     "Learning rate",
-    "Learning rate of each step, after warm-up and, under the snr schedule, after scaling by the shrink factor.",
+    "Learning rate of each step, with the warm-up factor and, under the snr schedule, the shrink factor.",
     "A rate at its lower end long before the reward settles, or one that swings from step to step.",
     panel(
         "", Curve("lr", "learning rate", "line"), include=(0.0,), rules=(Rule("optimizer.lr", setting="optimizer.lr"),)

@@ -28,7 +28,8 @@ class TrackedRun:
     name: str
     project: str | None  # log.project
     config: dict[str, Any]  # the resolved configuration as JSON
-    resume_step: int | None  # last step of the checkpoint that the run continues from; None for a new run
+    resume_step: int | None
+    """Last step of the checkpoint that the run continues from; -1 for a resume without one, None for a new run."""
 
     @property
     def id_file(self) -> Path:

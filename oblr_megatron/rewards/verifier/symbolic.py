@@ -102,7 +102,7 @@ def _agree(gold: Expr, given: Expr, symbols: list[Any]) -> bool:
 
 
 def _integers(symbols: list[Any], *values: Expr) -> list[bool]:
-    """Which variables stand for integers. With a floor or ceiling, those that usually do: it is identity on others."""
+    """Which variables stand for integers. With a floor or ceiling only the usual ones do: it changes no integer."""
     if any(value.has(sympy.Mod, sympy.factorial, sympy.binomial) for value in values):
         return [True] * len(symbols)
     rounded = any(value.has(sympy.floor, sympy.ceiling) for value in values)
@@ -110,7 +110,7 @@ def _integers(symbols: list[Any], *values: Expr) -> list[bool]:
 
 
 def _points(integers: list[bool]) -> list[list[Rational]]:
-    """Fixed test points, by variable fractions of both signs or small positive integers of both parities."""
+    """Fixed test points: a variable gets fractions of both signs, or small positive integers of both parities."""
     count = len(integers)
     positive = [[Rational(7 + 4 * k + 3 * j, 5 + (k + 2 * j) % 7) for j in range(count)] for k in range(4)]
     whole = [[Rational(2 + k + (k + 2) * j) for j in range(count)] for k in range(3)]

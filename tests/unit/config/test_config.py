@@ -57,6 +57,16 @@ def test_a_saved_config_can_be_read_again() -> None:
     assert parse_config(json.loads(json.dumps(config.model_dump(mode="json")))) == config
 
 
+def test_prompts_are_folds_without_a_number_of_folds() -> None:
+    config = parse_config(MINIMAL, overrides=["num_prompts=6", "algo.snr.num_folds=4", "algo.snr.estimator=prompts"])
+    assert config.num_prompts == 6
+
+
+def test_a_value_for_a_table_is_asked_for_a_table() -> None:
+    said = refused(["rollout.vllm=5"])
+    assert "dictionary" in said and "quotes" not in said
+
+
 def test_a_config_cannot_be_changed() -> None:
     with pytest.raises(ValueError, match="frozen"):
         parse_config(MINIMAL).num_steps = 3  # type: ignore[misc]

@@ -137,7 +137,7 @@ def test_limits() -> None:
 
 
 def test_what_an_engine_refuses() -> None:
-    for ids in ([37], [-1], ["t"]):
+    for ids in ([37], [-1], ["t"], []):
         with pytest.raises(NonsenseError):
             asyncio.run(engine_of(FIRST).generate(ids))
 

@@ -18,7 +18,7 @@ from oblr_megatron.engine.channel import Channel
 from oblr_megatron.engine.turns import Turn
 from oblr_megatron.environments.episode import Episode, EpisodeEngine
 from oblr_megatron.environments.messages import Begin, Ended, Setup
-from oblr_megatron.environments.process import Episodes
+from oblr_megatron.environments.process import Clock, Episodes
 from oblr_megatron.environments.tools import Toolbox
 from oblr_megatron.environments.watch import Watch
 from oblr_megatron.types import Prompt
@@ -62,6 +62,28 @@ async def sees(engine: EpisodeEngine, text: str) -> Episode:
 def test_observations_are_rendered_with_the_options_of_the_prompt() -> None:
     ended = outcome(lambda engine, prompt, seed: sees(engine, "t7"))
     assert (ended.error, ended.ids) == ("", (7, 3))
+
+
+def test_a_task_that_outlives_its_episode_ends_without_an_error() -> None:
+    """It waits for a response when the function returns, and is cancelled then."""
+
+    async def wait(clock: Clock) -> None:
+        clock.stop()
+        try:
+            await asyncio.sleep(60)
+        finally:
+            clock.go_on()
+
+    async def episode() -> None:
+        clock = Clock(60.0)
+        async with clock.timeout:
+            task = asyncio.create_task(wait(clock))
+            await asyncio.sleep(0)
+        task.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await task
+
+    asyncio.run(episode())
 
 
 def test_an_observation_may_hold_half_of_a_surrogate_pair() -> None:

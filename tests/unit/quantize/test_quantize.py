@@ -184,6 +184,23 @@ def test_responses_without_a_score_are_counted(source):
         with_transformers(model, tokenizer, {"s": prompts}, Late(0, 1), config)
 
 
+def test_both_engines_have_the_evaluations_limit(source):
+    lengths = []
+
+    class Measured(Late):
+        def score(self, prompts, samples):
+            lengths.extend(len(sample.response_ids) for sample in samples)
+            return super().score(prompts, samples)
+
+    model, tokenizer = AutoModelForCausalLM.from_pretrained(source), make_tokenizer()
+    model.generation_config.eos_token_id = tokenizer.eos_token_id
+    prompts = [Prompt(n, str(n), "", row, "", "") for n, row in enumerate(ROWS[:4])]
+    table = {"run_dir": "run", "model": {"path": source}, "data": {"train": "t"}}
+    config = parse_config(table | {"rollout": {"max_response_tokens": 3}, "evaluate": {"max_response_tokens": 5}})
+    with_transformers(model, tokenizer, {"s": prompts}, Measured(), config)
+    assert max(lengths) == 5
+
+
 def test_a_librarys_output_is_shown_only_if_it_fails(capfd):
     with quiet():
         print("chatter")

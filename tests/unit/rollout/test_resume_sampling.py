@@ -16,6 +16,7 @@ import pytest
 from oblr_megatron.checks.run_dir import ROLLOUTS
 from oblr_megatron.config import Config, parse_config
 from oblr_megatron.errors import UserError
+from oblr_megatron.preflight import find_saved
 from oblr_megatron.rollout.resume_sampling import find
 from oblr_megatron.rollout.step_file import step_path, write_step
 from tests.unit.rollout.test_replay import config_of, saved_step
@@ -49,6 +50,7 @@ def test_it_continues_after_the_last_step_that_is_saved_and_logged(run_dir: Path
     ]
     assert found[0].state["config"]["group_size"] == 2
     assert find(config_in(run_dir, "checkpoint.resume=none"), MODEL) == []
+    assert [one.step for one in find_saved(config_in(run_dir), MODEL)] == [2]  # preflight and dry run ask this
 
 
 def test_a_directory_without_steps_starts_at_the_first(tmp_path: Path, run_dir: Path) -> None:
