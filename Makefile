@@ -1,4 +1,4 @@
-# Everything runs from .venv, which the targets make when it is missing.
+# Most targets run from .venv and make it when it is missing. gpu-env and gpu-test use .venv-gpu.
 
 VENV   ?= .venv
 GPU_VENV ?= .venv-gpu
@@ -52,7 +52,7 @@ check: style
 test: style
 	$(BIN)/python tools/run_tests.py test
 
-# The whole suite on the oldest supported set: Python 3.11 and megatron-core 0.16.1. Checkpoints also cross to .venv's set.
+# make test on the oldest supported set: Python 3.11 and megatron-core 0.16.1. Checkpoints also cross to .venv's set.
 test-oldest: env
 	OBLR_OTHER_PYTHON=$(abspath $(BIN)/python) $(MAKE) test VENV=.venv-oldest PYTHON=python3.11
 

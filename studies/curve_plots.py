@@ -124,7 +124,7 @@ def apart(values: Sequence[float], gap: float) -> list[float]:
 
 @styled()
 def draw_savings(tasks: Sequence[TaskSummary]) -> Figure:
-    """How many times fewer samples the reference needs to the target than the best peer of each task."""
+    """The best peer's samples to the target divided by the reference's, for each task."""
     pairs = list(reversed(compared(tasks)))
     name = pairs[0][0].reference.arm
     title = f"Samples to the target: the best peer's, divided by {name}'s (mean over seeds and its 95% interval)"

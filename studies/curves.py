@@ -42,7 +42,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     cores = len(os.sched_getaffinity(0))
     parser.add_argument("--jobs", type=int, default=cores, metavar="N", help="parallel runs (default: %(default)s)")
     parser.add_argument(
-        "--only", nargs="+", default=[], metavar="ARM", help="run these arms and those in their rates_of"
+        "--only", nargs="+", default=[], metavar="ARM", help="run only these arms and the arms that supply their rates"
     )
     parser.add_argument(
         "--deadline-s", type=float, default=DEADLINE_S, metavar="S", help="deadline of a run (default: %(default)s)"

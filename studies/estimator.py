@@ -54,7 +54,7 @@ class Estimator:
         algo: baseline, loss aggregation, KL penalty and signal-to-noise estimator.
         reference: the KL penalty's reference model; None without a penalty.
         source: what baselines and pools read as w. The statistics use exact norms in any case.
-        token_scale: of the constant aggregation, where `algo` leaves it open.
+        token_scale: divisor of the constant aggregation if `algo.token_scale` is None.
     """
 
     def __init__(

@@ -21,13 +21,13 @@ import torch
 from torch import Tensor
 
 from oblr_megatron.algo.kl import KLForm, kl_penalty, kl_slope
-from oblr_megatron.errors import EXIT_OK
+from oblr_megatron.errors import EXIT_OK, UserError
 from studies.policy import ToyPolicy
 from studies.smoothness import path, path_config
-from studies.start import load
+from studies.start import load, task_named
 from studies.tasks import TASKS
 from studies.toy_trainer import ToyRun
-from studies.variance import deals, moments, token_products
+from studies.variance import DEFAULT_TASKS, deals, moments, token_products
 
 FORMS: tuple[KLForm, ...] = ("k2", "k3")
 GROUP_SIZE, BATCH = 8, 128  # G and Q of the shrink factors, as in the paper
@@ -145,7 +145,7 @@ def shrink(both: tuple[float, float]) -> float:
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the options of `study kl`."""
     parser.add_argument("--out", type=Path, required=True, help="directory for table and starts")
-    parser.add_argument("--tasks", nargs="+", default=list(TASKS), help=f"some of {', '.join(TASKS)}")
+    parser.add_argument("--tasks", nargs="+", default=list(DEFAULT_TASKS), help=f"some of {', '.join(TASKS)}")
     parser.add_argument(
         "--steps", nargs="+", type=int, default=[10, 30, 80], metavar="STEP", help="steps of the run to measure at"
     )
@@ -160,9 +160,18 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(options: argparse.Namespace) -> int:
-    """Measure; write kl.json and kl.md."""
+    """Measure; write kl.json and kl.md.
+
+    Raises:
+        UserError: a task does not exist, or a pool makes no two groups.
+    """
     from oblr_megatron.observe.console import progress
 
+    for name in options.tasks:
+        task_named(name)
+    if options.pool < 2 * GROUP_SIZE:  # signal comes from pairs of groups
+        what = f"--pool {options.pool} has fewer than two groups of {GROUP_SIZE}"
+        raise UserError(what, where="--pool", fix=f"give {2 * GROUP_SIZE} or more")
     torch.set_num_threads(1)
     lines: list[Line] = []
     with progress("kl", len(options.tasks) * len(options.steps)) as advance:

@@ -51,7 +51,7 @@ AT_ONCE = 16  # prompts per pass: their score rows are in memory together
 RESAMPLES = 500
 OBJECTIVE_SEED = 104_729
 RATES = tuple(float(rate) for rate in 1e-4 * 1.6 ** np.arange(16))  # 1e-4 to 0.12
-LOST = -0.05  # once J has fallen by this much, larger rates are not tried
+LOST = -0.05  # once two rates in a row lose this much of J, larger rates are not tried
 
 
 @dataclass(frozen=True, slots=True)
@@ -247,6 +247,9 @@ def run(options: argparse.Namespace) -> int:
     with progress("learning_rate", len(tasks) * len(options.points)) as advance:
         for task in tasks:
             for step, toy in path(_config(task.name, options), options.points):
+                if options.prompts + options.objective > len(toy.train):
+                    what = f"{options.prompts} prompts and {options.objective} more for J, of {len(toy.train)} rows"
+                    raise UserError(what, where="--prompts, --objective", fix="lower one of them")
                 rows = toy.train[-options.prompts - options.objective :]
                 found = measure(toy.policy, task, rows, search, skill=options.skill, step=step)
                 if not found:

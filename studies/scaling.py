@@ -5,7 +5,7 @@
 The cases (`scaling_cases.py`) are layouts of one small model on 1, 2 and 4 ranks, and model sizes at one layout. Each
 takes steps with the trainer's own gradient and optimizer over gloo. Rounds run the cases in alternating order; the
 difference between two rounds is the noise of a time. For every row, constants fitted to all other rows predict it; the
-ranking uses these predictions. A time is that of the fastest step, since other load only makes steps slower.
+ranking uses these predictions. Each phase's time is its fastest, since other load only makes it slower.
 
 Writes DIR/scaling.{json,md,svg,png}. DIR/constants.json holds the constants fitted to all rows (`plan --calibration`).
 """
@@ -24,7 +24,7 @@ from math import log
 from pathlib import Path
 from typing import Any
 
-from oblr_megatron.errors import EXIT_OK, RunError
+from oblr_megatron.errors import EXIT_OK, RunError, UserError
 from oblr_megatron.planner.calibration import (
     CPU_TRAINING,
     Fitted,
@@ -49,7 +49,7 @@ class Row:
 
     name: str
     ranks: int
-    measured: dict[str, float]  # seconds of each phase of the fastest step
+    measured: dict[str, float]  # the fastest time of each phase, seconds
     predicted: dict[str, float]  # with constants fitted to the other rows
     fitted: dict[str, float]  # with constants fitted to all rows
     noise: float  # |log ratio| of the fastest steps of two rounds
@@ -226,6 +226,8 @@ def run(options: argparse.Namespace) -> int:
     measured = options.out / "measured.json"
     if not options.again:
         cases = [case_named(name) for name in options.cases]
+        if len(cases) < 2 and not measured.exists():
+            raise UserError("one case is predicted from no other", where="--cases", fix="name two cases or more")
         with progress("scaling", len(cases) * options.rounds) as advance:
             records = measure(cases, options.out, rounds=options.rounds, steps=options.steps, advance=advance)
         kept = json.loads(measured.read_text(encoding="utf-8")) if measured.exists() else {}

@@ -7,7 +7,7 @@ points of a run, in fp64:
     M            mean of w = ||s||^2 over fresh responses
     L            largest |eigenvalue| of the Hessian of log pi(o), by power iteration: mean and maximum over responses
     L along g    ||s(theta + e d) - s(theta)|| / e along d = g / ||g||, mean over responses: what a step experiences
-    1/C          with the means and B = 1: the rate that the bound allows without noise
+    1/C          1 / (L + M), from the means with B = 1: the rate that the bound allows without noise
     J''          curvature of the mean reward along d, from importance-weighted responses; beyond an SGD rate of
                  1/|J''|, a quadratic model of J along the gradient decreases
 """
@@ -27,7 +27,7 @@ from oblr_megatron.config import OptimizerConfig
 from oblr_megatron.errors import EXIT_OK
 from studies.estimator import squares
 from studies.policy import Drawn, ToyPolicy
-from studies.start import load, prepare
+from studies.start import load, prepare, task_named
 from studies.tasks import TASKS
 from studies.toy_trainer import ToyConfig, ToyRun, score_batch
 
@@ -62,7 +62,7 @@ def path(config: ToyConfig, at: Sequence[int]) -> Iterator[tuple[int, ToyRun]]:
 
 
 def path_config(task: str, options: argparse.Namespace) -> ToyConfig:
-    """A default config with the given learning rate, up to the last measured step."""
+    """A default config without clipping, with the given learning rate, up to the last measured step."""
     return ToyConfig(
         task=task,
         start_dir=prepare(task, "low", options.out / "starts"),
@@ -153,9 +153,15 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(options: argparse.Namespace) -> int:
-    """Measure; write smoothness.json and smoothness.md."""
+    """Measure; write smoothness.json and smoothness.md.
+
+    Raises:
+        UserError: a task does not exist.
+    """
     from oblr_megatron.observe.console import progress
 
+    for name in options.tasks:
+        task_named(name)
     torch.set_num_threads(1)
     points = []
     with progress("smoothness", len(options.tasks) * len(options.steps)) as advance:

@@ -44,6 +44,19 @@ def task_named(name: str) -> Task:
     return TASKS[name]
 
 
+def plain_task(name: str, backend: str) -> Task:
+    """The task of this name, for a backend that knows the rewards' own values only.
+
+    Raises:
+        UserError: no task has this name, or only the toy trainer has its rewards.
+    """
+    task = task_named(name)
+    if (task.scale, task.shift) != (1.0, 0.0):
+        what = f"task {name} has shifted rewards, which {backend} does not know"
+        raise UserError(what, where="task", fix='use another task, or backend = "toy" in a study')
+    return task
+
+
 def prepare(task_name: str, skill: Skill, directory: Path, *, steps: int = STEPS) -> Path:
     """Return DIRECTORY/TASK-SKILL; make it unless it is complete with these settings (about 20 s on one core).
 

@@ -87,7 +87,7 @@ class TaskSummary:
         return [arm for arm in self.arms if arm.runs]
 
     def saving(self, arm: ArmSummary, other: ArmSummary) -> Difference:
-        """How many times fewer samples the arm needs to the target than the other; the interval is of the ratio.
+        """The other arm's samples to the target divided by this arm's, with the interval of that ratio.
 
         The test is on logarithms, paired by seed. A run that never reaches the target counts with its budget; `bound`
         says what the ratio is then.

@@ -20,13 +20,18 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(options: argparse.Namespace) -> int:
-    """Write model, data and config.toml, and print the command that trains it."""
+    """Write model, data and config.toml, and print the command that trains it.
+
+    Raises:
+        UserError: only the toy trainer has the task's rewards.
+    """
     from oblr_megatron.config import parse_config
     from oblr_megatron.formatting import flatten
-    from studies.start import prepare
+    from studies.start import plain_task, prepare
     from studies.toy_trainer import ToyConfig
     from studies.train_backend import train_table
 
+    plain_task(options.name, "the trainer")
     start = prepare(options.name, options.skill, options.out)
     toy = ToyConfig.model_validate(
         {"task": options.name, "start_dir": start, "run_dir": start, "optimizer": {"lr": 1e-3, "clip_grad": 0.0}}

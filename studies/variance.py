@@ -167,7 +167,7 @@ class Group:
     lengths: Tensor
     energies: Tensor  # [Q, G, T]
     best: Tensor  # [Q, 1]: E[w r] / E[w], from the rest of the pool
-    pooled: dict[str, Tensor]  # baseline -> [Q]: its b from the other prompts, as earlier steps would tell
+    pooled: dict[str, Tensor]  # baseline -> [Q]: its b, from the responses to the other prompts
 
 
 def token_wise(name: str, group: Group, algo: AlgoConfig) -> Tensor:
@@ -308,13 +308,17 @@ def run(options: argparse.Namespace) -> int:
     """Measure the missing cells; write variance.{json,md,svg,png}.
 
     Raises:
-        UserError: a pool makes no two groups, or the directory has cells of other settings.
+        UserError: a size or number is too small, or the directory has cells of other settings.
     """
     from oblr_megatron.observe.console import progress
     from studies.variance_report import write
 
     tasks = [task_named(name) for name in options.tasks]
     largest = max(options.group_sizes)
+    if largest == 1:
+        raise UserError("RLOO needs a group of 2 or more", where="--group-sizes", fix="give a size above 1, too")
+    if options.prompts < 2:
+        raise UserError("one prompt shows no noise between prompts", where="--prompts", fix="give 2 or more")
     if options.pool < 2 * largest:  # signal comes from pairs of groups
         what = f"--pool {options.pool} has fewer than two groups of {largest}"
         raise UserError(what, where="--group-sizes", fix="lower it, or give a pool of twice its size or more")

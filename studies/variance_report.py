@@ -36,7 +36,7 @@ The noise of one prompt's gradient has a part within the prompt, from its respon
 - *align*: cosine of the expected gradient with the unbiased one at the largest G. If it is below 1 by more than noise,
   the baseline rotates the gradient.
 
-Pooled baselines take b from the responses to all other prompts, as earlier steps would tell at a fixed policy.
+Pooled baselines take b from the responses to all other prompts. These replace the responses of earlier steps.
 """
 
 

@@ -30,6 +30,7 @@ from oblr_megatron.observe.performance.hardware import device_named
 from oblr_megatron.planner.constants import Machine
 from oblr_megatron.planner.cost import predict
 from oblr_megatron.planner.setting import Setting
+from oblr_megatron.runtime.command_line import guarded
 
 PRESETS = Path(__file__).parent.parent / "slurm" / "configs"
 PER_NODE = 8
@@ -100,7 +101,8 @@ def main() -> int:
     """Print the table; write the results with --json."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--nodes", type=int, nargs="*", default=list(LARGER), help="larger sizes, in nodes of 8 GPUs")
-    parser.add_argument("--presets", nargs="*", default=[], help="names of presets; by default all")
+    names = sorted(path.stem for path in PRESETS.glob("*.toml"))
+    parser.add_argument("--presets", nargs="*", default=[], choices=names, help="names of presets; by default all")
     parser.add_argument("--set", nargs="*", default=[], metavar="KEY=VALUE", help="keys to change in every preset")
     parser.add_argument("--json", type=Path, metavar="OUT", help="write the results here")
     options = parser.parse_args()
@@ -157,4 +159,4 @@ def main() -> int:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    sys.exit(guarded(main))

@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 import psutil
-from soak_watch import Family
+from soak_watch import Family, command_of
 
 from oblr_megatron.checkpoint.store import CHECKPOINTS, MANIFEST, checkpoints_of
 
@@ -59,7 +59,7 @@ class Attempt:
             further = logged + draw.randint(0, 2)
             self.wait(lambda: self.steps() > further)
         self.family.look()
-        victims = [process for process in self.family.seen.values() if RANK in _command(process)] + [self.family.root]
+        victims = [process for process in self.family.seen.values() if RANK in command_of(process)] + [self.family.root]
         if moment != START:
             self._await(moment, usual, draw)
         if self.job.poll() is not None:
@@ -72,6 +72,7 @@ class Attempt:
     def measure(self) -> Usual:
         """Follow an unbroken run to its end and measure its durations."""
         begin, first, begun = time.monotonic(), 0.0, 0.0
+        self.family.look()
         took: list[float] = []
         seen: set[str] = set()
         while self.job.poll() is None and time.monotonic() - begin < self.limit_s:
@@ -83,6 +84,8 @@ class Attempt:
             seen = partials
             first = first or (now - begin if self.steps() else 0.0)
             time.sleep(POLL_S)
+        if self.job.poll() is None:
+            self.family.look()  # the ranks of a run that hangs, for `left_over`
         steps = max(1, self.steps() - 1)
         step = (time.monotonic() - begin - first) / steps
         return Usual(start=first, step=step, write=statistics.median(took) if took else step)
@@ -137,10 +140,3 @@ class Attempt:
         for partial in self.partials():
             return COMMIT if (self.run_dir / CHECKPOINTS / partial / MANIFEST).exists() else WRITE
         return STEP if self.steps() > logged else START
-
-
-def _command(process: psutil.Process) -> str:
-    try:
-        return " ".join(process.cmdline())
-    except psutil.Error:  # the process has ended
-        return ""

@@ -3,7 +3,7 @@
     python tools/lock_gpu.py      # make lock-gpu; a minute, 30 MB of metadata
 
 uv resolves it for Python 3.12 on Linux x86-64 from metadata alone. So it runs under any Python and downloads no wheels,
-which take 4 GB. glibc 2.31 is the oldest that llguidance, which vLLM asks for, has wheels for.
+which take 4 GB. vLLM needs llguidance, and llguidance has no wheels for a glibc older than 2.31.
 
 transformer-engine-torch exists only as source, and its requirements are known only once torch is installed. gpu.in
 lists them; requirements/build_te.sh builds it, at the version that requirements/te.txt takes from the lock.

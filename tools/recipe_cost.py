@@ -114,7 +114,7 @@ def estimate() -> int:
     """
     parser = Parser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("config", type=Path)
-    parser.add_argument("--size", required=True, help="model size: 0.6B, 1.7B, 4B, 8B, 14B, 32B")
+    parser.add_argument("--size", required=True, help="a size of Qwen3 (8B, 30B-A3B), or a name (Llama-3.1-8B)")
     parser.add_argument("--gpus", type=count, default=8)
     parser.add_argument("--prompt-tokens", type=count, default=150, help="typical prompt length")
     parser.add_argument("--response-tokens", type=count, default=1000, help="typical response length (an assumption)")

@@ -2,11 +2,11 @@
 
     python tools/run_tests.py {check,test,all} [further arguments of pytest, e.g. -k norms]
 
-Three workers of pytest-xdist share the files: on two cores, because tests often wait. Tests marked `alone` follow
-without company: they look at the whole machine (shared memory, living processes) or need an answer within a second. A
-failed test is named at once, and again at the end, because the last lines of a log are often all that is kept. The
-slowest files are named as well: CI has a limit. mypy checks the types meanwhile: alone it would use one core only. The
-exit status is 0 when every test passed and the types are right.
+Three workers of pytest-xdist share the files: more than the two cores, because tests often wait. Tests marked `alone`
+follow without company: they look at the whole machine (shared memory, living processes) or need an answer within a
+second. A failed test is named at once, and again at the end, because the last lines of a log are often all that is
+kept. The slowest files are named as well: CI has a limit. mypy checks the types at the same time, because it uses only
+one core. The exit status is 0 when at least one test ran, every test passed and the types are right.
 """
 
 from __future__ import annotations
@@ -72,7 +72,7 @@ class Report:
         self.failures: list[str] = []
         self.seconds: defaultdict[str, float] = defaultdict(float)
         self._progress, self._console = progress, console
-        self._total = self._done = 0
+        self._total = self.done = 0
         self._task: TaskID = progress.add_task("collecting", total=None)
         self._line_due = time.monotonic() + LINE_S
 
@@ -96,7 +96,7 @@ class Report:
             self.failures.append(f"FAILED {report.nodeid} ({report.when}): {_last_line(report)}")
             self._console.print(self.failures[-1], markup=False)
         if report.when == "teardown":
-            self._done += 1
+            self.done += 1
             self._show()
 
     def _expect(self, tests: int) -> None:
@@ -105,10 +105,10 @@ class Report:
 
     def _show(self) -> None:
         failed = f", {len(self.failures)} failed" if self.failures else ""
-        self._progress.update(self._task, completed=self._done, total=self._total, description=f"tests{failed}")
+        self._progress.update(self._task, completed=self.done, total=self._total, description=f"tests{failed}")
         if not self._console.is_terminal and time.monotonic() > self._line_due:
             self._line_due = time.monotonic() + LINE_S
-            self._console.print(f"{self._done} of {self._total} tests{failed}")
+            self._console.print(f"{self.done} of {self._total} tests{failed}")
 
 
 def _last_line(report: pytest.TestReport) -> str:
@@ -136,7 +136,7 @@ def run(tier: Tier, arguments: Sequence[str]) -> int:
     for line in report.failures:
         print(line)
     print(types.communicate()[0], end="")
-    good = all(status in (pytest.ExitCode.OK, pytest.ExitCode.NO_TESTS_COLLECTED) for status in statuses)
+    good = report.done and all(one in (pytest.ExitCode.OK, pytest.ExitCode.NO_TESTS_COLLECTED) for one in statuses)
     result = "not all tests passed" if not good else "wrong types" if types.returncode else "all tests passed"
     print(f"{result}, {(time.monotonic() - begun) / 60:.1f} min")
     return 0 if good and not types.returncode else 1

@@ -115,12 +115,17 @@ def kills_parser(description: str, *, kills: int, ranks: list[int]) -> argparse.
     parser.add_argument("--kills", type=int, default=kills, help="total over all runs")
     parser.add_argument("--ranks", type=int, nargs="+", default=ranks, help="numbers of trainer ranks")
     parser.add_argument("--seed", type=int, default=0, help="seed of the moments")
-    parser.add_argument("--model", type=Path, help="Hugging Face directory from examples/tiny_cpu/prepare.py")
-    parser.add_argument("--data", type=Path, help="directory of train.jsonl (default: the model's parent)")
-    parser.add_argument("--out", type=Path, help="keep the runs' directories here")
-    parser.add_argument("--json", type=Path, help="write the results here")
+    parser.add_argument("--model", type=_absolute, help="Hugging Face directory from examples/tiny_cpu/prepare.py")
+    parser.add_argument("--data", type=_absolute, help="directory of train.jsonl (default: the model's parent)")
+    parser.add_argument("--out", type=_absolute, help="keep the runs' directories here")
+    parser.add_argument("--json", type=_absolute, help="write the results here")
     parser.add_argument("overrides", nargs="*", metavar="section.key=value", help="overrides of the runs' config")
     return parser
+
+
+def _absolute(path: str) -> Path:
+    """An option's path, which is relative to the directory of the caller."""
+    return Path(path).absolute()
 
 
 def prepare(out: Path) -> Path:

@@ -40,13 +40,13 @@ class Family:
 
     def engines(self) -> list[psutil.Process]:
         """Current engine processes."""
-        return [process for process in _children(self.root) if ENGINE in _command(process)]
+        return [process for process in _children(self.root) if ENGINE in command_of(process)]
 
     def holdings(self) -> Holdings:
         """Current resources, summed over the trainer's ranks."""
         links = zombies = buffers = 0
         for rank in [self.root, *_children(self.root)]:
-            command = _command(rank)
+            command = command_of(rank)
             if RANK not in command or "torch.distributed.run" in command:
                 continue
             targets = _descriptors(rank.pid)
@@ -85,7 +85,8 @@ def _children(process: psutil.Process, *, recursive: bool = True) -> list[psutil
         return []
 
 
-def _command(process: psutil.Process) -> str:
+def command_of(process: psutil.Process) -> str:
+    """The command line of a process; "" if it has ended."""
     try:
         return " ".join(process.cmdline())
     except psutil.Error:  # the process has ended

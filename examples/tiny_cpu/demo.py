@@ -67,7 +67,7 @@ def parts(out: Path, ranks: int, overrides: Sequence[str]) -> list[tuple[str, li
 
 
 def located(out: Path) -> list[str]:
-    """Overrides that point config.toml at the demo's directories. The config's own run_dir remains free."""
+    """Overrides that point config.toml at the demo's directories. Nothing is written to the config's own run_dir."""
     return [
         f"run_dir={out / 'demo'}",
         f"model.path={out / 'model'}",

@@ -2,9 +2,9 @@
 
     name      reward                        response length   purpose
     sums      0 or 1                        3 or 4 tokens     arithmetic of nearly fixed length; w varies little
-    chain     0 or 1                        3 to 9 tokens     reasoning: long responses are right more often and have
+    chain     0 or 1                        3 to 8 tokens     reasoning: long responses are right more often and have
                                                               larger gradients
-    walk      1 only if every step is right 7 tokens          sparse: few groups have mixed rewards at the start
+    walk      1 only if every step is right 6 tokens          sparse: few groups have mixed rewards at the start
     brackets  graded between 0 and 1        2 to 7 tokens     no arithmetic: the state is a stack
     mixed     0 or 1                        3 to 5 tokens     prompts with pass rates from 2% to 98% at the start
     ledger    0 or 1                        50 to 90 tokens   written reasoning

@@ -1,6 +1,6 @@
-"""A long sum with written reasoning: 50 to 100 tokens a response, of which only the answer is scored.
+"""A long sum with written reasoning: 50 to 90 tokens a response, of which only the answer is scored.
 
-    4+5+2+4:  ->  4+5=9;9+2=1;1+4=5;!5      one line for each term, last digits only; "!" and the answer
+    4+5+2+4:  ->  4+5=9;9+2=1;1+4=5;!5      one line for each "+", last digits only; "!" and the answer
 
 A policy may skip lines and guess. One slip anywhere makes the answer wrong.
 """

@@ -226,3 +226,23 @@ def test_rewards_by_name_are_the_tasks() -> None:
         assert min(found) < 1.0 == max(found)
     with pytest.raises(AttributeError):
         _ = rewards.unknown
+
+
+@pytest.mark.parametrize(
+    ("arguments", "named"),
+    [
+        (["task", "walk_signed"], "shifted rewards"),
+        (["smoothness", "--tasks", "sums", "typo"], "'typo'"),
+        (["kl", "--tasks", "typo"], "'typo'"),
+        (["kl", "--pool", "15"], "two groups of 8"),
+        (["variance", "--group-sizes", "1"], "group of 2"),
+        (["variance", "--prompts", "1"], "--prompts"),
+        (["scaling", "--cases", "tp2"], "two cases"),
+    ],
+)
+def test_a_study_that_could_not_be_finished_is_refused_before_it_measures(
+    arguments: list[str], named: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["study", *arguments, "--out", str(tmp_path / "out")]) == EXIT_USER
+    said = capsys.readouterr().err.splitlines()
+    assert len(said) == 1 and named in said[0] and "Fix: " in said[0]
