@@ -44,7 +44,7 @@ from oblr_megatron.model.parallel import local_rank, local_world_size
 from oblr_megatron.model.precision import this_machine
 from oblr_megatron.observe.performance.profiler import check_profile
 from oblr_megatron.observe.trackers.registry import check_trackers
-from oblr_megatron.rewards.registry import check_reward
+from oblr_megatron.rewards.registry import check_reward, check_rows
 from oblr_megatron.rollout import resume_sampling
 from oblr_megatron.rollout.placement import place
 from oblr_megatron.rollout.replay import check_replay, check_replayed
@@ -139,6 +139,7 @@ def check_settings(
         check_estimator(config.algo, norms=config.measures_norms)
     if config.rollout.replay is None:
         rollout = config.rollout
+        check_rows(config.reward, (*config.data.train, *config.evaluate.data.values()))
         check_vllm_options(rollout.vllm, on_gpu=on_gpu)
         if config.model.moe_routing_replay:
             check_routes(hf_config, rollout.vllm, rollout.speculation, on_gpu=on_gpu, where="config: rollout")

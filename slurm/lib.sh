@@ -340,11 +340,13 @@ oblr_await_outcome() {
     done
 }
 
-# Step of the newest checkpoint; 0 if there is none.
+# Step of the newest checkpoint, or of the newest samples of a run that only samples; 0 if there is none.
 oblr_saved_step() {
-    local path newest=0 step
-    for path in "$run_dir"/checkpoints/step_*; do
+    local path newest=0 step saved=("$run_dir"/checkpoints/step_*)
+    if grep -qs '"only": true' "$run_dir/config.json"; then saved=("$run_dir"/rollouts/step_*.parquet); fi
+    for path in "${saved[@]}"; do
         step="${path##*step_}"
+        step="${step%.parquet}"
         if [[ $step =~ ^[0-9]+$ ]] && ((10#$step > newest)); then newest=$((10#$step)); fi
     done
     echo "$newest"

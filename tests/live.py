@@ -69,7 +69,8 @@ class WatchedSteps:
     """A model, its gradient and its optimizer on this rank; every tensor that they make is counted."""
 
     def __init__(self, hf_config: PreTrainedConfig, config: Config, parallel: Parallel) -> None:
-        self.live = ExactBytes()
+        config = config.in_waves  # as a run makes its gradient
+        self.live, self._group = ExactBytes(), config.group_size
         self._streams = config.rollout.overlap == "stream"
         self._samples, self._coefficients = _samples(hf_config.vocab_size, config)
         with biases_uncounted(), self.live:
@@ -102,7 +103,7 @@ class WatchedSteps:
         """The samples of some prompts, and their coefficients whatever their norms are."""
         coefficients = self._coefficients[prompts]
         first, last, _ = prompts.indices(len(self._coefficients))
-        return self._samples[first * GROUP : last * GROUP], lambda chosen, _: coefficients[list(chosen)]
+        return self._samples[first * self._group : last * self._group], lambda chosen, _: coefficients[list(chosen)]
 
 
 def peak_of_step(hf_config: PreTrainedConfig, config: Config, parallel: Parallel) -> int:

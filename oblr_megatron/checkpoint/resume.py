@@ -66,7 +66,7 @@ def find(config: Config, model: HFDir) -> list[Checkpoint]:
     check_reference(config)
     paths = store.checkpoints_of(config.run_dir)
     if not paths:
-        check_no_progress(config.run_dir)
+        check_no_progress(config.run_dir, resume)
         paths = [] if resume == NEWEST else [Path(resume)]
     found, problems = [], []
     for path in paths:
@@ -86,8 +86,8 @@ def find(config: Config, model: HFDir) -> list[Checkpoint]:
     return found
 
 
-def check_no_progress(run_dir: Path) -> None:
-    """Refuse to start a run again from step 0 over the results of its earlier steps.
+def check_no_progress(run_dir: Path, resume: str = NEWEST) -> None:
+    """Refuse to start a run again from its beginning, step 0 or the checkpoint `resume`, over its own results.
 
     Raises:
         UserError: the run has done steps, or its metrics are damaged.
@@ -96,8 +96,8 @@ def check_no_progress(run_dir: Path) -> None:
     results = [name for name in EXPORTS if (run_dir / name).exists()]
     if not steps and not results:
         return
-    done = f"done {steps} steps" if steps else f"written {' and '.join(results)}"
-    fix = "name a new run_dir to begin at step 0, "
+    done = f"come to step {steps}" if steps else f"written {' and '.join(results)}"
+    fix = f"name a new run_dir to begin at {'step 0' if resume == NEWEST else resume}, "
     if results:
         fix += f"with model.path={run_dir / results[0]} to go on from these weights"
     else:

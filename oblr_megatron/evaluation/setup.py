@@ -39,9 +39,10 @@ def config_of(options: argparse.Namespace, model: HFDir, given: Mapping[str, Any
     """
     from oblr_megatron.config import ParallelConfig, load_config, parse_config
 
-    given = {"model.path": model.path, **given}
+    given = {"model.path": model.path, "checkpoint.best_metric": "", **given}
     if model.config.get("quantization_config") is not None:
-        given |= {"rollout.dtype": "bfloat16"}  # of the unquantized weights: vLLM has no FP8 matmul in fp32
+        # The weights are rounded already. The others are bf16: vLLM has no FP8 matmul in fp32.
+        given |= {"rollout.dtype": "bfloat16", "rollout.quantization": "none"}
     if options.config is not None:
         config = load_config(options.config, [*_pairs(given), *options.overrides])
     else:

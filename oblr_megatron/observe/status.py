@@ -27,7 +27,7 @@ from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Literal, Protocol
 
-from oblr_megatron.checks.run_dir import LOGS
+from oblr_megatron.checks.run_dir import CONFIG_FILE, LOGS
 from oblr_megatron.errors import UserError
 from oblr_megatron.metrics import write_whole
 from oblr_megatron.runtime.command_line import reason_of
@@ -104,6 +104,8 @@ def finished(config: Config, *, rank: int = 0) -> bool:
         return False
     with suppress(UserError):
         status = read_status(config.run_dir)
+        if _only_sampled(config.run_dir) not in (None, config.rollout.only):
+            return False
         exported = config.rollout.only or not config.checkpoint.export_hf or (config.run_dir / "hf").exists()
         if status.state == "finished" and status.step >= config.num_steps and exported:
             if rank == 0:
@@ -111,6 +113,14 @@ def finished(config: Config, *, rank: int = 0) -> bool:
                 print(f"{config.run_dir}: {status}; nothing is left to do")
             return True
     return False
+
+
+def _only_sampled(run_dir: Path) -> bool | None:
+    """`rollout.only` of the run in a directory; None if its configuration cannot be read."""
+    try:
+        return bool(json.loads((run_dir / CONFIG_FILE).read_text(encoding="utf-8"))["rollout"]["only"])
+    except (OSError, ValueError, LookupError, TypeError):
+        return None
 
 
 class Observed(Protocol):

@@ -138,7 +138,9 @@ def search(request: Request) -> Found:
 def layouts(request: Request) -> Iterator[Sections]:
     """Candidates for section [parallel]; the checks refuse most of them."""
     hf, node = request.hf_config, request.machine.device.gpus_per_node
-    sequence = request.config({})
+    sequence, own = request.config({}), request.table.get("parallel", {})
+    shards = sequence.optimizer.name == "adam" and sequence.model.dtype != "float64"
+    unset = {"virtual_pipeline_model_parallel_size": None} if "virtual_pipeline_model_parallel_size" in own else {}
     experts, longest = num_experts(hf), longest_sample(sequence)
     widths = powers(min(node, request.gpus))
     depths = [depth for depth in range(1, MOST_STAGES + 1) if not request.gpus % depth]
@@ -161,10 +163,10 @@ def layouts(request: Request) -> Iterator[Sections]:
                 "sequence_parallel": sp,
                 "recompute_granularity": granularity,
                 "micro_batch_tokens": rows * longest,
-                "use_distributed_optimizer": replicas * cp > 1,
+                "use_distributed_optimizer": shards and replicas * cp > 1,
             }
-            short = {"account_for_embedding_and_loss": True} if ends else {}
-            yield fields | short | ({"expert_tensor_parallel_size": etp} if etp is not None else {})
+            short = {"account_for_embedding_and_loss": ends} if ends or "account_for_embedding_and_loss" in own else {}
+            yield fields | short | unset | ({"expert_tensor_parallel_size": etp} if etp is not None else {})
 
 
 def powers(most: int) -> list[int]:
@@ -244,10 +246,12 @@ class _Tally:
     def engine(self, config: Config, width: int, held: int, training: int) -> tuple[Config, int, int] | None:
         """(run, bytes during sampling, bytes during training) with engines of `width` GPUs and as much memory as fits.
 
-        None if the heads do not divide, or the KV cache does not hold one longest sequence.
+        None if the heads do not divide, `rollout.num_engines` do not fit, or the KV cache does not hold one longest
+        sequence.
         """
         request, hf = self.request, self.request.hf_config
-        if heads_problem(hf, width, "tensor_parallel_size") or (request.engine_gpus or request.gpus) % width:
+        gpus, engines = request.engine_gpus or request.gpus, config.rollout.num_engines or 1
+        if heads_problem(hf, width, "tensor_parallel_size") or gpus % width or engines * width > gpus:
             return None
         for share in UTILIZATIONS:
             rollout = {"tensor_parallel_size": width, "gpu_memory_utilization": share}

@@ -109,6 +109,9 @@ def _check_data(options: argparse.Namespace, source: HFDir) -> Task:
     engine = options.accuracy_engine
     if engine == "auto":
         engine = "vllm" if vllm_computes_fp8() else "transformers"
+    if sets and engine == "transformers" and config.rollout.environment is not None:
+        what = "transformers plays no episodes of rollout.environment"
+        raise UserError(what, where="--accuracy", fix="add --accuracy-engine vllm, or leave out --accuracy")
     if sets and engine == "vllm":
         check_head_size(source.config, options.source, on_gpu=torch.cuda.is_available())
     return Task(source, options.target, options.format, rows, config, tokenizer, sets, engine)

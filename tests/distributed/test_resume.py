@@ -264,9 +264,9 @@ def test_steps_without_a_checkpoint_are_not_lost(inputs: Path, unbroken: Path, t
     changed = {path.name for path, content in state_of(run_dir).items() if before[path] != content}
     assert changed == {"status.json"}, "its time"
     error = refused(config_of(inputs, run_dir, resume))
-    assert "done 2 steps" in error and f"model.path={run_dir / 'hf'}" in error
+    assert "come to step 2" in error and f"model.path={run_dir / 'hf'}" in error
     at_four = f"checkpoint.resume={unbroken / 'checkpoints' / 'step_00000004'}"
-    assert "done 2 steps" in refused(config_of(inputs, run_dir, at_four))
+    assert "come to step 2" in refused(config_of(inputs, run_dir, at_four))
     shutil.rmtree(run_dir / "hf")
     assert str(run_dir / "metrics.jsonl") in refused(config_of(inputs, run_dir, resume))
     (run_dir / "metrics.jsonl").unlink()

@@ -5,6 +5,7 @@ tests/e2e/test_slurm.py covers the runs and signals that lead to these outcomes.
 
 from __future__ import annotations
 
+import json
 import os
 import subprocess
 from dataclasses import asdict
@@ -34,6 +35,7 @@ def ended(
     *,
     stopping: str = "",
     saved: tuple[int, ...] = (),
+    sampled: tuple[int, ...] = (),
     before: int | None = None,
     margin: int = 0,
     seconds: int = 100,
@@ -48,6 +50,7 @@ def ended(
         reason: in status.json.
         stopping: name of the signal that the script received.
         saved: steps of the existing checkpoints.
+        sampled: steps of a run that only samples.
         before: the step saved at the last requeue.
         margin: of --signal, if the job's time is not longer; 0 otherwise.
         seconds: since the start of the script when the signal comes.
@@ -57,6 +60,10 @@ def ended(
     (directory / "logs" / "attempt_0").mkdir(parents=True)
     for step in saved:
         (directory / "run" / "checkpoints" / f"step_{step:08d}").mkdir(parents=True)
+    for step in sampled:
+        (directory / "run" / "config.json").write_text(json.dumps({"rollout": {"only": True}}, indent=2))
+        (directory / "run" / "rollouts").mkdir(exist_ok=True)
+        (directory / "run" / "rollouts" / f"step_{step:06d}.parquet").touch()
     if state is not None:
         write_status(directory / "run", Status(state, 7, 9, reason, 0.0))
     if before is not None:
@@ -190,3 +197,9 @@ def test_jobs_that_share_a_directory_of_logs_have_their_own(tmp_path: Path, shar
     root = Path(done.stdout.splitlines()[-1])
     assert root == (tmp_path / "all" if shared else Path()) / "small-5.logs"
     assert (tmp_path / root / "attempt_0").is_dir()
+
+
+@pytest.mark.parametrize(("before", "requeued"), [(3, True), (12, False)])
+def test_saved_samples_are_the_progress_of_a_run_that_only_samples(before: int, requeued: bool, tmp_path: Path) -> None:
+    outcome = ended(tmp_path, 0, "stopped", "SIGUSR1", stopping="USR1", sampled=(9, 12), before=before)
+    assert outcome[:2] == ((0, True) if requeued else (1, False)) and "step 12" in outcome[2]

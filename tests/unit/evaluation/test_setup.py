@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -41,6 +42,23 @@ def test_only_quantized_weights_decide_the_engines_dtype(tmp_path: Path, value: 
     model = HFDir(tmp_path, {"quantization_config": value}, (), {}, tied=False, num_bytes=0)
     options: Any = SimpleNamespace(config=None, overrides=[])
     assert config_of(options, model, {}).rollout.dtype == dtype
+
+
+def test_a_runs_own_keys_do_not_refuse_an_evaluation(tmp_path: Path) -> None:
+    """The weights of a quantized directory are rounded already; nothing is saved, so nothing is the best."""
+    model = HFDir(tmp_path, {"quantization_config": {"quant_method": "modelopt"}}, (), {}, tied=False, num_bytes=0)
+    run = {
+        "run_dir": "run",
+        "model": {"path": "model", "dtype": "bfloat16"},
+        "data": {"train": "rows.jsonl"},
+        "rollout": {"quantization": "fp8", "importance_sampling": "token"},
+        "checkpoint": {"best_metric": "eval/held/mean_at_k"},
+        "evaluate": {"data": {"held": "held.jsonl"}, "every_steps": 1, "samples_per_prompt": 4},
+    }
+    (tmp_path / "config.json").write_text(json.dumps(run))
+    options: Any = SimpleNamespace(config=tmp_path / "config.json", overrides=[])
+    given = config_of(options, model, {"evaluate.samples_per_prompt": 0})
+    assert (given.rollout.quantization, given.checkpoint.best_metric) == ("none", "")
 
 
 def test_accuracies_before_and_after_quantization_are_of_the_directories(

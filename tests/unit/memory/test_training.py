@@ -55,6 +55,7 @@ CASES: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
     "inline, experts": (INLINE, {"num_experts": 4, "moe_intermediate_size": 96}),
     "streamed, folds": (mode("two_pass") | {"prompts": 2, "rollout": {"overlap": "stream"}}, {}),
     "streamed, inline": (INLINE | {"rollout": {"overlap": "stream"}}, {}),
+    "streamed, stash": (mode("stash") | {"algo": {"baseline": "pooled"}, "rollout": {"overlap": "stream"}}, {}),
     "bookkeep": (mode("bookkeep"), {}),
     "bookkeep, rows": (mode("bookkeep") | {"rows": 2}, {}),
     "bookkeep, windows": (mode("bookkeep", window_tokens=100) | {"prompts": 2, "algo": {"snr": {"num_folds": 1}}}, {}),
@@ -161,6 +162,13 @@ def test_what_half_precision_and_offloading_spare() -> None:
     half = estimated(**mode("stash", stash_dtype="bfloat16")).norms
     host, gpu = (estimated(on_gpu=on_gpu, **mode("stash", stash_offload=True)).norms for on_gpu in (False, True))
     assert half == whole * 3 // 4 and host == whole and gpu == whole // 4  # of 4: 2 and one to work in; 4; that one
+
+
+def test_a_streamed_run_of_single_responses_stashes_one_gradient() -> None:
+    """Its groups have one response (`Config.in_waves`)."""
+    pooled = mode("stash") | {"algo": {"baseline": "pooled"}}
+    rollout = {"max_response_tokens": TOKENS - 4, "overlap": "stream"}
+    assert estimated(**pooled, rollout=rollout).norms == estimated(**pooled).norms // 4
 
 
 @pytest.mark.parametrize("options", [{}, {"stash_dtype": "bfloat16"}])

@@ -112,6 +112,8 @@ def test_a_finished_run_has_done_all_steps_and_its_export(tmp_path: Path, capsys
     before = read_status(tmp_path)
     assert ask(8) and ask(8, export_hf=True) and ask(8, resume="old/checkpoints/step_00000004")
     assert "step 8 of 8" in capsys.readouterr().out and read_status(tmp_path).unix_time > before.unix_time
+    (tmp_path / "config.json").write_text('{"rollout": {"only": true}}')
+    assert not ask(8), "it has only sampled"
 
 
 def test_one_rank_writes(tmp_path: Path) -> None:

@@ -7,6 +7,7 @@ import os
 import tomllib
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -49,6 +50,26 @@ def test_plans_pass_the_checks_of_a_run_and_fit(found: Found) -> None:
         engine = engine_bytes(asked.hf_config, config, device_bytes=asked.machine.device.memory_bytes)
         assert engine.kv_tokens >= longest_sample(config)
         assert config.parallel.tensor_model_parallel_size <= 8
+
+
+@pytest.mark.parametrize(
+    ("section", "keys"),
+    [
+        ("optimizer", {"name": "sgd"}),
+        ("parallel", {"account_for_embedding_and_loss": True}),
+        ("parallel", {"pipeline_model_parallel_size": 2, "virtual_pipeline_model_parallel_size": 3}),
+        ("rollout", {"num_engines": 8}),
+    ],
+)
+def test_keys_of_a_config_leave_the_layouts_that_they_allow(section: str, keys: dict[str, Any]) -> None:
+    asked = request()
+    asked = replace(asked, table=asked.table | {section: asked.table.get(section, {}) | keys})
+    plans = search(asked).plans
+    sizes = {plan.config.parallel.pipeline_model_parallel_size for plan in plans}
+    assert {1, 2} <= sizes and any(plan.config.parallel.context_parallel_size > 1 for plan in plans)
+    assert all(8 % plan.config.rollout.tensor_parallel_size == 0 for plan in plans)
+    if section == "rollout":
+        assert {plan.config.rollout.tensor_parallel_size for plan in plans} == {1}
 
 
 def test_memory_is_what_a_dry_run_counts(found: Found) -> None:
