@@ -109,7 +109,7 @@ def _check_data(options: argparse.Namespace, source: HFDir) -> Task:
     engine = options.accuracy_engine
     if engine == "auto":
         engine = "vllm" if vllm_computes_fp8() else "transformers"
-    if sets and engine == "transformers" and config.rollout.environment is not None:
+    if sets and engine == "transformers" and config.rollout.environment.function:
         what = "transformers plays no episodes of rollout.environment"
         raise UserError(what, where="--accuracy", fix="add --accuracy-engine vllm, or leave out --accuracy")
     if sets and engine == "vllm":

@@ -241,6 +241,8 @@ def test_bad_arguments_are_refused_in_one_line(tmp_path, source, capsys):
     assert "no usable row" in refused(capsys, source, out, *given, "--max-tokens", 1)
     assert "cannot read the data set" in refused(capsys, source, out, *given, "--accuracy", tmp_path / "no.jsonl")
     assert "unknown reward" in refused(capsys, source, out, "reward.name=no", *given, "--accuracy", rows)
+    episodes = "rollout.environment=tests.e2e.environments:play"
+    assert "plays no episodes" in refused(capsys, source, out, episodes, *given, "--accuracy", rows)
     assert not out.exists()
 
 
