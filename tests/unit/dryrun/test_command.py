@@ -190,6 +190,10 @@ def test_a_dry_run_refuses_what_the_run_refuses(
 REFUSED = {
     "ranks that do not divide": (["--nproc-per-node", "3"], "3 ranks cannot be divided into model replicas"),
     "folds that do not divide": (["--nproc-per-node", "8", "algo.snr.num_folds=2"], "2 folds are not a multiple"),
+    "rows that the reward cannot score": (
+        ["--nproc-per-node", "8", "reward.name=reasoning_gym"],
+        "cannot score the rows of 'dapo'",
+    ),
     "an engine over nodes": (["--nproc-per-node", "2", "rollout.tensor_parallel_size=4"], "do not fit 2 ranks"),
     "heads over an engine": (["--nproc-per-node", "6", "rollout.tensor_parallel_size=3"], "num_attention_heads 16"),
     "key heads over an engine": (
