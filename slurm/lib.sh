@@ -254,7 +254,8 @@ oblr_checked() { # STATUS WHAT LOG
 }
 
 # Start one task per node, which starts the node's ranks; the status is returned in train_status. When one node refuses
-# its input, srun ends the others and returns their status, which is higher than 2. Its messages have every node's status.
+# its input, srun ends the others and returns their status, which is higher than 2. Its messages have the status of
+# every node.
 oblr_train() {
     say "training: follow the logs with: tail -F $logs/node_*.log"
     status_before="$(oblr_status)" # of the previous attempt

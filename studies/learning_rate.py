@@ -233,6 +233,10 @@ def run(options: argparse.Namespace) -> int:
     if options.prompts < 2 * max(options.batch_sizes):
         what = f"{options.prompts} prompts make fewer than two batches of {max(options.batch_sizes)}"
         raise UserError(what, where="--prompts", fix="give twice the largest batch size or more")
+    for task in tasks:
+        if options.prompts + options.objective > (held := len(task.rows()[0])):
+            what = f"{options.prompts} prompts and {options.objective} more for J, of {held} rows of {task.name}"
+            raise UserError(what, where="--prompts, --objective", fix="lower one of them")
     torch.set_num_threads(1)
     search = Search(
         group_size=8,
@@ -247,9 +251,6 @@ def run(options: argparse.Namespace) -> int:
     with progress("learning_rate", len(tasks) * len(options.points)) as advance:
         for task in tasks:
             for step, toy in path(_config(task.name, options), options.points):
-                if options.prompts + options.objective > len(toy.train):
-                    what = f"{options.prompts} prompts and {options.objective} more for J, of {len(toy.train)} rows"
-                    raise UserError(what, where="--prompts, --objective", fix="lower one of them")
                 rows = toy.train[-options.prompts - options.objective :]
                 found = measure(toy.policy, task, rows, search, skill=options.skill, step=step)
                 if not found:

@@ -91,8 +91,8 @@ def sanitize_norms(norms_sq: Tensor) -> Tensor:
     """Replace every w that is not a finite number >= 0. Returns w [Q, G] fp64.
 
     The replacement is the median of the group's valid w; else of the batch's; else 1. A non-finite norm is a broken
-    gradient, so that a run with more than a few should stop. A replacement is a median that
-    may include w_i, so b_i then depends on sample i. That biases the gradient in this step.
+    gradient, so that a run with more than a few should stop. A replacement is a median that may include w_i, so b_i
+    then depends on sample i. That biases the gradient in this step.
 
     Example: [[1, 3, nan, 2]] -> [[1, 3, 2, 2]]
     """

@@ -1,9 +1,8 @@
 """The sink that turns a backward pass into squared norms; it keeps no sample's gradient.
 
 A linear layer's ||dy_i^T x_i||^2 comes from `segments.product_sq_norms`. If the gradient is a partial sum over ranks
-(context parallelism), it is formed and summed over them, and each rank squares its share of the sum. Several samples
-may share a microbatch if every parameter is tapped. Untapped gradients are read from `main_grad`, which holds the sum
-over a microbatch.
+(context parallelism), the ranks sum it, and each squares its share of the sum. Several samples may share a microbatch
+if every parameter is tapped. Untapped gradients are read from `main_grad`, which holds the sum over a microbatch.
 """
 
 from __future__ import annotations

@@ -138,9 +138,10 @@ def search(request: Request) -> Found:
 def layouts(request: Request) -> Iterator[Sections]:
     """Candidates for section [parallel]; the checks refuse most of them."""
     hf, node = request.hf_config, request.machine.device.gpus_per_node
-    sequence, own = request.config({}), request.table.get("parallel", {})
-    shards = sequence.optimizer.name == "adam" and sequence.model.dtype != "float64"
-    unset = {"virtual_pipeline_model_parallel_size": None} if "virtual_pipeline_model_parallel_size" in own else {}
+    sequence = request.config({})
+    chunks = "virtual_pipeline_model_parallel_size"
+    unset = {chunks: None} if chunks in request.table.get("parallel", {}) else {}
+    shards = sequence.optimizer.name == "adam" and sequence.model.dtype != "float64"  # others are refused
     experts, longest = num_experts(hf), longest_sample(sequence)
     widths = powers(min(node, request.gpus))
     depths = [depth for depth in range(1, MOST_STAGES + 1) if not request.gpus % depth]
@@ -164,9 +165,9 @@ def layouts(request: Request) -> Iterator[Sections]:
                 "recompute_granularity": granularity,
                 "micro_batch_tokens": rows * longest,
                 "use_distributed_optimizer": shards and replicas * cp > 1,
+                "account_for_embedding_and_loss": ends,
             }
-            short = {"account_for_embedding_and_loss": ends} if ends or "account_for_embedding_and_loss" in own else {}
-            yield fields | short | unset | ({"expert_tensor_parallel_size": etp} if etp is not None else {})
+            yield fields | unset | ({"expert_tensor_parallel_size": etp} if etp is not None else {})
 
 
 def powers(most: int) -> list[int]:

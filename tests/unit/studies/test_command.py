@@ -237,6 +237,7 @@ def test_rewards_by_name_are_the_tasks() -> None:
         (["kl", "--pool", "15"], "two groups of 8"),
         (["variance", "--group-sizes", "1"], "group of 2"),
         (["variance", "--prompts", "1"], "--prompts"),
+        (["learning_rate", "--tasks", "sums", "--prompts", "4096"], "4096 prompts"),
         (["scaling", "--cases", "tp2"], "two cases"),
     ],
 )
