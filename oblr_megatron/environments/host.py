@@ -81,7 +81,7 @@ class EpisodeHost:
         shapes = json.loads((config.model.path / "config.json").read_text(encoding="utf-8"))
         self._launcher = Launcher(config, vocab_size=int(shapes["vocab_size"]), index=index, owner=owner)
         self._queue: queue.SimpleQueue[tuple[Process | None, Any]] = queue.SimpleQueue()  # (None: the engine, message)
-        self._told = False
+        self._told: set[str] = set()  # kinds of failures that are in the log
         self._numbers = itertools.count()  # of episodes, over all batches
         self._process: Process | None = None
 
@@ -242,20 +242,22 @@ class EpisodeHost:
         if answers:
             self._tell(batch, answers)
 
-    def _end(self, batch: _Batch, ended: Ended) -> None:
+    def _end(self, batch: _Batch, ended: Ended, what: str = "the function") -> None:
         episode = batch.running.pop(ended.number, None)
         if episode is None:
             return
         self._abandon(batch, {ended.number})
         batch.wishes = [wish for wish in batch.wishes if wish.number != ended.number]
-        if ended.error and not self._told:
-            self._told = True
-            logger.warning(
-                "an episode of %s gave no sample (reward 0); later ones are only counted:\n%s",
-                self._options.function,
-                ended.error,
-            )
+        if ended.error:
+            self._warn(what, f"an episode, of prompt {episode.begin.prompt.id}, gave no sample (reward 0)", ended.error)
         batch.done(episode, ended)
+
+    def _warn(self, what: str, happened: str, error: str) -> None:
+        """Log what went wrong with the function, the first time."""
+        if what not in self._told:
+            self._told.add(what)
+            name = self._options.function
+            logger.warning("%s: %s; later ones like it are only counted:\n%s", name, happened, error)
 
     def _look(self, batch: _Batch) -> None:
         """Kill a process that is blocked, or holds an episode that should have ended."""
@@ -289,11 +291,13 @@ class EpisodeHost:
         self._abandon(batch, batch.running.keys())
         batch.losses += 1
         if guilty in batch.running:
-            self._end(batch, Ended(guilty, finish_reason=reason, error=what))
+            self._end(batch, Ended(guilty, finish_reason=reason, error=what), what)
+        else:
+            self._warn(f"nobody: {what}", "the process was lost while no episode ran, and is replaced", what)
         if batch.losses >= MOST_LOSSES:
             why = f"{what}; {batch.losses} environment processes of this batch were lost"
             for other in list(batch.running):
-                self._end(batch, Ended(other, finish_reason=reason, error=why))
+                self._end(batch, Ended(other, finish_reason=reason, error=why), "losses")
         if batch.running:
             self._begin(batch)
 
