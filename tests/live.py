@@ -6,7 +6,7 @@ from typing import Any
 from zlib import crc32
 
 import torch
-from torch._C._distributed_c10d import Work
+from torch._C._distributed_c10d import Work, _create_work_from_future
 from torch.utils._pytree import tree_map_only
 from transformers import PreTrainedConfig
 
@@ -59,10 +59,15 @@ class ExactBytes(LiveBytes):
             return copies[-1][1]
 
         result = func(*tree_map_only(torch.Tensor, copy, args), **(kwargs or {}))
-        Work.unbox(result[-1] if isinstance(result, tuple) else result).wait()
+        *tensors, work = result if isinstance(result, tuple) else (result,)
+        Work.unbox(work).wait()
         for tensor, done in copies:
             tensor.copy_(done)
-        return result
+        # A second wait, for a reduce-scatter of gloo's, makes views of its buffer, which would count.
+        ended: torch.futures.Future[None] = torch.futures.Future()
+        ended.set_result(None)
+        work = _create_work_from_future(ended).boxed()
+        return (*tensors, work) if tensors else work
 
 
 class WatchedSteps:
