@@ -323,6 +323,7 @@ def open_run(config: Config) -> Iterator[Run]:
                 config.per_update.num_prompts,
                 config.group_size,
                 router_losses=config.model.router_losses,
+                chosen=config.rollout.dynamic_sampling,
             ),
             pools=pools_of(config.algo),
         )

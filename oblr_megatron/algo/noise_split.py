@@ -13,9 +13,11 @@ give it (snr.py): `folds`, unbiased, and `samples`, which counts such products a
 
     cross = (S_folds + Q (S_samples - S_folds)) G / (G - 1) / c,    between = cross - S_folds
 
-c = 1 + 1 / (G - 1)^2 leave-one-out, because two responses are in each other's baseline (exact for `rloo`), else 1. This
-needs exact norms: a proxy has no scale. It needs G >= 2 and two folds. A KL penalty or a router loss must not add to g:
-`samples` counts their gradient as signal.
+c = 1 + 1 / (G - 1)^2 leave-one-out, because two responses are in each other's baseline, else 1. This is exact for
+`rloo`, and an approximation for weighted means. A baseline that is pulled towards other prompts or earlier steps has
+another c. This needs exact norms: a proxy has no scale. It needs G >= 2 and two folds. A KL penalty or a router loss
+must not add to g: `samples` counts their gradient as signal. Groups must not be chosen by their rewards: the products
+of two responses of a chosen group have another expectation.
 
 All estimates are in the unit of g, squared: `algo.token_scale` L divides them by L^2.
 """
@@ -29,6 +31,9 @@ from oblr_megatron.algo.snr import decay_of, folds, samples
 from oblr_megatron.config.algo import AlgoConfig
 from oblr_megatron.config.baselines import BASELINES
 from oblr_megatron.types import GradientStats
+
+MEANS = ("rloo", "length_loo", "optimal")
+"""Leave-one-out baselines that are means of the other rewards alone."""
 
 
 def compared_with_best(between: float, within: float, size: int, best: float) -> tuple[int, float]:
@@ -57,28 +62,36 @@ class NoiseSplit:
         num_prompts: Q.
         group_size: G.
         router_losses: whether a router loss adds to the gradient.
+        chosen: whether groups are chosen by their rewards (rollout.dynamic_sampling).
     """
 
-    def __init__(self, algo: AlgoConfig, num_prompts: int, group_size: int, *, router_losses: bool = False) -> None:
-        facts = BASELINES[algo.baseline]
-        self._alone = facts.over == "nothing"
+    def __init__(
+        self,
+        algo: AlgoConfig,
+        num_prompts: int,
+        group_size: int,
+        *,
+        router_losses: bool = False,
+        chosen: bool = False,
+    ) -> None:
+        self._alone = BASELINES[algo.baseline].over == "nothing"
         self._defined = (
             group_size > 1
-            and facts.over in ("nothing", "others")
-            and facts.divisor == "one"
+            and (self._alone or algo.baseline in MEANS)
             and algo.aggregation == "constant"
-            and not (algo.kl_coefficient or router_losses)
+            and not (algo.kl_coefficient or router_losses or chosen)
         )
+        self._of = {"num_prompts": num_prompts, "group_size": group_size, "baseline": algo.baseline}
         self._num_prompts, self._group_size = num_prompts, group_size
+        self._measured = False  # whether the last step had folds and exact norms
         self._decay = decay_of(algo.snr)
         self._between = self._within = self._weight = 0.0
 
     def observe(self, stats: GradientStats) -> None:
         """Add a step; one without folds or exact norms is left out."""
-        if not self._defined:
-            return
         size, whole, other = self._group_size, folds(stats, self._num_prompts), samples(stats, self._num_prompts)
-        if not (whole.defined and other.defined):
+        self._measured = self._defined and whole.defined and other.defined
+        if not self._measured:
             return
         shared = 1.0 if self._alone else 1 + 1 / (size - 1) ** 2
         cross = (whole.signal + self._num_prompts * (other.signal - whole.signal)) * size / (size - 1) / shared
@@ -97,8 +110,8 @@ class NoiseSplit:
         return 1 + math.sqrt(self._within * (self._group_size - 1) / self._between)
 
     def metrics(self) -> dict[str, float]:
-        """The averages so far, without undefined values."""
-        if not self._weight:
+        """The averages so far, without undefined values; {} after a step that was left out."""
+        if not self._measured:
             return {}
         found = {
             "snr/between": self._between / self._weight,
@@ -109,11 +122,9 @@ class NoiseSplit:
 
     def state_dict(self) -> dict[str, Any]:
         """JSON-compatible."""
-        sums = {"between": self._between, "within": self._within, "weight": self._weight}
-        return sums | {"num_prompts": self._num_prompts, "group_size": self._group_size}
+        return {"between": self._between, "within": self._within, "weight": self._weight} | self._of
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Continue from `state_dict`. Averages of another Q or G are ignored; an earlier version did not save these."""
-        own = (self._num_prompts, self._group_size)
-        if (state.get("num_prompts", own[0]), state.get("group_size", own[1])) == own:
+        """Continue from `state_dict`; averages of another Q, G or baseline are ignored. Older versions lack these."""
+        if all(state.get(name, value) == value for name, value in self._of.items()):
             self._between, self._within, self._weight = state["between"], state["within"], state["weight"]

@@ -17,6 +17,7 @@ from typing import Any
 
 import torch.distributed as dist
 
+from oblr_megatron.algo.rate_controls import CONTROLS
 from oblr_megatron.checkpoint import store
 from oblr_megatron.checkpoint.hf_dir import HFDir
 from oblr_megatron.checkpoint.store import CheckpointError, Manifest
@@ -31,7 +32,7 @@ logger = logging.getLogger(__name__)
 NEWEST = "newest"
 EXPORTS = ("hf", "hf_best")  # in a run directory
 HF_CONFIG = "hf/config.json"  # in a checkpoint
-CARRIED = ("seed", "model.dtype", "optimizer.name", "algo.schedule", "algo.snr.estimator")
+CARRIED = ("seed", "model.dtype", "optimizer.name", "algo.schedule", "algo.snr.estimator", "algo.snr.reference")
 """Settings that must equal those of the checkpoint, because its state depends on them."""
 
 
@@ -132,7 +133,8 @@ def check_fits(checkpoint: Checkpoint, config: Config, model: HFDir) -> None:
     if before is None:
         fix = "convert it with oblr-megatron convert to-hf and set model.path to the result"
         raise CheckpointError("the checkpoint holds only weights, not the state of a run", where=where, fix=fix)
-    for name in CARRIED:
+    # A control schedule arranges the rates of num_steps steps: with another number, some come twice and others never.
+    for name in (*CARRIED, "num_steps") if config.algo.schedule in CONTROLS else CARRIED:
         old, new = flatten(before).get(name), flatten(now)[name]
         if old is not None and old != new:  # a checkpoint of an earlier version may not know the setting
             what = f"the checkpoint was made with {name} {old!r}, but the config has {new!r}"

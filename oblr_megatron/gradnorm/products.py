@@ -109,7 +109,7 @@ def batch_sq_norms(x: Tensor, dy: Tensor, method: Method = "auto") -> Tensor:
         norms = pairs.sum(dim=(1, 2))
     else:
         _add_gram(norms, x, dy, tiles)
-    return norms
+    return norms.clamp_(min=0)  # the Gram form of a gradient near 0 may round to a negative sum
 
 
 def _square(factor: Tensor) -> Tensor:

@@ -34,10 +34,10 @@ def momentum_of(policy: Policy, config: Config) -> GradientMomentum | None:
 
 
 class GradientMomentum:
-    """m_t = m_{t-1} + (g_t - m_{t-1}) / horizon from m = 0, read as m / (1 - (1 - 1/horizon)^count).
+    """m_t = m_{t-1} + (g_t - m_{t-1}) / horizon from m = 0, read as m / weight, the sum of the gradients' weights in m.
 
-    The correction makes the average of a constant gradient that gradient. The horizon is more than 1 step. Every rank
-    creates one.
+    The correction makes the average of a constant gradient that gradient, also if a resumed run has another horizon.
+    The horizon is more than 1 step. Every rank creates one.
     """
 
     def __init__(self, policy: Policy, horizon: float) -> None:
@@ -48,7 +48,7 @@ class GradientMomentum:
             name: torch.zeros_like(main_grad(parameter).flatten()[spans[parameter]])
             for name, parameter in policy.named_parameters()
         }
-        self._count = 0  # gradients averaged so far
+        self._weight = 0.0
 
     def take(self, sq_norm: float) -> float:
         """<main_grad, average so far> over all ranks; then add main_grad to the average. Collective.
@@ -59,12 +59,11 @@ class GradientMomentum:
         if not 0 < sq_norm < math.inf:
             return math.nan
         found = math.nan
-        if self._count:
-            weight = 1 - (1 - 1 / self._horizon) ** self._count
-            found = over_parameters(self._policy, lambda name, grad: dot(grad, self._sums[name])) / weight
+        if self._weight:
+            found = over_parameters(self._policy, lambda name, grad: dot(grad, self._sums[name])) / self._weight
         for name, parameter in self._policy.named_parameters():
             self._sums[name].lerp_(main_grad(parameter).flatten()[self._spans[name]], 1 / self._horizon)
-        self._count += 1
+        self._weight += (1 - self._weight) / self._horizon
         return found
 
     def sharded_state_dict(self, model_state: dict[str, Any]) -> dict[str, Any]:
@@ -79,10 +78,11 @@ class GradientMomentum:
             name: pieces(cuts[index], "gradient_momentum", self._sums[name], self._spans[name], alone=alone)
             for index, name in enumerate(names)
         }
-        return {"sums": sums, "count": self._count}
+        return {"sums": sums, "weight": self._weight}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Restore from a `sharded_state_dict` that a checkpoint was loaded into."""
         for name, tensor in self._sums.items():
             put_back(tensor, state["sums"].get(name, {}))
-        self._count = int(state["count"])
+        earlier = 1 - (1 - 1 / self._horizon) ** int(state.get("count", 0))  # a checkpoint of an earlier version
+        self._weight = float(state.get("weight", earlier))

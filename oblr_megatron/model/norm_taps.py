@@ -38,7 +38,7 @@ def torch_norms(module: nn.Module, tap: Tap) -> Iterator[tuple[nn.Module, Callab
 
 def _forward(tap: Tap, norm: Any, x: Tensor) -> Tensor:
     bias = getattr(norm, "bias", None)
-    eps = torch.finfo(x.dtype).eps if norm.eps is None else norm.eps
+    eps = torch.finfo(torch.promote_types(x.dtype, torch.float32)).eps if norm.eps is None else norm.eps  # as torch
     return _TappedNorm.apply(x, norm.weight, bias, eps, isinstance(norm, nn.LayerNorm), tap)
 
 

@@ -122,6 +122,11 @@ class Tap(Replacements):
         finally:
             self.sink = before
 
+    @property
+    def installed(self) -> bool:
+        """Whether modules are tapped."""
+        return bool(self.weights)
+
     def remove(self) -> None:
         """Restore all tapped modules."""
         self.restore()

@@ -13,6 +13,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import replace
@@ -74,7 +75,8 @@ def per_sample_sq_grad_norms(
         [n] fp64 in the order of the microbatches' samples, the same on every rank of the replica.
 
     Raises:
-        UserError: the model or its layout is not supported, or the loss has another shape.
+        UserError: the model or its layout is not supported; the handle's `with` block has ended; a token id is outside
+            the vocabulary; or the loss has another shape.
     """
     with _prepared(model, microbatches, mode, summed=False) as (handle, batches):
         loss_of = partial(_total, loss, None)
@@ -105,7 +107,7 @@ def weighted_grad_sum(
         mode: see above. "stash" keeps n gradients, "bookkeep" the factors of all microbatches.
 
     Raises:
-        UserError: mode "inline" with a function, or as in `per_sample_sq_grad_norms`.
+        UserError: mode "inline" with a function, a weight is not finite, or as in `per_sample_sq_grad_norms`.
     """
     if mode == "inline" and not isinstance(weights, torch.Tensor):
         raise UserError(
@@ -131,7 +133,12 @@ def clipped_grad_sum(
     """`weighted_grad_sum` with c_i = min(1, max_norm / ||grad_i||), as in DP-SGD (arXiv 1607.00133, Algorithm 1).
 
     A sample with a norm that is not finite has c = 0. Noise is the caller's: see docs/norms_library.md.
+
+    Raises:
+        UserError: max_norm is not above 0, or as in `weighted_grad_sum`.
     """
+    if not 0 < max_norm < math.inf:
+        raise UserError(f"max_norm is {max_norm}", where="clipped_grad_sum", fix="give a finite number above 0")
 
     def clipped(sq_norms: Tensor) -> Tensor:
         scale = (max_norm / sq_norms.sqrt()).clamp(max=1.0)  # 1 for a norm of 0
@@ -185,8 +192,12 @@ def _prepared(
 ) -> Iterator[tuple[TappedModel, list[TokenBatch]]]:
     """The tapped model, with room for gradients, and its microbatches with numbered samples."""
     with nullcontext(model) if isinstance(model, TappedModel) else tapped(model) as handle:
+        if not handle.tap.installed:
+            fix = "call it inside the block, or give it the model"
+            raise UserError("the handle is used after its `with tapped(...)` block", where="model", fix=fix)
         _check_mode(mode, handle)
         batches, count = list(microbatches), 0
+        _check_ids(handle, batches)
         if mode == "stash" or rules_need_single_samples(classify(handle)):
             batches = [single for batch in batches for single in single_samples(batch)]
         for index, batch in enumerate(batches):
@@ -196,6 +207,15 @@ def _prepared(
         _check_counts(handle, len(batches))
         with gradient_space(handle, summed=summed):
             yield handle, batches
+
+
+def _check_ids(model: TappedModel, batches: Sequence[TokenBatch]) -> None:
+    """The tapped embedding takes an id that no rank has as one that another rank has."""
+    size = model.modules[0].vocab_size
+    for batch in batches:
+        if batch.input_ids.numel() and not 0 <= int(batch.input_ids.min()) <= int(batch.input_ids.max()) < size:
+            what = f"a token id is outside the vocabulary of {size}"
+            raise UserError(what, where="microbatches", fix="tokenize with the model's own tokenizer")
 
 
 def _check_counts(model: TappedModel, count: int) -> None:
@@ -262,6 +282,10 @@ def _factors(weights: Tensor | Weights, count: int, norms: Tensor | None = None)
             where="weights",
             fix="give one weight a sample: [n]",
         )
+    wrong = found.isfinite().logical_not().nonzero().flatten().tolist()
+    if wrong:
+        what = f"the weight of sample {wrong[0]} is {float(found[wrong[0]])}"
+        raise UserError(what, where="weights", fix="give finite weights; 0 leaves a sample out")
     return found
 
 

@@ -40,6 +40,7 @@ SCHEDULE: Mapping[str, Any] = {
 """Fields of megatron-core's configuration while a pass runs."""
 
 REFUSED: Mapping[str, tuple[tuple[Any, ...], str]] = {
+    "fp16": ((False,), "a pass has no loss scale, so that small gradients become 0"),
     "moe_aux_loss_coeff": ((0, None), "router losses mix samples"),
     "moe_z_loss_coeff": ((0, None), "router losses mix samples"),
     "moe_router_load_balancing_type": (

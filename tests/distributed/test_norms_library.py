@@ -9,7 +9,10 @@ Not covered: Transformer Engine's layers, CUDA.
 from __future__ import annotations
 
 import math
+import re
+import zlib
 from functools import partial
+from itertools import combinations
 from pathlib import Path
 from typing import Any
 
@@ -206,3 +209,40 @@ def test_every_mode_equals_autograd(world_size: int, oracles: Path) -> None:
         wrong = {case: error for case, error in rank.items() if not error <= tolerance(*case)}
         assert not wrong, wrong
         assert {name for name, _ in rank} == cases.keys() and len(rank) > 10 * len(cases)
+
+
+def noise_of_docs(recipe: str, family: str, sizes: dict[str, Any]) -> list[tuple[str, Tensor, Tensor]]:
+    """(name, weight, noise) of each parameter on this rank; a tied embedding is left to the user."""
+    with groups(**{name: size for name, size in sizes.items() if name != "sp"}):
+        chunks = [wrapped(model, False) for model in build(family, vp=sizes.get("vp"), sp=sizes.get("sp", False))]
+        names = {"chunks": chunks, "parallel_state": parallel_state, "torch": torch, "zlib": zlib}
+        exec(recipe, names | {"run_seed": 1, "step": 2, "sigma": 1.0, "max_norm": 1.0})
+        return [
+            (name, param.detach(), param.main_grad.clone())
+            for chunk in chunks
+            for name, param in chunk.named_parameters()
+            if "word_embeddings" not in name and "output_layer" not in name
+        ]
+
+
+@pytest.mark.parametrize(
+    ("family", "sizes"),
+    [
+        ("moe", {"ep": 2}),
+        ("moe", {"tp": 2, "etp": 1, "sp": True}),
+        ("qwen2", {"tp": 2}),
+        ("qwen2", {"pp": 2, "vp": 2}),
+    ],
+)
+def test_copies_have_one_noise_and_shards_their_own(family: str, sizes: dict[str, Any]) -> None:
+    """The recipe of docs/norms_library.md: the noise of two parameters is equal exactly where the weights are."""
+    page = (Path(__file__).parents[2] / "docs/norms_library.md").read_text(encoding="utf-8")
+    (recipe,) = re.findall(r"```python\n(for number, chunk .*?)```", page, re.DOTALL)
+    found = [each for rank in run_ranks(noise_of_docs, 2, recipe, family, sizes) for each in rank]
+    same = 0
+    for (name, weight, noise), (other, other_weight, other_noise) in combinations(found, 2):
+        if weight.shape == other_weight.shape:
+            equal = torch.equal(weight, other_weight)
+            assert torch.equal(noise, other_noise) == equal, (name, other)
+            same += equal
+    assert len(found) > 20 and bool(same) != ("pp" in sizes)

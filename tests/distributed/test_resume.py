@@ -192,6 +192,14 @@ def test_a_damaged_checkpoint_is_named_and_an_older_one_taken(
         (("run_dir={run}",), "run_dir holds a run"),
         (("checkpoint.resume={weights}",), "holds only weights"),
         (("checkpoint.resume={sgd}", "optimizer.name=sgd", "optimizer.sgd_momentum=0.9"), "made without momentum"),
+        (
+            ("checkpoint.resume={run}/checkpoints/step_00000004", "algo.snr.reference=one"),
+            "algo.snr.reference 'warmup'",
+        ),
+        (
+            ("checkpoint.resume={control}", "algo.schedule=shuffled", "algo.schedule_from={run}", "num_steps=6"),
+            "made with num_steps 8, but the config has 6",
+        ),
     ],
 )
 def test_a_checkpoint_that_does_not_belong_is_refused(
@@ -202,8 +210,9 @@ def test_a_checkpoint_that_does_not_belong_is_refused(
     shutil.copytree(checkpoints_of(unbroken)[0], foreign, ignore=shutil.ignore_patterns("checkpoint.json"))
     other = make_inputs(tmp_path, num_hidden_layers=4) / "model"
     weights = run_ranks(converted, 1, inputs / "model", tmp_path / "weights")[0]
-    sgd = with_config(unbroken, tmp_path / "sgd", {"name": "sgd", "sgd_momentum": 0.0})
-    places = {"foreign": foreign, "run": unbroken, "other": other, "weights": weights, "sgd": sgd}
+    sgd = with_config(unbroken, tmp_path / "sgd", "optimizer", {"name": "sgd", "sgd_momentum": 0.0})
+    control = with_config(unbroken, tmp_path / "control", "algo", {"schedule": "shuffled"})
+    places = {"foreign": foreign, "run": unbroken, "other": other, "weights": weights, "sgd": sgd, "control": control}
     filled = [override.format(**places) for override in overrides]
     said = train(config_of(inputs, tmp_path / "new", *filled), status=2)
     lines = [line for line in said.splitlines() if line.startswith("error: ")]
@@ -211,11 +220,11 @@ def test_a_checkpoint_that_does_not_belong_is_refused(
     assert not (tmp_path / "new").exists()
 
 
-def with_config(run_dir: Path, copy: Path, optimizer: dict[str, Any]) -> Path:
-    """A copy of the run's checkpoint of step 4; its manifest names another optimizer."""
+def with_config(run_dir: Path, copy: Path, section: str, values: dict[str, Any]) -> Path:
+    """A copy of the run's checkpoint of step 4; its manifest has other values in a section of the configuration."""
     shutil.copytree(run_dir / "checkpoints" / "step_00000004", copy)
     found = store.read_manifest(copy)
-    found.state["config"]["optimizer"] |= optimizer
+    found.state["config"][section] |= values
     (copy / store.MANIFEST).write_bytes(store._render(found))
     return copy
 

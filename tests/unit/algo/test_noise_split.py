@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import json
 import math
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -14,12 +15,12 @@ import torch
 
 from oblr_megatron.algo.baseline import advantages
 from oblr_megatron.algo.formulas import History
-from oblr_megatron.algo.noise_split import NoiseSplit
+from oblr_megatron.algo.noise_split import MEANS, NoiseSplit
 from oblr_megatron.config.algo import AlgoConfig
 from oblr_megatron.types import GradientStats
 
 Q, G, STEPS = 8, 3, 3000
-BASELINES = ["rloo", "none", "pooled_mean"]
+BASELINES = ["rloo", "none", "pooled_mean", "optimal", "length_loo"]
 
 
 def stats_of_steps(toy, name: str) -> list[GradientStats]:
@@ -55,7 +56,7 @@ def test_both_parts_are_the_exact_variances(toy, name: str) -> None:
     assert found["snr/between"] == pytest.approx(between, rel=0.1)
     assert found["snr/within"] == pytest.approx(noise - between, rel=0.1)
     within = found["snr/within"] * (G - 1)
-    wanted = 1 + math.sqrt(within / found["snr/between"]) if name == "rloo" else 1.0
+    wanted = 1 + math.sqrt(within / found["snr/between"]) if name in MEANS else 1.0
     assert found["snr/best_group_size"] == pytest.approx(wanted)
 
 
@@ -67,6 +68,8 @@ def test_both_parts_are_the_exact_variances(toy, name: str) -> None:
         ({"baseline": "group_mean"}, 4),
         ({"baseline": "rloo", "aggregation": "token_mean"}, 4),
         ({"baseline": "rloo", "kl_coefficient": 0.1}, 4),
+        *(({"baseline": name}, 4) for name in ("rloo_prior", "james_stein", "median_loo", "optimal_prior")),
+        ({"baseline": "optimal_pooled"}, 4),
     ],
 )
 def test_it_is_left_out_where_it_is_not_defined(toy, options: dict[str, Any], size: int) -> None:
@@ -75,11 +78,11 @@ def test_it_is_left_out_where_it_is_not_defined(toy, options: dict[str, Any], si
     assert split.metrics() == {}
 
 
-@pytest.mark.parametrize("router_losses", [False, True])
-def test_it_is_left_out_with_a_router_loss(toy, router_losses: bool) -> None:
-    split = NoiseSplit(AlgoConfig(baseline="rloo"), Q, G, router_losses=router_losses)
+@pytest.mark.parametrize("reason", ["", "router_losses", "chosen"])
+def test_it_is_left_out_with_a_router_loss_or_chosen_groups(toy, reason: str) -> None:
+    split = NoiseSplit(AlgoConfig(baseline="rloo"), Q, G, **({reason: True} if reason else {}))
     split.observe(stats_of_steps(toy, "rloo")[0])
-    assert bool(split.metrics()) is not router_losses
+    assert bool(split.metrics()) is not bool(reason)
 
 
 def test_a_step_without_norms_or_folds_is_left_out() -> None:
@@ -98,6 +101,18 @@ def test_the_state_survives_json(toy) -> None:
     for each in (split, copy):
         each.observe(stats[8])
     assert copy.metrics() == split.metrics() != {}
+
+
+def test_averages_of_an_earlier_configuration_are_not_logged(toy) -> None:
+    split, other = NoiseSplit(AlgoConfig(baseline="rloo"), Q, G), NoiseSplit(AlgoConfig(baseline="none"), Q, G)
+    step = stats_of_steps(toy, "rloo")[0]
+    split.observe(step)
+    other.load_state_dict(split.state_dict())
+    assert other.state_dict()["weight"] == 0
+    split.observe(replace(step, sample_sq_norm=math.nan))
+    assert split.metrics() == {}, "norms are no longer measured"
+    split.observe(step)
+    assert split.metrics()
 
 
 @pytest.mark.parametrize(("num_prompts", "size"), [(2 * Q, G), (Q, 2 * G)])

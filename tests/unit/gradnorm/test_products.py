@@ -53,6 +53,15 @@ def test_memory_is_that_of_tiles(method):
     assert 0 < largest.numel <= 16 * 16
 
 
+def test_a_norm_of_tokens_that_cancel_is_not_negative():
+    """One input for all tokens, and output gradients with the sum 0: rounding decides the sign of the Gram form."""
+    random = torch.Generator().manual_seed(0)
+    for _ in range(20):
+        x = torch.randn(1, 1, 24, generator=random).expand(1, 16, 24)
+        dy = torch.randn(1, 16, 32, generator=random)
+        assert float(batch_sq_norms(x, dy - dy.mean(1, keepdim=True), "gram")) >= 0
+
+
 def test_factors_of_two_dtypes_are_refused():
     with pytest.raises(AssertionError, match="float64"):
         batch_sq_norms(torch.zeros(1, 2, 3), torch.zeros(1, 2, 3, dtype=torch.float64))

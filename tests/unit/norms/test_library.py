@@ -48,6 +48,7 @@ def ddp(model: Any, **options: Any) -> DistributedDataParallel:
         ("moe", "moe_token_dispatcher_type", "allgather"),
         ("moe", "moe_expert_capacity_factor", 1.0),
         ("moe", "moe_router_load_balancing_type", "sinkhorn"),
+        ("gpt", "fp16", True),
         ("gpt", "hidden_dropout", 0.1),
         ("gpt", "attention_dropout", 0.1),
         ("gpt", "mtp_num_layers", 1),
@@ -112,6 +113,8 @@ def scalar(logits: Tensor, batch: Batch) -> Tensor:
         ("weights", {"weights": ONES[:3], "mode": "inline"}),
         ("weighted_grad_sum", {"weights": torch.sqrt, "mode": "inline"}),
         ("loss", {"loss": scalar}),
+        ("weights", {"weights": ONES / torch.tensor([1.0, 0.0, 1.0, 1.0])}),
+        ("weights", {"weights": lambda w: w * math.nan, "mode": "stash"}),
     ],
 )
 def test_wrong_arguments_are_refused(where: str, options: dict[str, Any]) -> None:
@@ -119,6 +122,42 @@ def test_wrong_arguments_are_refused(where: str, options: dict[str, Any]) -> Non
     with pytest.raises(UserError) as error:
         weighted_grad_sum(build("qwen2")[0], samples(), **arguments)
     assert error.value.where == where
+
+
+@pytest.mark.parametrize("max_norm", [0.0, -1.0, math.nan, math.inf])
+def test_a_clipping_norm_must_be_a_positive_number(max_norm: float) -> None:
+    with pytest.raises(UserError, match="max_norm is"):
+        clipped_grad_sum(build("gpt")[0], samples(), mean_cross_entropy, max_norm)
+
+
+def test_a_handle_ends_with_its_block() -> None:
+    (model,) = build("gpt")
+    with tapped(model) as handle:
+        pass
+    with pytest.raises(UserError, match="after its `with"):
+        per_sample_sq_grad_norms(handle, samples(), mean_cross_entropy)
+
+
+@pytest.mark.parametrize("wrong", [-1, 10**6])
+def test_a_token_outside_the_vocabulary_is_refused(wrong: int) -> None:
+    batches = samples()
+    batches[2].input_ids[0, 1] = wrong
+    with pytest.raises(UserError, match="outside the vocabulary"):
+        per_sample_sq_grad_norms(build("gpt")[0], batches, mean_cross_entropy)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+def test_a_norm_without_an_eps_computes_as_before(dtype: torch.dtype) -> None:
+    (model,) = build("qwen2")
+    model = model.to(dtype)
+    norms = [child for child in model.modules() if isinstance(child, nn.RMSNorm)]
+    x = torch.linspace(-0.02, 0.02, norms[0].weight.numel(), dtype=dtype)
+    for norm in norms:
+        norm.eps = None
+    plain = [norm(x) for norm in norms if norm.weight.shape == x.shape]
+    with tapped(model):
+        found = [norm(x) for norm in norms if norm.weight.shape == x.shape]
+    assert len(plain) > 2 and all(torch.equal(one, other) for one, other in zip(plain, found, strict=True))
 
 
 @pytest.mark.parametrize("mode", ["two_pass", "stash", "bookkeep", "inline"])
