@@ -77,7 +77,7 @@ class Inputs:
 def preflight(config: Config, world_size: int, *, owns_run_dir: bool = True) -> Inputs:
     """Check a run and open its inputs.
 
-    One rank `owns_run_dir`: it checks the run directory, because it will write there.
+    One rank `owns_run_dir`: it also checks the run directory and the servers, because no other rank uses them.
 
     Raises:
         UserError: the first problem.
@@ -97,8 +97,8 @@ def preflight(config: Config, world_size: int, *, owns_run_dir: bool = True) -> 
         checkpoints = find_saved(config, model)
     norms = None if config.rollout.only else choose_mode(model, config, checkpoints, world_size)
     check_settings(model.config, config, world_size, local_world_size(world_size), on_gpu=torch.cuda.is_available())
-    if config.rollout.replay is None and config.rollout.servers:
-        check_servers(config)
+    if owns_run_dir and config.rollout.replay is None and config.rollout.servers:
+        check_servers(config)  # only this rank talks to them
     if config.rollout.own_engines:
         check_installed(config.rollout.speculation, "config: rollout.speculation")
         check_processor(config.rollout.vllm, on_gpu=torch.cuda.is_available())

@@ -60,10 +60,14 @@ _REASONS: dict[str, str] = {
 OWNED: dict[str, str] = {name: reason for reason, names in _REASONS.items() for name in names.split()}
 """Name -> reason."""
 
+_WHOLE_PROMPT = "a CPU engine must take a whole prompt in one step"
 OWNED_ON_CPU: dict[str, str] = {
     "enforce_eager": "engines on a CPU compile nothing",
     "enable_chunked_prefill": "a prompt in two steps rewinds a generator, which a CPU generator cannot do",
-    "max_num_batched_tokens": "a CPU engine must take a whole prompt in one step",
+    "max_num_batched_tokens": _WHOLE_PROMPT,
+    "max_num_scheduled_tokens": _WHOLE_PROMPT,
+    "long_prefill_token_threshold": _WHOLE_PROMPT,
+    "use_fp64_gumbel": "rollout.speculation counts the draws of a CPU engine's own noise",
 }
 
 CACHE_BYTES = {"fp8": 1, "fp8_e4m3": 1, "fp8_e5m2": 1, "half": 2, "float16": 2, "bfloat16": 2, "float": 4, "float32": 4}

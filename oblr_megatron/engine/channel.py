@@ -65,7 +65,9 @@ class Channel:
 
     def ready(self) -> bool:
         """Whether a message, or the end of the stream, can be read."""
-        return bool(select.select([self._socket], [], [], 0)[0])
+        poll = select.poll()  # select.select takes no descriptor above 1023
+        poll.register(self._socket, select.POLLIN)
+        return bool(poll.poll(0))
 
     def writer(self) -> Channel:
         """A second channel on this socket, for a thread that only sends. Each channel has its own deadlines."""

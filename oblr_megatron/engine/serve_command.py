@@ -296,7 +296,12 @@ def _share(text: str) -> float:
 
 
 def _is_wildcard(host: str) -> bool:
+    """Whether the host, in any spelling, stands for all interfaces. Examples: "0.0.0.0", "0", "::ffff:0.0.0.0"."""
+    if not host:
+        return True
     try:
-        return ip_address(host).is_unspecified
-    except ValueError:
-        return host == ""
+        found = socket.getaddrinfo(host, None, type=socket.SOCK_STREAM)
+    except OSError:
+        return False  # `check_address` reports it
+    addresses = [ip_address(str(sockaddr[0]).partition("%")[0]) for *_, sockaddr in found]
+    return any((getattr(one, "ipv4_mapped", None) or one).is_unspecified for one in addresses)

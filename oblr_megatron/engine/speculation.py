@@ -125,7 +125,7 @@ class BreakEven:
         return (sequences <= self.below) != (block % LOOK_AGAIN == 0)
 
     def record(self, sequences: int, *, drafts: bool, seconds: float, tokens: int) -> None:
-        """Note a decode step.
+        """Note a decode step. One in which some sequence got no token computed a part of a prompt, and does not count.
 
         Args:
             sequences: of the step.
@@ -133,6 +133,8 @@ class BreakEven:
             seconds: that it took, the search for drafts included.
             tokens: that it added to all sequences together.
         """
+        if tokens < sequences:
+            return
         steps = self._steps[sequences.bit_length(), drafts]
         steps.seconds.append(seconds)
         steps.tokens.append(tokens / sequences)

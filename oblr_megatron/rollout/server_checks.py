@@ -14,7 +14,7 @@ from oblr_megatron.checkpoint.hf_dir import checkpoint_shapes
 from oblr_megatron.checks.lengths import max_model_len
 from oblr_megatron.checks.vllm_options import serve_words
 from oblr_megatron.config import Config
-from oblr_megatron.engine.http_messages import PROTOCOL, Info, shapes_digest
+from oblr_megatron.engine.http_messages import PROTOCOL, Holding, Info, shapes_digest
 from oblr_megatron.engine.plugin import NCCL_BACKEND, SERVER_SHM_BACKEND
 from oblr_megatron.errors import Problem, RunError, UserError
 from oblr_megatron.rollout.placement import engine_dtype
@@ -31,10 +31,13 @@ def check_servers(config: Config) -> None:
         _check_url(url)
     if len(set(urls)) < len(urls):
         raise UserError(f"a server is listed twice: {', '.join(urls)}", where=WHERE, fix="list each server once")
+    named: dict[str, str] = {}  # the URL of each server process
     for url, answer in zip(urls, asyncio.run(_ask_all(urls, config.rollout.api_key_env)), strict=True):
         if isinstance(answer, BaseException):
             raise answer
         _check_info(url, answer, config)
+        if (first := named.setdefault(answer.instance, url)) != url:
+            raise UserError(f"{first} and {url} are one server", where=WHERE, fix="list each server once")
 
 
 async def _ask_all(urls: tuple[str, ...], variable: str) -> list[Info | BaseException]:
@@ -99,6 +102,9 @@ def _misfits(info: Info, config: Config) -> Iterator[Problem]:
     if info.vllm != rollout.vllm:
         what = f"was started with the vLLM options {info.vllm}, but rollout.vllm is {rollout.vllm}"
         yield what, f"start it with {shlex.join(serve_words(rollout.vllm)) or 'no --vllm'}, or set rollout.vllm"
+    if rollout.only and info.holding != Holding():
+        what = "holds weights that a trainer pushed, but --rollout-only samples from those of the checkpoint"
+        yield what, "start it again"
     longest = max_model_len(config)
     if info.max_model_len < longest:
         what = f"takes {info.max_model_len} tokens of prompt and response together, but the run needs {longest}"

@@ -148,9 +148,10 @@ class VllmServer:
                 self._session.request(method, self.url + path, data=payload, headers=self._headers) as response,
             ):
                 status, text = response.status, await response.read()
-        except TimeoutError:
-            raise ServerLostError(str(DeadlineError(self.owner, what, round(seconds, 1)))) from None
         except (aiohttp.ClientError, OSError) as error:
+            # asyncio's timeout is the deadline. aiohttp's, for a connection that nobody accepts, is also a ClientError.
+            if isinstance(error, TimeoutError) and not isinstance(error, aiohttp.ClientError):
+                raise ServerLostError(str(DeadlineError(self.owner, what, round(seconds, 1)))) from None
             reason = str(error) or type(error).__name__
             raise DroppedError(f"{self.name} was lost while {self.owner} waited for {what}: {reason}") from error
         if status != 200:

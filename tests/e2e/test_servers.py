@@ -247,13 +247,14 @@ def test_headers_and_bodies_have_limits(two, half_sent):
         assert connection.recv(12) == b"HTTP/1.1 413"
 
 
-def test_bad_servers_are_found_before_the_run(two, config_of, model_dir, tmp_path, monkeypatch):
+def test_bad_servers_are_found_before_the_run(two, config_of, engines_of, model, model_dir, tmp_path, monkeypatch):
     check_servers(config_of(two))
     other = make_hf_dir(tmp_path / "other", num_hidden_layers=1, head_dim=32)
     cases = [
         (config_of(["http://127.0.0.1:9"]), "http://127.0.0.1:9 "),
         (config_of(["ftp://host"]), "'ftp://host' "),
         (config_of([two[0], two[0]]), "twice"),
+        (config_of([two[0], two[0].url.replace("127.0.0.1", "localhost")]), "are one server"),
         (config_of([two[0]], dtype="bfloat16"), "float32.*bfloat16"),
         (config_of([two[0]], max_response_tokens=50), "64 .*74"),
         (make_config(other, tmp_path / "run", servers=[two[0].url]), str(other)),
@@ -262,6 +263,10 @@ def test_bad_servers_are_found_before_the_run(two, config_of, model_dir, tmp_pat
         with pytest.raises(UserError, match=message) as error:
             check_servers(config)
         assert error.value.where == "config: rollout.servers"
+    engines_of([two[0]]).push(Weights(model), 1)
+    with pytest.raises(UserError, match="weights that a trainer pushed") as error:
+        check_servers(config_of([two[0]], only=True))
+    assert error.value.fix == "start it again"
     monkeypatch.setenv("OBLR_API_KEY", "wrong")
     with pytest.raises(UserError, match=r"status 401.*API key"):
         check_servers(make_config(model_dir, tmp_path, servers=[two[0].url]))

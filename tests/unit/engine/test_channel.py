@@ -3,6 +3,8 @@
 Not covered: the processes at its ends (tests/e2e/test_rollout_failures.py).
 """
 
+import fcntl
+import resource
 import socket
 import threading
 import time
@@ -46,6 +48,18 @@ def test_an_answer_that_came_in_time_is_read_after_the_deadline(ends):
 def test_a_sender_gives_up_when_nobody_reads(ends):
     with pytest.raises(TimeoutError):
         ends[0].send(bytes(2**24), time.monotonic() + 0.3)
+
+
+def test_a_socket_with_a_high_number_is_ready(ends):
+    """A rank with many gloo groups has more than 1024 descriptors."""
+    limits = resource.getrlimit(resource.RLIMIT_NOFILE)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (min(2048, limits[1]), limits[1]))
+    left, right = socket.socketpair()
+    with left, socket.socket(fileno=fcntl.fcntl(right.detach(), fcntl.F_DUPFD, 1100)) as high:
+        assert not Channel(high).ready()
+        left.sendall(b"\0")
+        assert Channel(high).ready()
+    resource.setrlimit(resource.RLIMIT_NOFILE, limits)
 
 
 def test_half_a_message_is_no_message():

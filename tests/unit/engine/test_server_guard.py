@@ -104,7 +104,7 @@ def test_a_server_that_others_can_reach_needs_a_key():
         check_exposure("10.0.0.5", "", "NAME")
     assert error.value.where == "--host" and "NAME" in error.value.fix
     for key in (KEY, ""):
-        for host in ("0.0.0.0", "::", ""):
+        for host in ("0.0.0.0", "::", "", "0", "0x0", "000.0.0.0", "::ffff:0.0.0.0"):
             with pytest.raises(UserError) as error:
                 check_exposure(host, key, "NAME")
             assert error.value.what.startswith(repr(host))

@@ -81,6 +81,18 @@ def test_a_large_size_that_pays_does_not_count_above_one_that_does_not() -> None
     assert bound.below == 0
 
 
+def test_a_step_that_computes_a_part_of_a_prompt_does_not_count() -> None:
+    """Engines that cut long prompts into chunks take slow steps after which a sequence has no new token."""
+    bound, other = BreakEven(most=8), BreakEven(most=8)
+    for _ in range(200):
+        for drafts in (True, False):
+            other.record(4, drafts=drafts, seconds=1.0, tokens=3)
+            for each in (bound, other):
+                each.record(4, drafts=drafts, seconds=0.01 if drafts else 0.02, tokens=4)
+        assert other.choose(4) == bound.choose(4)
+    assert other.below == bound.below == 7
+
+
 def test_nothing_is_tried_above_the_most_and_a_fixed_bound_is_kept() -> None:
     bound = BreakEven(most=4)
     assert not any(bound.choose(5) for _ in range(1000))
