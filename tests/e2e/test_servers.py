@@ -16,9 +16,11 @@ import pytest
 import torch
 from transformers import Qwen3ForCausalLM
 
+from oblr_megatron.config import load_config
 from oblr_megatron.engine import http_messages as http
 from oblr_megatron.engine.protocol import SamplingRequest
 from oblr_megatron.errors import DamagedError, RunError, UserError
+from oblr_megatron.preflight import preflight
 from oblr_megatron.rollout.server_checks import check_servers
 from oblr_megatron.rollout.servers import ServerEngines
 from oblr_megatron.weights import shm
@@ -278,6 +280,8 @@ def test_an_unreachable_server_ends_the_command_with_status_2(tmp_path, tiny, ov
     assert result.returncode == 2
     assert "error: http://127.0.0.1:9 " in result.stderr
     assert "[config: rollout.servers]. Fix: " in result.stderr and "oblr-megatron serve" in result.stderr
+    other_rank = preflight(load_config(CONFIG, arguments), 1, owns_run_dir=False)
+    assert other_rank.stream is not None, "only rank 0 asks the servers"
 
 
 @pytest.mark.nightly
