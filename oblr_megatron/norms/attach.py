@@ -16,6 +16,7 @@ from typing import Any
 import torch.distributed as dist
 from megatron.core.distributed import DistributedDataParallel
 from megatron.core.models.gpt import GPTModel
+from megatron.core.transformer.module import Float16Module
 from megatron.core.transformer.transformer_config import TransformerConfig
 from torch import nn
 
@@ -27,7 +28,7 @@ from oblr_megatron.model.tapped import TappedModel, unwrapped
 from oblr_megatron.model.taps import Tap, install
 from oblr_megatron.model.te_taps import install_te
 from oblr_megatron.norms.own_gradients import OwnGradients
-from oblr_megatron.padding import Padding
+from oblr_megatron.padding import FP8_TOKENS, Padding
 
 SCHEDULE: Mapping[str, Any] = {
     "calculate_per_token_loss": True,  # the loss is not divided
@@ -51,6 +52,7 @@ REFUSED: Mapping[str, tuple[tuple[Any, ...], str]] = {
     "moe_router_enable_expert_bias": ((False,), "a pass for norms would count its tokens again"),
     "moe_expert_capacity_factor": ((None,), "dropped tokens depend on other samples"),
     "moe_shared_expert_intermediate_size": ((None,), "shared experts are untested"),
+    "multi_latent_attention": ((False,), "the norms of its latents are untested"),
     "mtp_num_layers": ((None, 0), "multi-token prediction adds a loss of its own"),
     "defer_embedding_wgrad_compute": ((False,), "the output layer's gradient would come after backward"),
     "delay_wgrad_compute": ((False,), "weight gradients would come after backward"),
@@ -106,6 +108,12 @@ def tapped(model: nn.Module | Sequence[nn.Module]) -> Iterator[TappedModel]:
 
 def _check(chunk: nn.Module) -> None:
     """Refuse what the passes cannot measure, with the module or field and the fix."""
+    wrapper = chunk
+    while hasattr(wrapper, "module"):
+        if not isinstance(wrapper, (DistributedDataParallel, Float16Module)):
+            fix = "wrap it in megatron-core's DistributedDataParallel, or in nothing"
+            raise UserError(f"the model is wrapped in a {type(wrapper).__name__}", where="model", fix=fix)
+        wrapper = wrapper.module
     module = unwrapped(chunk)
     if not isinstance(module, GPTModel):
         raise UserError(
@@ -137,6 +145,9 @@ def _check_config(config: TransformerConfig, *, training: bool) -> None:
             where="TransformerConfig",
             fix="set it to 'alltoall'",
         )
+    if config.fp8 and config.fp8_recipe not in FP8_TOKENS:
+        fix = f"use one of {', '.join(FP8_TOKENS)}"
+        raise UserError(f"fp8_recipe is {config.fp8_recipe!r}, which is untested", where="TransformerConfig", fix=fix)
     for name, why in wrong.items():
         accepted = REFUSED[name][0][0] if name in REFUSED else 0.0
         raise UserError(

@@ -52,6 +52,7 @@ def ddp(model: Any, **options: Any) -> DistributedDataParallel:
         ("gpt", "hidden_dropout", 0.1),
         ("gpt", "attention_dropout", 0.1),
         ("gpt", "mtp_num_layers", 1),
+        ("gpt", "multi_latent_attention", True),
         ("gpt", "defer_embedding_wgrad_compute", True),
         ("gpt", "cpu_offloading", True),
     ],
@@ -62,6 +63,13 @@ def test_a_field_that_the_passes_cannot_measure_is_named(family: str, field: str
     with pytest.raises(UserError, match=field) as error:
         per_sample_sq_grad_norms(model, samples(), mean_cross_entropy)
     assert error.value.where == "TransformerConfig" and error.value.fix
+
+
+def test_an_unknown_fp8_recipe_is_refused() -> None:
+    (model,) = build("gpt")
+    model.config.fp8, model.config.fp8_recipe = "hybrid", "custom"
+    with pytest.raises(UserError, match="fp8_recipe is 'custom'"):
+        per_sample_sq_grad_norms(model, samples(), mean_cross_entropy)
 
 
 def test_dropout_is_accepted_where_it_does_nothing() -> None:
@@ -75,6 +83,8 @@ def test_other_models_and_wrappers_are_refused() -> None:
     with pytest.raises(UserError, match="Linear") as error:
         per_sample_sq_grad_norms(nn.Linear(2, 2), samples(), mean_cross_entropy)
     assert error.value.where == "model"
+    with pytest.raises(UserError, match="wrapped in a DataParallel"):
+        per_sample_sq_grad_norms(nn.DataParallel(build("gpt")[0]), samples(), mean_cross_entropy)
     wrapped = ddp(build("gpt")[0], overlap_grad_reduce=True)
     with pytest.raises(UserError) as error:
         per_sample_sq_grad_norms(wrapped, samples(), mean_cross_entropy)
