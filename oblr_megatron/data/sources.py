@@ -28,6 +28,7 @@ from oblr_megatron.rewards.gym import make_task
 
 _HUB_NAME = re.compile(r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*")
 _FILE_SUFFIXES = (".json", ".jsonl", ".parquet", ".csv", ".arrow", ".txt", ".gz")
+_NOT_READ = (".csv", ".tsv", ".arrow", ".gz", ".bz2", ".xz", ".zst", ".zip")
 _SAVED_TO_DISK = ("state.json", "dataset_dict.json")  # written by Dataset.save_to_disk
 BATCH_ROWS = 1024  # rows per read
 _REPEATED = ("huggingface_hub.utils._http", "datasets.packaged_modules.parquet.parquet")
@@ -196,6 +197,9 @@ def _file(path: Path) -> Iterator[Record]:
     if path.suffix == ".parquet":
         rows = _load(str(path), "load_dataset", "parquet", data_files=[str(path)], split="train", streaming=True)
         return _records(path.stem, rows, str(path))
+    if path.suffix in _NOT_READ:
+        fix = "write it as JSON lines or Parquet, for example with pandas"
+        raise UserError(f"{_CANNOT}: files of the kind {path.suffix} are not read", where=str(path), fix=fix)
     return _json_lines(path)
 
 

@@ -100,6 +100,9 @@ def test_a_pattern_reads_its_files_in_order_of_their_names(tmp_path: Path, token
     with pytest.raises(UserError, match=r"2 longer than .* 1 \(lines a:1: 4 tokens, b:1: 4 tokens\)"):
         read_prompts(data.train[0], data, tokenizer)
     refusal(tmp_path / "*.csv")
+    for name in ("rows.csv", "rows.jsonl.gz"):
+        (tmp_path / name).write_text("question,answer\n2+3?,5\n", encoding="utf-8")
+        assert "JSON lines or Parquet" in refusal(tmp_path / name).fix
 
 
 def test_a_directory_that_datasets_loads(tmp_path: Path) -> None:
