@@ -120,7 +120,7 @@ def check_hf_dir(path: str | Path, *, quantized: bool = False) -> HFDir:
         shapes = {name: size for name, size in shapes.items() if not name.endswith(SCALES)}
     check_tensors(config, shapes, path)
     files = tuple(sorted(listed)) if listed else (SINGLE,)
-    _check_alone(path, indexed=bool(listed))
+    _check_alone(path, listed)
     tied = bool(config.get("tie_word_embeddings", False))
     return HFDir(path=path, config=config, weight_files=files, shapes=shapes, tied=tied, num_bytes=num_bytes)
 
@@ -233,15 +233,21 @@ def listed_tensors(path: Path) -> dict[str, set[str]]:
     return listed
 
 
-def _check_alone(path: Path, *, indexed: bool) -> None:
-    """Refuse files that vLLM loads in addition: all *.safetensors without an index, and consolidated ones of Mistral.
+def _check_alone(path: Path, listed: Collection[str]) -> None:
+    """Refuse files that another program loads in addition to ours, or instead of them; `listed` are an index's shards.
 
-    For consolidated files vLLM also searches subdirectories, and then reads the directory in Mistral's own format.
+    vLLM loads all *.safetensors without an index, and consolidated ones of Mistral. For these it also searches
+    subdirectories, and then reads the directory in Mistral's own format. transformers prefers SINGLE to an index.
     """
-    others = [] if indexed else [file for file in path.glob("*.safetensors") if file.name != SINGLE]
+    others = [] if listed else [file for file in path.glob("*.safetensors") if file.name != SINGLE]
     for file in sorted([*path.rglob("consolidated*.safetensors"), *others]):
-        what = f"vLLM would load this file, too, or instead of {INDEX if indexed else SINGLE}"
+        what = f"vLLM would load this file, too, or instead of {INDEX if listed else SINGLE}"
         raise UserError(what, where=str(file), fix="move it to another directory")
+    if listed and set(listed) != {SINGLE} and (path / SINGLE).exists():
+        what = f"transformers would load this file instead of {INDEX}, which vLLM and the trainer read"
+        raise UserError(
+            what, where=str(path / SINGLE), fix=f"move it, or {INDEX} with its shards, to another directory"
+        )
 
 
 def _check_weights(
