@@ -18,7 +18,7 @@ from oblr_megatron.checkpoint import resume
 from oblr_megatron.checkpoint.hf_dir import HFDir, check_hf_dir
 from oblr_megatron.checkpoint.partials import disk_bytes
 from oblr_megatron.checkpoint.resume import Checkpoint
-from oblr_megatron.checkpoint.store import NoSpaceError, check_space, checkpoint_bytes
+from oblr_megatron.checkpoint.store import NoSpaceError, check_replaceable, check_space, checkpoint_bytes
 from oblr_megatron.checks.invariant import check_invariant
 from oblr_megatron.checks.layout import check_layout, heads_problem
 from oblr_megatron.checks.lengths import check_positions
@@ -105,6 +105,8 @@ def preflight(config: Config, world_size: int, *, owns_run_dir: bool = True) -> 
     if owns_run_dir:
         check_replay(config, int(model.config["vocab_size"]), model.fingerprint)
         check_room(config, model)
+        check_exports(config)
+        _ = model.copied  # reads what every save writes: the directory may disappear while the run trains
     return open_inputs(config, model, norms, checkpoints)
 
 
@@ -231,6 +233,18 @@ def check_room(config: Config, model: HFDir) -> None:
         keys = "checkpoint.every_steps, best_metric and exit_before_timeout_s"
         fix = f"choose a run_dir with more space, or leave out {keys} (every_steps = 0)"
         raise UserError(str(error), where="run_dir", fix=fix) from error
+
+
+def check_exports(config: Config) -> None:
+    """Refuse a run that could not write its exports at its end, for example because one is a file.
+
+    Raises:
+        UserError: names the obstacle.
+    """
+    saves = config.checkpoint
+    if saves.export_hf and not config.rollout.only:
+        for name in resume.EXPORTS if saves.best_metric else resume.EXPORTS[:1]:
+            check_replaceable(config.run_dir / name)
 
 
 def open_inputs(config: Config, model: HFDir, norms: ModeChoice | None, checkpoints: list[Checkpoint]) -> Inputs:

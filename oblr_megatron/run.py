@@ -188,18 +188,19 @@ class Run:
         Afterwards the policy may hold the best weights instead of the last.
 
         Raises:
-            RunError: the last checkpoint was not saved, so the run is not finished. Or the best is damaged.
+            RunError: the last checkpoint was not saved, so the run is not finished. Or the best is damaged. Or a
+                directory was not written.
         """
         failures = [] if self.unsaved is None else [f"{self.unsaved}; a resumed run begins at an older step"]
         if self.config.checkpoint.export_hf:
-            self._export("hf")
+            failures += self._export("hf")
             best = self.saver.path_of_best()
             damage = None if best is None else self._damage_of(best)
             if damage is not None:
-                failures.append(f"{self.config.run_dir} holds the last weights in hf, but no hf_best: {damage}")
+                failures.append(f"hf_best was not written: {damage}")
             elif best is not None:
                 load_weights(self.policy, best)
-                self._export("hf_best")
+                failures += self._export("hf_best")
         if failures:
             raise RunError("; ".join(failures))
 
@@ -207,8 +208,8 @@ class Run:
         """Save the state of a run that cannot go on. Collective.
 
         A loss before the update saves the state before the step. A loss after it saves the state after the step and
-        logs the metrics so far. Before the first update there is nothing to save, and nothing is saved between the
-        updates of a step: its weights would not fit the state.
+        logs the metrics so far. Before the first update there is nothing to save, and a state is not saved twice.
+        Nothing is saved between the updates of a step: its weights would not fit the state.
         """
         sampling = self.sampling
         if self.updated is not None and sampling.version == self.facts["step"]:
@@ -218,6 +219,10 @@ class Run:
             sampling.log(self.updated)
             self.logged, self.facts = self.updated, self._facts()
         if self.facts.get("step", sampling.start) == sampling.start:
+            return
+        self._tell(self.saver.wait())
+        if self.saver.newest == self.facts["step"]:
+            sampling.display.message(f"the run cannot go on; step {self.saver.newest} is saved")
             return
         self._save(background=False)
         sampling.display.message(f"the run cannot go on; {self.saver.wait()}")
@@ -269,10 +274,17 @@ class Run:
         if self.pools is not None and facts.get("pools") and comparable:  # absent before the run had such a baseline
             self.pools.load_state_dict(facts["pools"])
 
-    def _export(self, name: str) -> None:
-        """Write the weights; the export of an earlier process stays until then, because model.path may be in it."""
+    def _export(self, name: str) -> list[str]:
+        """Write the weights; return why that failed, equal on every rank.
+
+        The export of an earlier process stays until then, because model.path may be in it.
+        """
         replaces = self.config.checkpoint.resume != "none"
-        export_hf(self.policy, self.config.model.path, self.config.run_dir / name, replaces=replaces)
+        try:
+            export_hf(self.policy, self.sampling.model, self.config.run_dir / name, replaces=replaces)
+        except (UserError, RunError) as error:
+            return [f"{name} was not written: {error}"]
+        return []
 
 
 @contextmanager

@@ -1,13 +1,14 @@
 """Loads a Hugging Face directory into a policy, and exports a policy to a new directory.
 
     load_hf_weights(policy, path)
-    export_hf(policy, source_dir=path, target_dir=run_dir / "hf")
+    export_hf(policy, check_hf_dir(path), target_dir=run_dir / "hf")
 
 A round trip reproduces the source's tensors bit for bit, with names, shapes and dtypes.
 """
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import replace
@@ -19,12 +20,12 @@ import torch.distributed as dist
 from safetensors import safe_open
 from torch import Tensor
 
-from oblr_megatron.checkpoint.hf_dir import SINGLE, check_tensors, listed_tensors
-from oblr_megatron.checkpoint.hf_write import MAX_SHARD_BYTES, copy_description, whole_directory, write_weights
+from oblr_megatron.checkpoint.hf_dir import SINGLE, HFDir, check_tensors, listed_tensors
+from oblr_megatron.checkpoint.hf_write import MAX_SHARD_BYTES, whole_directory, write_description, write_weights
 from oblr_megatron.checkpoint.safetensors_io import DTYPES
-from oblr_megatron.checkpoint.store import check_absent
+from oblr_megatron.checkpoint.store import check_absent, check_replaceable
 from oblr_megatron.model.policy import Policy
-from oblr_megatron.runtime.collectives import attempt, raise_first
+from oblr_megatron.runtime.collectives import Outcome, attempt, raise_first
 from oblr_megatron.weights.export import MegatronWeights, TensorMeta
 from oblr_megatron.weights.names import HF_EMBEDDING, HF_OUTPUT, ModelShape, entry, split
 
@@ -64,7 +65,7 @@ def load_hf_weights(policy: Policy, path: Path) -> None:
 
 def export_hf(
     policy: Policy,
-    source_dir: Path,
+    source: HFDir,
     target_dir: Path,
     dtype: torch.dtype | None = None,
     *,
@@ -73,50 +74,52 @@ def export_hf(
 ) -> None:
     """Write a directory that transformers and vLLM load; collective, rank 0 writes.
 
-    The directory is written under a temporary name and renamed at the end, so that source_dir may be target_dir.
+    The directory is written under a temporary name and renamed at the end, so that it may be the source. If target_dir
+    is a link, what it names is written.
 
     Args:
         policy: its current weights are written.
-        source_dir: directory the policy was loaded from, for config, tokenizer and dtypes.
+        source: what the policy was loaded from, for config, tokenizer and dtypes; it may be gone from the disk.
         target_dir: must not exist, unless `replaces`.
         dtype: of all tensors; by default each keeps its dtype in the source.
         replaces: whether an older target_dir is replaced; it stays until the new one is complete.
         max_shard_bytes: larger models are written as several files with an index.
 
     Raises:
-        UserError: target_dir exists.
+        UserError: see `check_absent` and `check_replaceable`.
+        RunError: rank 0 cannot write. Every rank raises either error.
     """
-    _agree_on_target(target_dir, replaces=replaces)
+    rank, target = policy.parallel.rank, target_dir.resolve()
+    check = check_replaceable if replaces else check_absent
+    _agree(attempt(lambda: check(target) if rank == 0 else None))
     weights = MegatronWeights(policy)
-    if policy.parallel.rank == 0:
-        metadata = weights.metadata()
-        plan = _plan(metadata, source_dir, dtype)
-        stream = iter(weights) if len(plan) == len(metadata) else _with_output(weights)
-        with whole_directory(target_dir, replaces=replaces) as partial:
-            copy_description(source_dir, partial, dtype)
+    metadata = weights.metadata()
+    plan = _plan(metadata, source, dtype)
+    stream = iter(weights) if len(plan) == len(metadata) else _with_output(weights)
+
+    def write() -> None:
+        with whole_directory(target, replaces=replaces) as partial:
+            write_description(source.config, source.copied, partial, dtype)
             write_weights(stream, plan, partial, max_shard_bytes)
-    else:
-        for _ in weights:
-            pass
-    dist.barrier()
+
+    own = attempt(write if rank == 0 else lambda: None)
+    deque(stream, maxlen=0)  # every rank takes part in every tensor, also after a failure
+    _agree(own)
 
 
-def _agree_on_target(target_dir: Path, *, replaces: bool) -> None:
-    """Rank 0 checks; all ranks raise if the target exists, or is none that can be replaced."""
-    directory = target_dir.is_dir() and not target_dir.is_symlink()
-    own = attempt(lambda: None if replaces and directory else check_absent(target_dir))
+def _agree(own: Outcome[None]) -> None:
+    """All ranks raise the failure of the first rank."""
     shared = [replace(own, exception=None)]
     dist.broadcast_object_list(shared, src=0)
     raise_first(shared, own)
 
 
-def _plan(metadata: Sequence[TensorMeta], source_dir: Path, dtype: torch.dtype | None) -> list[TensorMeta]:
+def _plan(metadata: Sequence[TensorMeta], source: HFDir, dtype: torch.dtype | None) -> list[TensorMeta]:
     """Tensors to write, in order, in the source's dtypes; includes a tied output layer if the source stores it."""
     shapes = {name: shape for name, _, shape in metadata}
-    with open_hf_tensors(source_dir) as source:
-        if HF_OUTPUT in source and HF_OUTPUT not in shapes:
-            shapes[HF_OUTPUT] = shapes[HF_EMBEDDING]
-        return [TensorMeta(name, dtype or DTYPES[source[name].get_dtype()], shape) for name, shape in shapes.items()]
+    if HF_OUTPUT in source.dtypes and HF_OUTPUT not in shapes:
+        shapes[HF_OUTPUT] = shapes[HF_EMBEDDING]
+    return [TensorMeta(name, dtype or DTYPES[source.dtypes[name]], shape) for name, shape in shapes.items()]
 
 
 def _with_output(stream: Iterable[tuple[str, Tensor]]) -> Iterator[tuple[str, Tensor]]:

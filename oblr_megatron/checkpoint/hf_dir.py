@@ -10,7 +10,7 @@ import hashlib
 import json
 import os
 from collections.abc import Collection
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import cached_property
 from math import inf
 from pathlib import Path
@@ -60,6 +60,7 @@ class HFDir:
     shapes: dict[str, tuple[int, ...]]  # of every tensor in the files
     tied: bool  # input and output embeddings are one tensor
     num_bytes: int  # of all weight files
+    dtypes: dict[str, str] = field(default_factory=dict)  # of every tensor in the files, e.g. "BF16"
 
     def hf_config(self) -> PreTrainedConfig:
         """See `hf_config_in`."""
@@ -68,6 +69,14 @@ class HFDir:
     def tokenizer(self) -> PreTrainedTokenizerBase:
         """See `tokenizer_in`."""
         return tokenizer_in(self.path, int(self.config["vocab_size"]))
+
+    @cached_property
+    def copied(self) -> dict[str, bytes]:
+        """See `copied_files`; read at the first use and kept, because the directory may disappear while a run trains.
+
+        Qwen3's tokenizer has 11 MB.
+        """
+        return copied_files(self.path)
 
     @cached_property
     def fingerprint(self) -> str:
@@ -111,7 +120,7 @@ def check_hf_dir(path: str | Path, *, quantized: bool = False) -> HFDir:
     config = check_hf_files(path)
     listed = listed_tensors(path)
     is_quantized = config.get(QUANTIZATION) is not None  # transformers refuses an empty table
-    shapes, num_bytes = _check_weights(path, listed, DTYPE_BYTES | (FP8_BYTES if is_quantized else {}))
+    shapes, dtypes, num_bytes = _check_weights(path, listed, DTYPE_BYTES | (FP8_BYTES if is_quantized else {}))
     if is_quantized:
         method = dict(config[QUANTIZATION] or {}).get("quant_method")
         if not quantized or method != "modelopt":
@@ -120,9 +129,14 @@ def check_hf_dir(path: str | Path, *, quantized: bool = False) -> HFDir:
         shapes = {name: size for name, size in shapes.items() if not name.endswith(SCALES)}
     check_tensors(config, shapes, path)
     files = tuple(sorted(listed)) if listed else (SINGLE,)
-    _check_alone(path, indexed=bool(listed))
+    _check_alone(path, listed)
     tied = bool(config.get("tie_word_embeddings", False))
-    return HFDir(path=path, config=config, weight_files=files, shapes=shapes, tied=tied, num_bytes=num_bytes)
+    return HFDir(path, config, files, shapes, tied, num_bytes, dtypes)
+
+
+def copied_files(path: Path) -> dict[str, bytes]:
+    """Contents of the files of `COPIED` that a directory has, by name."""
+    return {name: (path / name).read_bytes() for name in COPIED if (path / name).is_file()}
 
 
 def checkpoint_shapes(path: Path, *, quantized: bool = False) -> dict[str, tuple[int, ...]]:
@@ -233,22 +247,29 @@ def listed_tensors(path: Path) -> dict[str, set[str]]:
     return listed
 
 
-def _check_alone(path: Path, *, indexed: bool) -> None:
-    """Refuse files that vLLM loads in addition: all *.safetensors without an index, and consolidated ones of Mistral.
+def _check_alone(path: Path, listed: Collection[str]) -> None:
+    """Refuse files that another program loads in addition to ours, or instead of them; `listed` are an index's shards.
 
-    For consolidated files vLLM also searches subdirectories, and then reads the directory in Mistral's own format.
+    vLLM loads all *.safetensors without an index, and consolidated ones of Mistral. For these it also searches
+    subdirectories, and then reads the directory in Mistral's own format. transformers prefers SINGLE to an index.
     """
-    others = [] if indexed else [file for file in path.glob("*.safetensors") if file.name != SINGLE]
+    others = [] if listed else [file for file in path.glob("*.safetensors") if file.name != SINGLE]
     for file in sorted([*path.rglob("consolidated*.safetensors"), *others]):
-        what = f"vLLM would load this file, too, or instead of {INDEX if indexed else SINGLE}"
+        what = f"vLLM would load this file, too, or instead of {INDEX if listed else SINGLE}"
         raise UserError(what, where=str(file), fix="move it to another directory")
+    if listed and set(listed) != {SINGLE} and (path / SINGLE).exists():
+        what = f"transformers would load this file instead of {INDEX}, which vLLM and the trainer read"
+        raise UserError(
+            what, where=str(path / SINGLE), fix=f"move it, or {INDEX} with its shards, to another directory"
+        )
 
 
 def _check_weights(
     path: Path, listed: dict[str, set[str]], dtypes: Collection[str]
-) -> tuple[dict[str, tuple[int, ...]], int]:
-    """Read every header; return (shape of every tensor, bytes of all files)."""
+) -> tuple[dict[str, tuple[int, ...]], dict[str, str], int]:
+    """Read every header; return (shape and dtype of every tensor, bytes of all files)."""
     shapes: dict[str, tuple[int, ...]] = {}
+    found: dict[str, str] = {}
     num_bytes = 0
     for name in sorted(listed) or [SINGLE]:
         file = path / name
@@ -262,8 +283,9 @@ def _check_weights(
             what = f"the shard lacks {len(lacking)} tensors that the index names, {lacking[0]!r} first"
             raise UserError(what, where=str(file), fix="download index and shards of one version")
         shapes |= {tensor: tuple(entry["shape"]) for tensor, entry in held.items()}
+        found |= {tensor: entry["dtype"] for tensor, entry in held.items()}
         num_bytes += file.stat().st_size
-    return shapes, num_bytes
+    return shapes, found, num_bytes
 
 
 def check_tensors(config: dict[str, Any], shapes: dict[str, tuple[int, ...]], path: Path) -> None:

@@ -10,15 +10,15 @@ Memory holds one tensor at a time.
 from __future__ import annotations
 
 import json
-import shutil
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch import Tensor
 
-from oblr_megatron.checkpoint.hf_dir import COPIED, INDEX, SINGLE
+from oblr_megatron.checkpoint.hf_dir import INDEX, SINGLE, copied_files
 from oblr_megatron.checkpoint.safetensors_io import num_bytes, write_file
 from oblr_megatron.checkpoint.store import partial_directory, put, sync
 from oblr_megatron.weights.export import TensorMeta
@@ -45,17 +45,23 @@ def whole_directory(target: Path, *, replaces: bool = False) -> Iterator[Path]:
 
 
 def copy_description(source_dir: Path, target_dir: Path, dtype: torch.dtype | None = None) -> None:
-    """Copy config, generation config and tokenizer; `dtype` is that of the new weights, None: the source's."""
-    target_dir.mkdir(exist_ok=True)
-    for name in COPIED:
-        if (source_dir / name).is_file():
-            shutil.copyfile(source_dir / name, target_dir / name)
-            sync(target_dir / name)
+    """Copy config, generation config and tokenizer; `dtype` as of `write_description`."""
     config = json.loads((source_dir / "config.json").read_text(encoding="utf-8"))
+    write_description(config, copied_files(source_dir), target_dir, dtype)
+
+
+def write_description(
+    config: Mapping[str, Any], files: Mapping[str, bytes], target_dir: Path, dtype: torch.dtype | None = None
+) -> None:
+    """Write config.json and the files of `copied_files`; `dtype` is that of the new weights, None: the source's."""
+    target_dir.mkdir(exist_ok=True)
+    for name, content in files.items():
+        (target_dir / name).write_bytes(content)
+        sync(target_dir / name)
     named = str(dtype).removeprefix("torch.")
     if dtype is not None and config.get("dtype", config.get("torch_dtype")) != named:
-        config.pop("torch_dtype", None)  # the key's name before transformers 5
-        config["dtype"] = named
+        # torch_dtype is the key's name before transformers 5
+        config = {key: value for key, value in config.items() if key != "torch_dtype"} | {"dtype": named}
     (target_dir / "config.json").write_text(json.dumps(config, indent=2) + "\n", encoding="utf-8")
     sync(target_dir / "config.json")
 

@@ -32,7 +32,10 @@ logger = logging.getLogger(__name__)
 NEWEST = "newest"
 EXPORTS = ("hf", "hf_best")  # in a run directory
 HF_CONFIG = "hf/config.json"  # in a checkpoint
-CARRIED = ("seed", "model.dtype", "optimizer.name", "algo.schedule", "algo.snr.estimator", "algo.snr.reference")
+CARRIED = (
+    *("seed", "data.shuffle", "model.dtype", "optimizer.name"),
+    *("algo.schedule", "algo.snr.estimator", "algo.snr.reference"),
+)
 """Settings that must equal those of the checkpoint, because its state depends on them."""
 
 

@@ -39,7 +39,7 @@ import torch.distributed as dist
 from oblr_megatron.checkpoint import partials, store
 from oblr_megatron.checkpoint.distributed import State, TorchDistWriter
 from oblr_megatron.checkpoint.hf_dir import HFDir
-from oblr_megatron.checkpoint.hf_write import copy_description
+from oblr_megatron.checkpoint.hf_write import write_description
 from oblr_megatron.checkpoint.store import FileEntry, Manifest
 from oblr_megatron.checks.run_dir import CHECKPOINTS
 from oblr_megatron.config import Config
@@ -109,9 +109,10 @@ class Saver:
         self._deadline = math.inf  # of that save, by time.monotonic
         self._reported = True
         self.best = self._best_before = self._carried(resumed)
-        self._damaged = self._skipped(resumed)
+        self.newest: int | None = None  # step of the last checkpoint that this process saved
         if self._rank == 0:  # it holds the lock of the run directory, so that nobody else writes here
             partials.remove_all(self._directory)
+        self._damaged = self._skipped(resumed)  # one that `remove_all` gave its name back included
 
     def due(self, step: int, num_steps: int, values: Mapping[str, float]) -> bool:
         """Whether to save after `step` of `num_steps` steps: by schedule, or because `values` are a new best.
@@ -215,6 +216,8 @@ class Saver:
         saved = self._result()
         if saved.failure is not None:
             self.best = self._best_before
+        else:
+            self.newest = saved.step
         return saved
 
     def _result(self) -> Saved:
@@ -309,7 +312,7 @@ class _Job:
     def _commit(self, files: dict[str, FileEntry], keep_last: int) -> None:
         """Rank 0's part: write config, tokenizer and manifest, rename, and remove older checkpoints."""
         with store.writing(self.partial):
-            copy_description(self.model.path, self.partial / HF)
+            write_description(self.model.config, self.model.copied, self.partial / HF)
         names = [str(path.relative_to(self.partial)) for path in self.partial.rglob("*") if path.is_file()]
         files |= store.measure(self.partial, (name for name in names if name not in files))
         self.num_bytes = sum(entry.num_bytes for entry in files.values())

@@ -26,7 +26,7 @@ from typing import Any
 import xxhash
 
 from oblr_megatron.checkpoint.hf_dir import HFDir
-from oblr_megatron.checkpoint.partials import partial_names, sweep
+from oblr_megatron.checkpoint.partials import REPLACED, partial_names, remove, sweep
 from oblr_megatron.checks.run_dir import CHECKPOINTS, check_writable
 from oblr_megatron.config import Config
 from oblr_megatron.errors import NO_SPACE, RunError, UserError
@@ -105,6 +105,19 @@ def check_absent(target: Path) -> None:
     check_writable(target, "the target")
 
 
+def check_replaceable(target: Path) -> None:
+    """Refuse a target that can neither be created nor be replaced as a whole directory. A link is followed.
+
+    Raises:
+        UserError: names the obstacle.
+    """
+    target = target.resolve()
+    if target.is_dir():
+        check_writable(target.parent, str(target))
+    else:
+        check_absent(target)
+
+
 @contextmanager
 def partial_directory(target: Path) -> Iterator[Path]:
     """An empty directory next to `target`, which the block renames; removed if the block raises.
@@ -170,12 +183,12 @@ def put(partial: Path, target: Path) -> None:
     Raises:
         OSError: a rename failed; `target` is unchanged.
     """
-    if target.exists():
+    if os.path.lexists(target):
         _exchange(partial, target)
     else:
         partial.rename(target)
     sync(target.parent)
-    shutil.rmtree(partial, ignore_errors=True)  # the older one, if there was one
+    remove(partial)  # the older one, if there was one
 
 
 def read_manifest(directory: Path) -> Manifest:
@@ -223,7 +236,7 @@ def prune(committed: Path, keep_last: int, keep: Collection[Path], damaged: Coll
     """Remove the checkpoints older than the newest `keep_last` intact ones up to `committed`, except those in `keep`.
 
     Later steps stay and do not count: they are damaged, or an earlier process of the run wrote them. Each is renamed
-    first, so that an interrupted removal leaves no damaged checkpoint.
+    first, so that an interrupted removal leaves no damaged checkpoint. Of a link only the link is removed.
 
     Args:
         committed: the newest checkpoint of this process.
@@ -241,7 +254,7 @@ def prune(committed: Path, keep_last: int, keep: Collection[Path], damaged: Coll
             intact += old not in damaged and _has_full_size(old)
         elif old.resolve() not in kept:
             with writing(old):
-                shutil.rmtree(_retire(old), ignore_errors=True)
+                remove(old if old.is_symlink() else old.rename(_unused(partial_names(old))))
 
 
 def checkpoint_bytes(model: HFDir, config: Config) -> int:
@@ -347,20 +360,22 @@ def _committed(directory: Path) -> list[Path]:
     return [path for step, path in sorted(steps, reverse=True) if path.is_dir() and path.name == step_name(step)]
 
 
-def _retire(old: Path) -> Path:
-    """Rename a checkpoint to a partial directory."""
-    retired = next(name for name in partial_names(old) if not name.exists())
-    return old.rename(retired)
+def _unused(names: Iterator[Path]) -> Path:
+    return next(name for name in names if not os.path.lexists(name))
 
 
 def _exchange(partial: Path, target: Path) -> None:
-    """Swap the names of two directories, atomically if the file system can."""
+    """Swap the names of two directories, atomically if the file system can. Otherwise a sweep repairs a kill."""
     libc = ctypes.CDLL(None, use_errno=True)
     names = (_AT_FDCWD, os.fsencode(partial), _AT_FDCWD, os.fsencode(target))
     if libc.renameat2(*names, _RENAME_EXCHANGE) != 0:  # some network file systems do not support it
-        retired = _retire(target)
-        partial.rename(target)
-        retired.rename(partial)
+        replaced = target.rename(_unused(partial_names(target, REPLACED)))
+        try:
+            partial.rename(target)
+        except OSError:
+            replaced.rename(target)
+            raise
+        replaced.rename(partial)
 
 
 def sync(path: Path) -> None:

@@ -20,6 +20,7 @@ from oblr_megatron.checkpoint.store import Manifest
 from oblr_megatron.checks.run_dir import CONFIG_FILE, ROLLOUTS
 from oblr_megatron.config import Config
 from oblr_megatron.errors import Problem, UserError
+from oblr_megatron.formatting import flatten
 from oblr_megatron.metrics import logged_until
 from oblr_megatron.rollout.replay import other_settings
 from oblr_megatron.rollout.step_file import SavedStep, read_step, step_path
@@ -58,7 +59,7 @@ def find(config: Config, model: HFDir) -> list[Checkpoint]:
             problem = problem or error
             logger.warning("step %d is sampled again: %s", step, error)
             continue
-        for what, fix in _problems(saved, config, model):
+        for what, fix in _problems(saved, config, model, before):
             raise UserError(what, where=str(path), fix=fix)
         return [Checkpoint(path, Manifest(step, {}, {"config": before, "data": saved.position}))]
     if problem is not None:
@@ -78,8 +79,12 @@ def _config_of(run_dir: Path) -> dict[str, Any] | None:
         raise UserError(f"the run's configuration cannot be read: {error}", where=str(path), fix=NEW_RUN) from None
 
 
-def _problems(saved: SavedStep, config: Config, model: HFDir) -> Iterator[Problem]:
+def _problems(saved: SavedStep, config: Config, model: HFDir, before: dict[str, Any] | None) -> Iterator[Problem]:
     """Why further steps would not belong to the same set of samples."""
+    shuffle = config.data.shuffle
+    if flatten(before or {}).get("data.shuffle", shuffle) != shuffle:
+        fix = f"set data.shuffle to {not shuffle}"
+        yield f"the run began with data.shuffle {not shuffle}, but the config has {shuffle}", f"{fix}, or {NEW_RUN}"
     if saved.position is None:
         yield "the samples were saved by an earlier version, without their position in the data", NEW_RUN
     if saved.model != model.fingerprint:

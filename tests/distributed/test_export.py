@@ -16,6 +16,7 @@ from safetensors.torch import load_file
 from transformers import AutoConfig, AutoTokenizer, Qwen3ForCausalLM
 
 from oblr_megatron.checkpoint.hf import export_hf, load_hf_weights
+from oblr_megatron.checkpoint.hf_dir import check_hf_dir
 from oblr_megatron.config import ModelConfig
 from oblr_megatron.errors import UserError
 from oblr_megatron.model.parallel import Parallel
@@ -60,7 +61,7 @@ def round_trips(sources: list[tuple[Path, str]], target: Path) -> None:
                 policy = load(source, parallel, dtype)
                 assert all(parameter.isfinite().all() for _, parameter in policy.named_parameters()), source
                 label = "-".join([source.name, dtype, *(f"{key}{size}" for key, size in sizes.items())])
-                export_hf(policy, source, target / label, max_shard_bytes=30_000)
+                export_hf(policy, check_hf_dir(source), target / label, max_shard_bytes=30_000)
 
 
 @pytest.fixture(scope="module")
@@ -90,7 +91,7 @@ def test_round_trip_is_bit_equal(world_size: int, sources: list[tuple[Path, str]
 
 def export_one(source: Path, target: Path, dtype: torch.dtype | None, max_shard_bytes: int) -> None:
     with layout() as parallel:
-        export_hf(load(source, parallel), source, target, dtype, max_shard_bytes=max_shard_bytes)
+        export_hf(load(source, parallel), check_hf_dir(source), target, dtype, max_shard_bytes=max_shard_bytes)
 
 
 def test_transformers_reloads_shards_and_a_given_dtype(tmp_path: Path) -> None:
@@ -125,7 +126,7 @@ def export_onto_existing(source: Path, target: Path) -> str:
     with layout() as parallel:
         policy = load(source, parallel)
         try:
-            export_hf(policy, source, target)
+            export_hf(policy, check_hf_dir(source), target)
         except UserError as error:
             return str(error)
     return ""

@@ -25,6 +25,7 @@ from torch import Tensor, nn
 from transformers import AutoConfig
 
 from oblr_megatron.checkpoint.hf import export_hf, load_hf_weights
+from oblr_megatron.checkpoint.hf_dir import check_hf_dir
 from oblr_megatron.config import ModelConfig, OptimizerConfig, ParallelConfig
 from oblr_megatron.gradnorm.oracle import oracle_gradient, oracle_logits
 from oblr_megatron.model.optimizer import PolicyOptimizer, grad_sq_norm
@@ -277,7 +278,7 @@ def round_trips(sources: list[tuple[Path, str]], target: Path) -> None:
                     weights = MegatronWeights(policy)
                     declared = [tuple(meta) for meta in weights.metadata()]
                     assert [(name, tensor.dtype, tuple(tensor.shape)) for name, tensor in weights] == declared
-                    export_hf(policy, source, target / f"{source.name}-{index}", max_shard_bytes=30_000)
+                    export_hf(policy, check_hf_dir(source), target / f"{source.name}-{index}", max_shard_bytes=30_000)
 
 
 @pytest.mark.parametrize("world_size", [1, 2, 4])

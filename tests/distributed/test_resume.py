@@ -10,6 +10,7 @@ import errno
 import itertools
 import os
 import shutil
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -17,7 +18,7 @@ from typing import Any
 import pytest
 import torch
 
-from oblr_megatron import opening
+from oblr_megatron import opening, step_loop
 from oblr_megatron.checkpoint import hf, store
 from oblr_megatron.checkpoint.convert import to_megatron
 from oblr_megatron.checkpoint.store import checkpoints_of
@@ -185,6 +186,7 @@ def test_a_damaged_checkpoint_is_named_and_an_older_one_taken(
     [
         (("checkpoint.resume={foreign}",), "distributed checkpoint of another program"),
         (("checkpoint.resume={run}/checkpoints/step_00000004", "seed=1"), "made with seed 0, but the config has 1"),
+        (("checkpoint.resume={run}/checkpoints/step_00000004", "data.shuffle=false"), "with data.shuffle True, but"),
         (("checkpoint.resume={run}/checkpoints/step_00000004", "optimizer.name=sgd"), "with optimizer.name 'adam'"),
         (("checkpoint.resume={run}/checkpoints/step_00000004", "algo.schedule=cosine"), "with algo.schedule 'snr'"),
         (("checkpoint.resume={run}/checkpoints/step_00000004", "algo.token_scale=3"), "but the config divides by 3"),
@@ -315,22 +317,89 @@ def test_a_run_goes_on_from_its_own_export(inputs: Path, unbroken: Path, tmp_pat
     assert not list(parts.glob(".*.partial"))
 
 
-def test_an_export_that_fails_keeps_the_older_one(inputs: Path, unbroken: Path, tmp_path: Path) -> None:
+@pytest.mark.parametrize("layout", [(), TP2], ids=["1", "tp2"])
+def test_an_export_that_fails_keeps_the_older_one(
+    inputs: Path, unbroken: Path, tmp_path: Path, layout: tuple[str, ...]
+) -> None:
+    """Rank 0 fails before its second tensor, of which the other rank sends a part."""
     parts = tmp_path / "parts"
     shutil.copytree(unbroken, parts)
+    (parts / "status.json").unlink()  # else the run is finished
     before = state_of(parts / "hf")
-    ((found, said),) = run_ranks(_full_at_the_export, 1, config_of(inputs, parts, "checkpoint.resume=newest"))
-    assert found == 1 and "No space left" in said
+    config = config_of(inputs, parts, "checkpoint.resume=newest", *layout)
+    outcomes = run_ranks(_full_at_the_export, 2 if layout else 1, config)
+    assert {status for status, _ in outcomes} == {1} and "hf was not written: " in outcomes[0][1]
+    assert "No space left" in outcomes[0][1]
     assert state_of(parts / "hf") == before and not list(parts.glob(".*.partial"))
 
 
 def _full_at_the_export(config: Config) -> tuple[int, str]:
-    def full(*_: Any) -> int:
+    def full(stream: Any, *_: Any) -> int:
+        next(stream)
         raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), "model.safetensors")
 
     hf.write_weights = full  # type: ignore[assignment]
-    (config.run_dir / "status.json").unlink()  # else the run is finished
     return train_here(config)
+
+
+def test_a_run_outlives_its_model_directory(inputs: Path, unbroken: Path, tmp_path: Path) -> None:
+    """A purged scratch disk: the directory disappears before the first step."""
+    own = shutil.copytree(inputs, tmp_path / "inputs")
+    run_dir, seen = tmp_path / "run", {path.name for path in (own / "model").iterdir()}
+    ((status, said),) = run_ranks(_purged, 1, config_of(own, run_dir), own / "model")
+    assert status == 0, said
+    assert_equal(exported(run_dir), exported(unbroken))
+    assert {path.name for path in (run_dir / "hf").iterdir()} == seen
+    for path in checkpoints_of(run_dir):
+        manifest = store.read_manifest(path)
+        store.check_contents(path, manifest, manifest.files)
+        assert {file.name for file in (path / "hf").iterdir()} == seen - {"model.safetensors"}
+    assert len(checkpoints_of(run_dir)) == 2
+
+
+def _purged(config: Config, model: Path) -> tuple[int, str]:
+    return interrupted(config, lambda: shutil.rmtree(model))
+
+
+def interrupted(config: Config, act: Callable[[], object]) -> tuple[int, str]:
+    """A run during which something happens before its first step."""
+    train = step_loop.train
+
+    def after_act(run: Any) -> None:
+        act()
+        train(run)
+
+    step_loop.train = after_act
+    return train_here(config)
+
+
+def test_an_export_follows_a_link(inputs: Path, unbroken: Path, tmp_path: Path) -> None:
+    """The user moved it to a larger disk; a file in its place is refused before any step."""
+    parts, elsewhere = beginning_of(unbroken, tmp_path / "parts"), tmp_path / "elsewhere"
+    elsewhere.mkdir()
+    (elsewhere / "old").touch()
+    (parts / "hf").touch()
+    (parts / "status.json").unlink()
+    config = config_of(inputs, parts, "checkpoint.resume=newest")
+    assert f"[{parts / 'hf'}]" in refused(config)
+    (parts / "hf").unlink()
+    (parts / "hf").symlink_to(elsewhere)
+    train(config)
+    assert (parts / "hf").is_symlink() and not (elsewhere / "old").exists()
+    assert_equal(exported(parts), exported(unbroken))
+
+
+def test_an_export_that_appears_while_the_run_trains_stays(inputs: Path, tmp_path: Path) -> None:
+    """The run fails after its last step, with its own reason; the failure is added to others, such as a full disk."""
+    run_dir = tmp_path / "run"
+    outcomes = run_ranks(_converted_meanwhile, 2, config_of(inputs, run_dir, "num_steps=1"))
+    assert {status for status, _ in outcomes} == {1}
+    assert f"hf was not written: the target exists [{run_dir / 'hf'}]" in outcomes[0][1]
+    assert list((run_dir / "hf").iterdir()) == [] and len(checkpoints_of(run_dir)) == 1
+
+
+def _converted_meanwhile(config: Config) -> tuple[int, str]:
+    return interrupted(config, lambda: (config.run_dir / "hf").mkdir(parents=True, exist_ok=True))
 
 
 def test_a_checkpoint_is_found_without_the_config_of_its_run(inputs: Path, unbroken: Path, tmp_path: Path) -> None:

@@ -6,6 +6,7 @@ Not covered: the contents of a checkpoint (test_resume.py), a full disk (test_fu
 from __future__ import annotations
 
 import errno
+import json
 import os
 import threading
 import time
@@ -194,6 +195,31 @@ def _refused(path: Path, run_dir: Path, name: str, error: Exception) -> tuple[li
             assert saved is not None
             failures.append(saved.failure)
     return failures, [read_manifest(found).step for found in checkpoints_of(run_dir)]
+
+
+def test_a_save_reads_nothing_of_the_model_directory(tmp_path: Path) -> None:
+    """A config.json that is damaged while the run trains would raise on the first rank alone."""
+    model = make_hf_dir(tmp_path / "model")
+    before = (model / "config.json").read_text()
+    run_ranks(_damaged_model, 2, model, tmp_path / "run")
+    (saved,) = checkpoints_of(tmp_path / "run")
+    assert json.loads((saved / "hf" / "config.json").read_text()) == json.loads(before)
+    assert (saved / "hf" / "tokenizer.json").is_file()
+
+
+def _damaged_model(path: Path, run_dir: Path) -> None:
+    with layout(tp=2) as parallel:
+        policy = load_policy(path, parallel)
+        state = training_state(policy, PolicyOptimizer(policy, OptimizerConfig()))
+        model = check_hf_dir(path)
+        assert model.copied  # as preflight reads it
+        torch.distributed.barrier()
+        (path / "config.json").write_text("{")
+        (path / "tokenizer.json").unlink(missing_ok=True)
+        saver = Saver(config_of(path, run_dir), parallel, model)
+        saver.save(1, state, {}, {})
+        saved = saver.wait()
+        assert saved is not None and saved.failure is None and saver.newest == 1
 
 
 def test_a_directory_that_a_rank_cannot_see_is_removed(tmp_path: Path) -> None:

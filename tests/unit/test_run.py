@@ -171,12 +171,16 @@ def test_a_gradient_that_is_not_finite_ends_the_run_saved(tmp_path: Path, sq_nor
 
 
 @pytest.mark.parametrize(
-    ("updated", "version", "saved"), [(False, 5, [5]), (True, 6, [6]), (True, 5, []), (False, 3, [])]
+    ("updated", "version", "newest", "saved"),
+    [(False, 5, 4, [5]), (True, 6, 5, [6]), (True, 5, None, []), (False, 3, None, []), (False, 5, 5, [])],
 )
 def test_only_weights_of_a_step_boundary_are_saved(
-    tmp_path: Path, updated: bool, version: int, saved: list[int]
+    tmp_path: Path, updated: bool, version: int, newest: int | None, saved: list[int]
 ) -> None:
-    """The boundary is step 5, or step 3 where the run began. `updated` at version 5: a later update failed."""
+    """The boundary is step 5, or step 3 where the run began. `updated` at version 5: a later update failed.
+
+    `newest` is the last checkpoint that the run saved, of which the outcome may not be known yet.
+    """
     parts, steps, said = make_run(tmp_path), list[int](), list[str]()
     parts.sampling = SimpleNamespace(
         version=version, start=3, log=lambda _: None, display=SimpleNamespace(message=said.append)
@@ -184,7 +188,13 @@ def test_only_weights_of_a_step_boundary_are_saved(
     parts.facts, parts.updated = {"step": min(version, 5)}, parts.record if updated else None
     parts._facts = lambda: {"step": parts.sampling.version}
     parts._save = lambda *, background: steps.append(parts.facts["step"])
-    parts.saver = SimpleNamespace(wait=lambda: "checkpoint")
+    parts.saver, parts._tell = SimpleNamespace(newest=None), lambda _: None
+
+    def wait() -> str:
+        parts.saver.newest = newest
+        return "checkpoint"
+
+    parts.saver.wait = wait
     run.Run.rescue(parts)
     assert steps == saved and len(said) == (version > 3)
 
@@ -353,26 +363,38 @@ def test_norms_in_another_unit_are_not_continued(
     assert second.history(prompts).expected.isfinite().all().item() is kept
 
 
-@pytest.mark.parametrize("harm", ["flip", "cut", None])
+@pytest.mark.parametrize("harm", ["flip", "cut", "unwritten", None])
 def test_the_best_weights_are_exported_only_from_an_intact_checkpoint(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, harm: str | None
 ) -> None:
-    """The last weights are exported in any case. Not covered: several ranks (tests/distributed/test_resume.py)."""
+    """The last weights are exported in any case. If that fails, the best are exported all the same.
+
+    Every failure is told. Not covered: several ranks (tests/distributed/test_resume.py).
+    """
     best = save(tmp_path, 20)
     weights = best / "__0_0.distcp"
     content = weights.read_bytes()
-    weights.write_bytes({"flip": content[:-1] + b"!", "cut": content[:-1], None: content}[harm])
+    weights.write_bytes({"flip": content[:-1] + b"!", "cut": content[:-1]}.get(harm or "", content))
     done: list[str] = []
+
+    def export(name: str) -> list[str]:
+        done.append(name)
+        return [f"{name} is full"] if harm == "unwritten" else []
+
     monkeypatch.setattr(run, "load_weights", lambda policy, path: done.append(path.name))
     parts = make_run(tmp_path)
     parts.sampling.parallel = SimpleNamespace(rank=0, world_size=1)
-    parts.saver, parts.unsaved, parts._export = SimpleNamespace(path_of_best=lambda: best), None, done.append
+    parts.saver, parts.unsaved, parts._export = SimpleNamespace(path_of_best=lambda: best), None, export
     parts._damage_of = partial(run.Run._damage_of, parts)
     with single_process():
         parts.sampling.collectives = Collectives(rank=0)
         if harm is None:
             run.Run.export(parts)
-        else:
-            with pytest.raises(RunError, match=r"in hf, but no hf_best: the file .*\[.*__0_0.distcp\]. Fix: "):
+        elif harm == "unwritten":
+            parts.unsaved = "step 9 is unsaved"
+            with pytest.raises(RunError, match=r"^step 9 is unsaved; .*; hf is full; hf_best is full$"):
                 run.Run.export(parts)
-    assert done == (["hf"] if harm else ["hf", best.name, "hf_best"])
+        else:
+            with pytest.raises(RunError, match=r"hf_best was not written: the file .*\[.*__0_0.distcp\]. Fix: "):
+                run.Run.export(parts)
+    assert done == (["hf"] if harm in ("flip", "cut") else ["hf", best.name, "hf_best"])

@@ -19,6 +19,7 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor
+from transformers import Qwen3ForCausalLM
 
 from oblr_megatron.checkpoint.hf_dir import INDEX, SINGLE, check_hf_dir
 from oblr_megatron.errors import UserError
@@ -124,6 +125,23 @@ def test_other_weights_that_vllm_would_load_are_refused(
     with pytest.raises(UserError, match="vLLM would load this file, too") as caught:
         check_hf_dir(path)
     assert caught.value.where == str(path / name)
+
+
+def test_a_single_file_that_transformers_prefers_to_the_index_is_refused(sharded: Path, tmp_path: Path) -> None:
+    """It may be of another version. An index of this one file is harmless."""
+    path = copy(sharded, tmp_path)
+    other = make_hf_dir(tmp_path / "other", seed=1)
+    shutil.copy(other / SINGLE, path)
+    with pytest.raises(UserError, match="transformers would load this file") as caught:
+        check_hf_dir(path)
+    assert caught.value.where == str(path / SINGLE)
+    loaded = Qwen3ForCausalLM.from_pretrained(path).state_dict()["model.embed_tokens.weight"]
+    assert torch.equal(loaded, load_file(other / SINGLE)["model.embed_tokens.weight"]), "transformers' rule"
+    edit_json(path / INDEX, lambda index: index["weight_map"].update({"model.norm.weight": SINGLE}))
+    with pytest.raises(UserError, match="transformers would load this file"):
+        check_hf_dir(path)
+    edit_json(path / INDEX, lambda index: index.update(weight_map=dict.fromkeys(index["weight_map"], SINGLE)))
+    assert check_hf_dir(path).weight_files == (SINGLE,)
 
 
 def copy(source: Path, tmp_path: Path) -> Path:

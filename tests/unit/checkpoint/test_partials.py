@@ -41,6 +41,42 @@ def test_sweeping_keeps_partials_of_living_processes(tmp_path: Path) -> None:
     assert list(tmp_path.iterdir()) == [unrelated]
 
 
+@pytest.mark.parametrize("name", ["step_00000010", "qwen3_0.6b"])
+def test_a_replaced_directory_gets_its_name_back(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str) -> None:
+    """Where names cannot be exchanged, a kill between two renames leaves the old and the new one under other names."""
+    monkeypatch.setattr(partials.socket, "gethostname", lambda: "node7.cluster.org")
+    target = tmp_path / name
+    for clear in (partials.sweep, partials.remove_all):
+        replaced = next(partials.partial_names(target, partials.REPLACED))
+        replaced.mkdir()
+        (replaced / "old").write_bytes(bytes(2**20))
+        new = store.begin(target)
+        assert partials.disk_bytes(tmp_path) < 2**20, "it is not removed"
+        clear(tmp_path)
+        assert list(tmp_path.iterdir()) == [target] and (target / "old").exists() and new.parent == tmp_path
+        new.mkdir()
+        target.rename(replaced)
+        new.rename(target)
+        assert partials.disk_bytes(tmp_path) >= 2**20
+        clear(tmp_path)
+        assert list(tmp_path.iterdir()) == [target] and not any(target.iterdir()), "the new one has the name"
+        target.rmdir()
+
+
+def test_of_a_link_only_the_link_is_removed(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    """Earlier versions left such links; one names nothing."""
+    elsewhere, directory = partial_of(tmp_path / "elsewhere", "n", 1), tmp_path / "checkpoints"
+    directory.mkdir()
+    for clear in (partials.sweep, partials.remove_all):
+        names = partials.partial_names(directory / store.step_name(10))
+        for name, target in zip(names, (elsewhere, tmp_path / "absent"), strict=False):
+            name.symlink_to(target)
+        assert partials.disk_bytes(directory) == 0
+        clear(directory)
+        assert not list(directory.iterdir()) and (elsewhere / "hf" / "config.json").exists()
+    assert str(elsewhere) in caplog.text
+
+
 def test_process_ids_of_another_container_have_no_meaning_here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Containers may share the host's name; a process with this id does not run here, or is another one."""
     with monkeypatch.context() as elsewhere:

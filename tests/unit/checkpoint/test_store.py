@@ -182,6 +182,64 @@ def test_a_checkpoint_is_replaced_where_names_cannot_be_exchanged(tmp_path: Path
     assert list(target.parent.iterdir()) == [target]
 
 
+class Killed(BaseException):
+    """Stands for a SIGKILL: nothing handles it, unlike an OSError."""
+
+
+@pytest.mark.parametrize("number", [1, 2, 3])
+def test_a_kill_between_renames_leaves_an_intact_checkpoint(tmp_path: Path, monkeypatch, number: int) -> None:
+    """Where names cannot be exchanged; the checkpoint is the only one. `number` renames are done before the kill."""
+    target = save(tmp_path, 3, {"turn": 1})
+    renamed, rename = [], Path.rename
+
+    def killed(path: Path, to: Path) -> Path:
+        renamed.append(rename(path, to))
+        if len(renamed) == number:
+            raise Killed
+        return to
+
+    with monkeypatch.context() as until_killed, pytest.raises(Killed):
+        until_killed.setattr(store, "_RENAME_EXCHANGE", 1 << 30)  # a flag that the kernel does not know
+        until_killed.setattr(Path, "rename", killed)
+        save(tmp_path, 3, {"turn": 2})
+    partials.remove_all(target.parent)
+    assert list(target.parent.iterdir()) == [target]
+    assert whole(target).state == {"turn": 1 if number == 1 else 2}
+
+
+def test_a_rename_that_fails_leaves_the_target_unchanged(tmp_path: Path, monkeypatch) -> None:
+    target = save(tmp_path, 3, {"turn": 1})
+    renamed, rename = [], Path.rename
+
+    def stale(path: Path, to: Path) -> Path:
+        renamed.append(path)
+        if len(renamed) == 2:
+            raise OSError(errno.ESTALE, "Stale file handle", str(path))
+        return rename(path, to)
+
+    with monkeypatch.context() as while_stale, pytest.raises(RunError, match="Stale file handle"):
+        while_stale.setattr(store, "_RENAME_EXCHANGE", 1 << 30)
+        while_stale.setattr(Path, "rename", stale)
+        save(tmp_path, 3, {"turn": 2})
+    assert len(renamed) == 3 and whole(target).state == {"turn": 1}
+
+
+def test_a_checkpoint_that_is_a_link_is_left_where_it_lies(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    """The user moved 1 and 2 to an archive. 1 is pruned and 2 is saved again: each link goes, its target stays."""
+    first, second = (save(tmp_path, step) for step in (1, 2))
+    for path in (first, second):
+        path.symlink_to(path.rename(tmp_path / path.name))
+    save(tmp_path, 2)
+    store.prune(second, 1, [])
+    assert list(second.parent.iterdir()) == [second] and not second.is_symlink()
+    for path in (first, second):
+        whole(tmp_path / path.name)
+        assert f"stays: {tmp_path / path.name}" in caplog.text
+    third = second.with_name(store.step_name(3))
+    third.symlink_to(tmp_path / "nowhere")
+    whole(save(tmp_path, 3))
+
+
 def test_newest_first_and_only_what_was_committed(tmp_path: Path) -> None:
     assert store.checkpoints_of(tmp_path) == []
     saved = [save(tmp_path, step) for step in (9, 10, 123456789, 2)]
