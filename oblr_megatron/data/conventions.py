@@ -22,6 +22,7 @@ Reader = Callable[[Any], Any]
 
 MOST_WHOLE = 2**53  # above it, floats no longer hold every whole number
 _INTEGER = re.compile(r"([+-]?)(\d+)(?:\.0*)?")
+_OPEN_BOX = re.compile(r"\\boxed(?![A-Za-z]|\s*\{)([^$]+?)(?:\$|\\[)\]\\]|\\end\b)")
 _DOLLAR = re.compile(r"(?<!\\)\$")
 _DAPO_BEFORE = (
     "Solve the following math problem step by step. The last line of your response should be of the form "
@@ -57,9 +58,15 @@ def after_hashes(value: Any) -> str:
 
 
 def last_box(value: Any) -> str:
-    r"""MATH: the last \boxed{...} of a solution; an answer without one as it is. r"so \boxed{p - q}." -> "p - q"."""
-    found = boxed(text(value))
-    return text(value).strip() if found is None else found
+    r"""MATH: the last box of a solution; an answer without one as it is. r"so \boxed{p - q}." -> "p - q".
+
+    Some solutions have \fbox{7} instead, or \boxed 7, which ends with the formula.
+    """
+    whole = text(value)
+    found = boxed(whole) or boxed(whole.replace("\\fbox", "\\boxed"))
+    if found is None and (open_boxes := _OPEN_BOX.findall(whole)):
+        found = open_boxes[-1]
+    return (whole if found is None else found).strip()
 
 
 def integer(value: Any) -> str:
@@ -99,6 +106,7 @@ class Convention:
     training_split: str = ""  # for training; empty: the same as `split`
     questions: tuple[str, ...] = ("question", "problem")  # columns; the first one that the row has is read
     answers: tuple[str, ...] = ("answer",)  # likewise
+    solutions: tuple[str, ...] = ()  # those of `answers` that are skipped if they have no box
     question: Reader = as_written
     gold: Reader = text
     tolerance: str = ""  # for every row, in the format of types.Prompt.tolerance
@@ -112,6 +120,7 @@ _MATH = Convention(
     training_split="train",
     questions=("problem", "question"),
     answers=("answer", "solution"),  # the answer has its own column or stands in the solution's box
+    solutions=("solution",),
     gold=last_box,
 )
 _CONTEST = Convention(

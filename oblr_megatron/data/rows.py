@@ -116,9 +116,10 @@ def _row(
     if isinstance(values, str):
         raise _UnusableError(values)
     question = _question(values, questions, convention)
-    answer = next((gold for name in answers if (gold := convention.gold(_field(values, name)).strip())), "")
+    answer = next((gold for name in answers if (gold := _gold(values, name, convention))), "")
     if not answer:
-        raise _missing(answers)
+        unboxed = [name for name in answers if name in convention.solutions and text(_field(values, name)).strip()]
+        raise _UnusableError(f"no \\boxed in {unboxed[0]!r}") if unboxed else _missing(answers)
     if training and values.get("overlaps_benchmark"):
         raise _UnusableError("flagged overlaps_benchmark")
     row = Row(
@@ -182,6 +183,13 @@ def _field(values: dict[str, Any], name: str) -> Any:
     first, dot, rest = name.partition(".")
     inner = values.get(first)
     return _field(inner, rest) if dot and isinstance(inner, dict) else None
+
+
+def _gold(values: dict[str, Any], column: str, convention: Convention) -> str:
+    """The gold answer in a column; empty if there is none."""
+    value = _field(values, column)
+    gold = str(convention.gold(value)).strip()
+    return "" if column in convention.solutions and gold == text(value).strip() else gold
 
 
 def _tolerance(values: dict[str, Any], convention: Convention) -> str:

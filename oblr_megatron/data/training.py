@@ -1,6 +1,7 @@
 """The training sources without duplicates, contradicting answers and benchmark questions.
 
-Two questions are duplicates if they are equal after NFKC and white-space normalization. A shingle is a run of n
+Two questions are duplicates if they are equal after NFKC and white-space normalization. Their answers contradict each
+other if they differ after it and the verifier calls them different without computer algebra. A shingle is a run of n
 lower-cased words. A training question overlaps a benchmark question if it contains at least a given share of its
 shingles. A question of fewer than n words has no shingles. It overlaps only an equal text, because "12+34" and "12*34"
 have the same words. Both tests are exact.
@@ -18,6 +19,8 @@ from oblr_megatron.data.prompt_set import PromptSet, warn_of
 from oblr_megatron.data.rows import Row, Skipped, normalized, plain_text, read_rows
 from oblr_megatron.data.sources import distinct_names
 from oblr_megatron.data.template import LongRows
+from oblr_megatron.rewards.math import settle
+from oblr_megatron.rewards.verifier.extract import MAX_ANSWER_CHARS
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -105,13 +108,21 @@ class Duplicates:
         if key not in self._answers:
             self._answers[key] = answer
             return ""
-        if self._answers[key] != answer:
+        first = self._answers[key]
+        if first is not None and _contradict(answer, first):
             self._answers[key] = None
         return "duplicate"
 
     def contradicted(self, row: Row) -> str:
         """The reason to skip a question with different answers in the rows seen so far, else empty."""
         return "contradicted by a duplicate" if self._answers[_digest(row)] is None else ""
+
+
+def _contradict(answer: str, first: str) -> bool:
+    """Whether two answers differ. Those that are too long for the verifier are compared as texts only."""
+    if answer == first:
+        return False
+    return max(len(answer), len(first)) > MAX_ANSWER_CHARS or settle(answer, first) is not True
 
 
 def _digest(row: Row) -> bytes:

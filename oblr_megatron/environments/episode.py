@@ -126,18 +126,21 @@ class EpisodeEngine:
         ended = str(self.tokenizer.decode(list(after.ids[-1:]))) if after.finish_reason == "stop" else ""
         return self.encode(observation_text(self.tokenizer, messages, ended, self.template_options))
 
-    def written(self, tokens: Sequence[int]) -> dict[int, float]:
-        """Places in `tokens` where the engine drew exactly this token after exactly the tokens before: log-probs."""
+    def written(self, tokens: Sequence[int]) -> dict[int, list[float]]:
+        """Places in `tokens` where the engine drew exactly this token after exactly the tokens before: log-probs.
+
+        Several turns may have drawn it, and batching changes a log-prob's last digits.
+        """
         whole = (*self.begin.prompt.token_ids, *tokens)
         first = len(self.begin.prompt.token_ids)
-        found: dict[int, float] = {}
+        found: dict[int, list[float]] = {}
         for asked, turn in self.turns:
             if len(asked) < first or whole[: len(asked)] != asked:
                 continue
             for place, (token, logprob) in enumerate(zip(turn.ids, turn.logprobs, strict=True), start=len(asked)):
                 if place >= len(whole) or whole[place] != token:
                     break
-                found[place - first] = logprob
+                found.setdefault(place - first, []).append(logprob)
         return found
 
 
@@ -187,17 +190,20 @@ def ended(engine: EpisodeEngine, returned: object) -> Ended:
     if len(tokens) > engine.begin.max_tokens:
         raise NonsenseError(f"{len(tokens)} tokens; rollout.max_response_tokens is {engine.begin.max_tokens}")
     drawn = engine.written(tokens)
+    logprobs = [0.0] * len(tokens)
     for place, (own, given) in enumerate(zip(mask, episode.logprobs, strict=True)):
-        if own and place not in drawn:
+        if not own:
+            continue
+        if place not in drawn:
             raise NonsenseError(f"token {place} is marked as the policy's, but the engine did not draw it there")
-        if own and not abs(drawn[place] - given) <= ROUNDING:
-            raise NonsenseError(f"the log-prob of token {place} is {given!r:.40}; the engine's was {drawn[place]:g}")
+        _, logprobs[place] = min((abs(logprob - given), logprob) for logprob in drawn[place])
+        if not abs(logprobs[place] - given) <= ROUNDING:
+            raise NonsenseError(f"the log-prob of token {place} is {given!r:.40}; the engine's was {logprobs[place]:g}")
     reward = None
     if episode.reward is not None and (reward := score_of(episode.reward).value) is None:
         raise NonsenseError(f"the reward {episode.reward!r:.40} is not a finite number")
-    logprobs = tuple(drawn[place] if own else 0.0 for place, own in enumerate(mask))
     reason: FinishReason = "length" if _cut(engine, tokens) else "stop"
-    return Ended(engine.begin.number, tokens, logprobs, mask, _encodable(episode.text), reason, reward)
+    return Ended(engine.begin.number, tokens, tuple(logprobs), mask, _encodable(episode.text), reason, reward)
 
 
 def cut(engine: EpisodeEngine) -> Ended:
@@ -210,7 +216,7 @@ def cut(engine: EpisodeEngine) -> Ended:
     tokens = (*asked, *last.ids)[len(prompt) :]
     drawn = engine.written(tokens)
     mask = tuple(place in drawn for place in range(len(tokens)))
-    logprobs = tuple(drawn.get(place, 0.0) for place in range(len(tokens)))
+    logprobs = tuple(drawn[place][-1] if own else 0.0 for place, own in enumerate(mask))
     return Ended(engine.begin.number, tokens, logprobs, mask, last.text, "length")
 
 

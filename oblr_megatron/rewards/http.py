@@ -3,7 +3,7 @@
     POST URL    {"responses": [...], "answers": [...], "prompts": [...]}    lists of equal length
     200         {"rewards": [...]}                                          finite numbers, of the same length
 
-With reward.send_rows the request also has "rows", the columns of each data row as an object.
+With reward.send_rows the request also has "rows", the columns of each data row as an object. NaN and infinity are null.
 
 Failed and dropped connections, status 429 and 5xx are retried; other errors are permanent. The pause before a retry
 doubles each time. It is drawn from the upper half of [0, pause], so that ranks do not retry in lockstep, and is at
@@ -121,7 +121,8 @@ class HttpReward(Reward):
             name: list(column) for name, column in zip(BATCH, zip(*rows, strict=True), strict=False)
         }
         if "rows" in columns:
-            columns["rows"] = [json.loads(row) for row in columns["rows"]]
+            strict = json.JSONDecoder(parse_constant=lambda constant: None)  # NaN and infinity are no JSON
+            columns["rows"] = [strict.decode(row) for row in columns["rows"]]
         try:
             return await self._ask(session, json.dumps(columns).encode(), len(rows))
         except TimeoutError:

@@ -25,7 +25,11 @@ _FUNCTION = re.compile(
 )
 _DECIMAL = re.compile(r"(?<![0-9.])([0-9]*)\.([0-9]+)(?![0-9.])")
 _SQUARE_ROOT = re.compile(r"\\?sqrt\s*\(([^()]*)\)")
-_FACTORIAL_POWER = re.compile(r"([0-9A-Za-z])!\s*\^")
+_FACTORIAL_POWER = re.compile(r"([0-9]+|[A-Za-z])!\s*\^")
+_WHOLE = r"(?:([0-9]+)|\(\s*([0-9]+)\s*\))"
+_FRACTION_TIMES = re.compile(  # 1/2 x and 1/2\pi are x/2 and \pi/2; the grammar reads a product below the line
+    rf"((?:^|[-+=<>(\[{{,])\s*){_WHOLE}\s*/\s*{_WHOLE}(?=\s+[A-Za-z(\\]|\\(?:sqrt|pi)(?![A-Za-z]))"
+)
 _ROOT = re.compile(r"\\sqrt\s*\[([^\[\]]*)\]\s*([0-9A-Za-z])")
 _TRIGONOMETRIC = re.compile(r"\\(?:sin|cos|tan|cot|sec|csc)")
 _TIMES_BRACKET = re.compile(r"(?<![_0-9.])([0-9.]+)\s*\(")  # the grammar reads 2(\frac12) as a mixed number
@@ -47,6 +51,7 @@ def read(text: str) -> Any:
     """
     text = _FUNCTION.sub(r"\\\1", _SQUARE_ROOT.sub(r"\\sqrt{\1}", text))
     text = _FACTORIAL_POWER.sub(r"(\1!)^", text)
+    text = _FRACTION_TIMES.sub(r"\1\\frac{\2\3}{\4\5}", text)
     text = _ROOT.sub(r"\\sqrt[\1]{\2}", text)
     text = _ANGLE.sub(r"(\\frac{\1 \\pi}{180})", text) if _TRIGONOMETRIC.search(text) else text.replace("°", "")
     text = _DECIMAL.sub(_as_fraction, text)

@@ -19,10 +19,14 @@ _OPERATORS = re.compile(
 )
 _TEXT = re.compile(r"\\text\{([^{}]*)\}")
 _TEXT_LETTER = re.compile(r"\\text\{\s*[A-Za-z]\s*\}")
+_QUANTITY = re.compile(  # in \text
+    r"([+-]?[0-9](?:[0-9.,/]*[0-9])?) ?([%°]|(?=[A-Za-z]{2})(?:(?!(?<![A-Za-z])(?:and|or)(?![A-Za-z]))[^0-9])+)"
+)
 _WORD = re.compile(r"[A-Za-z][A-Za-z .'-]*")
+_ANY_CASE = re.compile(r"[A-Za-z][a-z]{2}|[A-Z]{5}")  # a gold answer "ABCD" may name points
 LETTER = re.compile(r"\\[A-Za-z]+|([A-Za-z])")
 _CONSTANTS = {"e", "i"}
-_PLAIN_WORDS = {"yes", "no", "odd", "even", "true", "false", "none", "all"}
+_PLAIN_WORDS = {"yes", "no", "odd", "even", "true", "false", "none", "all", "dne"}
 _TIME = re.compile(r"([0-9]{1,2}:[0-9]{2})\s*([ap])\.?\s*m")
 _LETTER_UNIT = re.compile(rf"(?<=[0-9}}]) [msghNCJWVKLTA]{POWER}$")  # after a space alone: "5N" may be a product
 _APART = re.compile(r"(?<![_^0-9.])(?<!frac )[0-9.]+ [0-9.]")  # two numbers with nothing between them
@@ -59,8 +63,18 @@ def _by_time(gold: str, given: str) -> bool | None:
 def _by_words(gold: str, given: str) -> bool | None:
     """The result if either side is a word, else None."""
     if (word := _as_word(gold)) is not None:
-        return word == (_as_word(given) or _word_form(given))
-    return False if _TEXT.fullmatch(given) and not _TEXT_LETTER.fullmatch(given) else None
+        found = _as_word(given) or _word_form(given)
+        any_case = word.casefold() in _PLAIN_WORDS or _ANY_CASE.search(word)
+        return word == found or bool(any_case and word.casefold() == found.casefold())
+    if not (text := _TEXT.fullmatch(given)) or _TEXT_LETTER.fullmatch(given):
+        return None
+    words = text.group(1).strip()
+    quantity = _QUANTITY.fullmatch(words)
+    return compact(words) == compact(gold) or bool(quantity and _by_number(gold, _with_unit(*quantity.groups())))
+
+
+def _with_unit(number: str, unit: str) -> str:
+    return number + (unit if unit in "%°" else f"\\text{{ {unit}}}")
 
 
 def _by_base(gold: str, given: str) -> bool | None:
@@ -120,12 +134,13 @@ def _as_word(text: str) -> str | None:
     r"""The answer if it is a single word, else None: in \text, or letters that cannot be a product of variables."""
     if match := _TEXT.fullmatch(text):
         return _word_form(match.group(1))
-    if _WORD.fullmatch(text) and (len(text) >= 4 or text.casefold() in _PLAIN_WORDS):
-        return _word_form(text)
-    return None
+    if not _WORD.fullmatch(text):
+        return None
+    longest = max(map(len, re.findall("[A-Za-z]+", text)))  # "x y z" is a product, "abc - d" a difference
+    is_word = longest > 3 or (longest == 3 < len(text) and "-" not in text) or text.casefold() in _PLAIN_WORDS
+    return _word_form(text) if is_word else None
 
 
 def _word_form(text: str) -> str:
-    """The word without brackets and punctuation around it; case is ignored unless it is a single letter."""
-    text = " ".join(_TEXT.sub(r"\1", text).strip(" ().'\"").split())
-    return text.casefold() if len(text) > 1 else text
+    """The word without brackets and punctuation around it."""
+    return " ".join(_TEXT.sub(r"\1", text).strip(" ().'\"").split())

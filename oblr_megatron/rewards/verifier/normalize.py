@@ -30,18 +30,18 @@ _OVERLINED = re.compile("((?:[0-9]\u0305)+)")
 _VULGAR = re.compile("[½⅓⅔¼¾⅕⅖⅗⅘⅙⅚⅛⅜⅝⅞⅐⅑⅒]")
 _SPACES = re.compile(" {2,}")
 
-_MARKERS = ("\\", "*", "`", "nswer", "=", "案")  # `trim` does nothing to a text without these
+_MARKERS = ("\\", "*", "`", "'", "nswer", "=", "案")  # `trim` does nothing to a text without these
 _GONE = re.compile(
     r"\\(?:text)?color\s*\{[A-Za-z!0-9]*\}|\\[hv]?phantom\s*\{[^{}]*\}|\\(?:begin|end)\s*\{(?:aligned|gathered|split)\}"
     r"|\\(?:tiny|small|normalsize|large|Large|LARGE|huge|Huge|bfseries|mathop|underline|fbox|ensuremath)(?![A-Za-z])"
     r"|\\(?:rm|bf|it)(?=\s*[-0-9\\])|(?<!\{)\\(?:rm|bf|it)(?![A-Za-z])"
 )
 _BOXED_NUMBER = re.compile(r"\\boxed\s*\{([^{}]*)\}")
-_MARKDOWN = re.compile(r"\s*(\*\*|`)(.+)\1[.\s]*", re.DOTALL)
+_MARKDOWN = re.compile(r"\s*(\*\*|[`'])(.+)\1[.\s]*", re.DOTALL)
 _WORDS = r"\s*(?:the\s+)?(?:final\s+)?answer(?:\s+is)?\s*:?\s*"
 _BEFORE = re.compile(
-    rf"(?:\\text\w*\s*\{{{_WORDS}\}}\s*:?|{_WORDS}|答案(?:是|为)?\s*[:\uff1a]?)(?=.)"
-    r"|\s*(?:=|\\(?:therefore|implies|Rightarrow|Longrightarrow)(?![A-Za-z]))",
+    rf"(?:(?:\\text\w*\s*\{{{_WORDS}\}}\s*:?|{_WORDS}|答案(?:是|为)?\s*[:\uff1a]?)(?=.)"
+    r"|\s*(?:=|\\(?:therefore|implies|Rightarrow|Longrightarrow)(?![A-Za-z])))+",
     re.IGNORECASE | re.DOTALL,
 )
 _AFTER = re.compile(r"\s*(?:\\\\|\\(?:checkmark|blacksquare|qed))$")

@@ -22,7 +22,7 @@ _REPEATING = re.compile(
     r"([0-9]*)\.([0-9]*)(?:\\(?:overline|bar)\s*(?:\{([0-9]+)\}|([0-9]))|\(([0-9]+)\)"
     r"|\\dot\s*\{?([0-9])\}?(?:([0-9]*)\\dot\s*\{?([0-9])\}?)?)"
 )
-_SPACED = re.compile(r"[0-9]{1,3}(?: [0-9]{3})+(?:\.[0-9]*)?")
+_SPACED = re.compile(r"[1-9][0-9]{0,2}(?: [0-9]{3})+(?:\.[0-9]*)?")
 _MIXED = re.compile(r"([0-9]+)\s*(\\frac.*)|([0-9]+) ([0-9]+/[0-9]+)")
 _FRAC_ARGUMENT = re.compile(r"\s*(?:\{([^{}]*)\}|([0-9]))")
 
@@ -30,6 +30,12 @@ _SCALES = {
     "dozen": 12, "hundred": 100, "thousand": 10**3, "million": 10**6, "billion": 10**9, "trillion": 10**12,
     "万": 10**4, "亿": 10**8,
 }  # fmt: skip
+_SCALES |= {f"{word}s": scale for word, scale in _SCALES.items()}
+_NO_UNIT = re.compile(  # they change the value in other ways
+    r"\s*(?:plus|minus|squared|cubed|factorial|halves|(?:ten|hundred|thousand|million|billion)ths)(?![A-Za-z])"
+    r"|.*(?<![A-Za-z])(?:half|one|two|three|four|five|six|seven|eight|nine|ten|eleven|twelve)\s*$",
+    re.IGNORECASE,
+)
 _SHORT_UNITS = {
     "cm", "mm", "km", "dm", "nm", "in", "ft", "yd", "mi", "kg", "mg", "lb", "lbs", "oz", "sec", "min", "hr", "hrs",
     "ms", "ml", "mL", "cl", "mph", "kmh", "kph", "Hz", "kJ", "kW", "Pa", "mol", "cents", "cent", "rad", "radians",
@@ -98,7 +104,10 @@ def _unit_words(text: str) -> tuple[list[str], int] | None:
     if match is None or not text[: match.start()].strip():
         return None
     bare = match.group(4)
-    words = re.findall(r"[A-Za-z]+|^[万亿]", (bare or match.group(1) or "").strip())
+    unit = bare or match.group(1) or ""
+    if _NO_UNIT.match(unit):
+        return None
+    words = re.findall(r"[A-Za-z]+|^[万亿]", unit.strip())
     if bare and bare.isascii() and not _are_units(words):
         after_space = text[match.start()].isspace() and text[: match.start()].rstrip()[-1:].isdigit()
         if not (after_space and len(words[0]) >= 3 and _NOT_UNITS.isdisjoint(words)):

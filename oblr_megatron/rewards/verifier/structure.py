@@ -71,12 +71,14 @@ _MATRIX = re.compile(
 )
 _DOMAIN = re.compile(r"[A-Za-z]\s*\\in\s*\\mathbb\s*(?:\{[A-Z]\}|[A-Z])")
 _SUCH_THAT = re.compile(r"[A-Za-z]\s*(?:\\in\s*\\mathbb\{R\}\s*)?(?:\\mid(?![A-Za-z])|\||:)")
-_GROUPED = re.compile(r"(?<![0-9.,])[0-9]{1,3}(?:,[0-9]{3})+(?![0-9]|,[0-9])")
+_GROUPED = re.compile(  # group 1: no grouping, since brackets around nothing else make a point or a set
+    r"((?:[(\[]|\\\{) ?[-+]? ?[0-9,]+ ?\\?[)\]}])|(?<![0-9.,])[1-9][0-9]{0,2}(?:,[0-9]{3})+(?![0-9]|,[0-9])"
+)
 
 
 def has_grouping(text: str) -> bool:
     """Whether commas between digits may be thousands separators."""
-    return _GROUPED.search(text) is not None
+    return any(match.group(1) is None for match in _GROUPED.finditer(text))
 
 
 def parse(text: str, *, grouped: bool = False) -> Node:
@@ -85,7 +87,7 @@ def parse(text: str, *, grouped: bool = False) -> Node:
     Examples: "1, 2" -> list of two; "1,234" with grouped -> Leaf("1234"); r"x \in [1, 2)" -> Named "x", Group "[)".
     """
     if grouped:
-        text = _GROUPED.sub(lambda match: match.group().replace(",", ""), text)
+        text = _GROUPED.sub(lambda match: match.group(1) or match.group().replace(",", ""), text)
     items = [item for part in _split(text, {",", ";"}) if (item := part.strip())]
     items = [item for item in items if not _DOMAIN.fullmatch(item)] or items
     items = [sign for item in items for sign in _both_signs(item)]

@@ -7,6 +7,7 @@ at fixed rational points; arithmetic is exact for rational functions. math-verif
 from __future__ import annotations
 
 import math
+import re
 from typing import Any
 
 import sympy
@@ -20,6 +21,8 @@ from oblr_megatron.rewards.verifier.latex import read
 MAX_LOG10 = 2e5  # expressions that contain numbers with more digits are not evaluated
 DIGITS = 300
 MIN_POINTS = 3
+_UNREAD = re.compile(r"[^\s']'+|(?<![\^0-9.])[0-9.]+\s*_\s*(?:\{(?:[^{}]|\{[^{}]*\})*\}|\S)")
+"""Primes, and indices of numbers: the grammar leaves them out."""
 
 
 def score(prediction: str, gold: str) -> float:
@@ -29,6 +32,8 @@ def score(prediction: str, gold: str) -> float:
 
 def equal_expressions(gold: str, given: str) -> bool:
     """Whether two normalized expressions are equal; False if one cannot be parsed."""
+    if set(_UNREAD.findall(gold)) != set(_UNREAD.findall(given)):
+        return False
     try:
         return _equal(read(gold), read(given))
     except (MemoryError, KeyboardInterrupt):
@@ -167,14 +172,17 @@ def _imaginary_unit(gold: Expr, given: Expr) -> tuple[Expr, Expr]:
 
 def _log10_bound(value: Basic) -> float:
     """Upper bound on log10 of every number that occurs when the expression is evaluated; infinite for power towers."""
-    if isinstance(value, sympy.Integer):
-        return value.p.bit_length() * 0.302
+    if isinstance(value, sympy.Rational):
+        return math.log10(max(abs(value.p), value.q))
     bounds = [_log10_bound(argument) for argument in value.args]
     largest = max(bounds, default=0.0)
     if largest > MAX_LOG10:
         return math.inf
     if isinstance(value, sympy.Pow) and not value.args[1].free_symbols:
-        return max(largest, 1.0) * (10.0 ** min(bounds[1], 12.0)) if bounds[1] > 0 else largest
-    if isinstance(value, sympy.factorial | sympy.binomial) and not value.free_symbols:
-        return 10.0 ** min(largest, 12.0) * max(largest, 1.0)
+        base = bounds[0] if value.args[0].is_Integer else max(bounds[0], 1.0)  # variables stand for fractions
+        return max(largest, base * 10.0 ** min(bounds[1], 12.0))
+    if isinstance(value, sympy.factorial) and not value.free_symbols:
+        return max(largest, math.lgamma(10.0 ** min(largest, 12.0) + 1) / math.log(10))
+    if isinstance(value, sympy.binomial) and not value.free_symbols:
+        return max(largest, largest * 10.0 ** min(bounds[1], 12.0))
     return sum(bounds) if isinstance(value, sympy.Mul) else largest + math.log10(len(bounds) + 1)

@@ -91,6 +91,11 @@ def test_gold_readers_do_not_change_a_bare_answer(name: str) -> None:
         ("olympiadbench", ["$1$", "$x=2$"], "1, x=2"),
         ("olympiadbench", r"costs \$5", r"costs \$5"),
         ("math", r"\boxed{\boxed{1}", "1"),
+        ("math", r"Not $\boxed 3$. Thus $x=\boxed 2$. Done.", "2"),
+        ("math", r"\[x = \boxed \frac{1}{2} \] as \boxedly said", r"\frac{1}{2}"),
+        ("math", r"so $\fbox{7}$, not 8", "7"),
+        ("math", r"$\boxed{3}$ and \fbox{a note}", "3"),
+        ("math", r"cut: $\boxed {5$", r"cut: $\boxed {5$"),
         ("dapo", None, ""),
         ("olympiadbench", None, ""),
         ("math", ["1"], ""),
@@ -133,6 +138,19 @@ def test_columns_of_the_source_come_first_and_those_of_the_data_section_last(tmp
     path = str(write_rows(tmp_path / "b.jsonl", [{"text": "t", "gold": "0"}]))
     data = config({"path": path, "convention": "aime"}, question_column="text", answer_column="gold")
     assert read_prompts(data.train[0], data, tokenizer)[0].answer == "0"
+
+
+def test_a_solution_without_a_box_is_skipped(tmp_path: Path, tokenizer) -> None:
+    solutions = ["Thus it is 2.", r"Thus it is $\boxed 2$.", "", None]
+    rows = [{"problem": f"1+{number}?", "solution": solution} for number, solution in enumerate(solutions)]
+    rows.append({"problem": "1+4?", "solution": "Thus it is 5.", "answer": "5"})
+    data = config({"path": str(write_rows(tmp_path / "a.jsonl", rows)), "convention": "math"})
+    prompts = read_prompts(data.train[0], data, tokenizer)
+    assert [prompt.answer for prompt in prompts] == ["2", "5"]
+    missing = "no 'answer' or 'solution'"
+    assert [(skip.line, skip.reason) for skip in prompts.skipped] == [
+        (1, "no \\boxed in 'solution'"), (3, missing), (4, missing)
+    ]  # fmt: skip
 
 
 def as_row(name: str, convention: Convention) -> str:

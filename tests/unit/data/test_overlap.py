@@ -59,6 +59,15 @@ def test_contradicting_answers_drop_all_rows_of_a_question(tokenizer: PreTrained
     assert {prompt.text for prompt in prompts.take(2)} == {"1+1", "4+4"}
 
 
+def test_spellings_of_one_answer_do_not_contradict(tokenizer: PreTrainedTokenizerFast, tmp_path: Path) -> None:
+    alike = [(r"\frac{1}{2}", r"\dfrac{1}{2}"), ("10,000", "10000"), ("0.50", "0.5"), ("1, 2", "2, 1")]
+    unlike = [("0.33", r"\frac{1}{3}"), ("(1,2)", "(2,1)"), ("f(x)", "f'(x)"), ("18", "81")]
+    pairs = [(f"row {number}?", answer) for number, pair in enumerate([*alike, *unlike]) for answer in pair]
+    prompts = stream(tokenizer, rows(tmp_path / "a.jsonl", *pairs))
+    assert {prompt.answer for prompt in prompts.take(len(prompts))} == {first for first, _ in alike}
+    assert [reason for _, _, reason in reasons(prompts)].count("contradicted by a duplicate") == len(unlike)
+
+
 def test_rows_that_contain_a_benchmark_question_are_dropped(tokenizer: PreTrainedTokenizerFast, tmp_path: Path) -> None:
     test = rows(tmp_path / "test.jsonl", (DUCKS, 1), ("12+34", 46))
     held = rows(tmp_path / "held.jsonl", ("What is two plus two?", 4))

@@ -119,6 +119,18 @@ def test_nonsense(returned: object, reason: str) -> None:
     assert reason in str(caught.value)
 
 
+def test_log_probs_of_candidates_that_share_tokens() -> None:
+    """Batching changes the last digits of a log-prob. Each candidate may be returned, with its own."""
+    candidates = Turn((7, 1, 2), (-0.1, -0.2, -0.3), "A", "stop"), Turn((7, 1, 3), (-0.1001, -0.2, -0.4), "B", "stop")
+    engine = engine_of(*candidates)
+    for _ in candidates:
+        asyncio.run(engine.generate(PROMPT.token_ids))
+    for turn in candidates:
+        assert ended(engine, (turn.ids, [1, 1, 1], turn.logprobs)).logprobs == turn.logprobs
+    with pytest.raises(NonsenseError):
+        ended(engine, ([7], [1], [-0.10005]))
+
+
 def test_limits() -> None:
     engine = engine_of(FIRST, Turn((3, 4), (-1.0, -2.0), "t3t4", "length"), max_tokens=6)
     episode = two_turns(engine)

@@ -8,6 +8,7 @@ from __future__ import annotations
 import socket
 import threading
 import time
+from dataclasses import replace
 from datetime import UTC, datetime, timedelta
 from email.utils import format_datetime
 from itertools import pairwise
@@ -69,6 +70,14 @@ def test_send_rows_adds_the_columns_of_the_rows() -> None:
     first, second = {"answer": "4", "level": 1}, {"answer": "5", "level": 2}
     assert asked[0].body["rows"] == [first, first, second, second]
     assert asked[0].body["answers"] == ["4", "4", "5", "5"]
+
+
+def test_rows_are_sent_as_strict_json() -> None:
+    prompts, samples = batch([("4", ["a"])])
+    prompts = [replace(prompts[0], columns='{"x": NaN, "more": [-Infinity, 1.5, "NaN"]}')]
+    with serving(score_batch) as service, build(service.url, send_rows=True) as reward:
+        assert reward.score(prompts, samples).rewards == [1.0]
+    assert service.asked[0].body["rows"] == [{"x": None, "more": [None, 1.5, "NaN"]}]
 
 
 def test_a_service_that_hangs_does_not_cost_a_deadline_for_every_request() -> None:
