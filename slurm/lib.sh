@@ -305,9 +305,9 @@ oblr_start_servers() {
     oblr_await oblr_servers_answer || status=$?
     oblr_stop_early "the start of the servers"
     ((status != 0)) || return 0
-    cat "$logs/servers.log" >&2 2>/dev/null || true
     tail -n 20 "$logs"/server_*.log >&2 || true
     kill -0 "$servers" 2>/dev/null || die "$EXIT_RUN" "all servers have ended, see $logs/server_*.log; not requeued"
+    cat "$logs"/servers*.log >&2 || true
     die "$EXIT_RUN" "the servers did not become ready; the job is not requeued"
 }
 
@@ -316,7 +316,8 @@ oblr_servers_answer() {
     local waiting=$BASHPID
     while kill -0 "$waiting" && sleep 1; do kill -0 "$servers" || kill "$waiting"; done 2>/dev/null &
     oblr_srun --het-group=0 --nodes=1 --ntasks=1 --nodelist="${nodes[0]}" --output="$logs/servers.log" \
-        "$python" -m oblr_megatron.cluster.servers wait "${urls[@]}" --deadline "${OBLR_SERVERS_S:-1800}"
+        "$python" -m oblr_megatron.cluster.servers wait "${urls[@]}" --deadline "${OBLR_SERVERS_S:-1800}" \
+        2>"$logs/servers_srun.log"
 }
 
 # End the servers on every exit; processes that srun leaves behind end with the job.
