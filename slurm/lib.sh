@@ -8,7 +8,7 @@
 #   OBLR_VENV             virtual environment, used without a container; by default OBLR_PYTHON
 #   OBLR_PYTHON           interpreter; by default python3 from PATH (in a container, the image's)
 #   OBLR_GPUS_PER_NODE    8; 0 for CPU ranks, with OBLR_RANKS_PER_NODE (1) per node
-#   OBLR_DRY_RUN          1; 0 skips the dry run
+#   OBLR_DRY_RUN          1; 0 skips the dry run (of such settings, other values are refused)
 #   OBLR_GPU_MEMORY_GB    GPU memory for the dry run's memory table; by default that of the node's GPUs
 #   OBLR_PREFLIGHT        1; 0 skips the preflight; OBLR_PREFLIGHT_S (300) is the deadline of each of its waits
 #   OBLR_MIN_GB_S         0; required bus bandwidth of the preflight's all-reduces
@@ -26,12 +26,12 @@ stopping=""   # name of the signal that asked this script to stop
 child=""      # process id of the srun that receives forwarded signals
 servers=""    # process id of the srun that runs the servers
 signalled=0
-margin=0 at_once=0 # seconds of --signal, if the job may be too short for it; 1: it is
+margin=0 at_once=0 # seconds of --signal, if the job may be too short for it; 1: USR1 came in the first 30 s
 
 say() { printf 'oblr: %s\n' "$*"; }
 
-die() { # STATUS MESSAGE
-    printf 'error: %s\n' "$2" >&2
+die() { # STATUS MESSAGE...
+    printf 'error: %s\n' "${*:2}" >&2
     exit "$1"
 }
 
@@ -74,6 +74,9 @@ oblr_run_with_servers() {
 
 oblr_begin() {
     [[ -n ${SLURM_JOB_ID:-} ]] || die "$EXIT_USER" "SLURM_JOB_ID is not set; start this script with sbatch"
+    trap 'oblr_signal USR1' USR1 # first, because an untrapped one ends the script without a word
+    trap 'oblr_signal TERM' TERM
+    trap oblr_stop_servers EXIT
     script="$0"
     [[ $0 == /* ]] || script="$PWD/$0" # before cd
     cd "$OBLR_HOME"
@@ -81,6 +84,8 @@ oblr_begin() {
     mapfile -t nodes < <(scontrol show hostnames "${SLURM_JOB_NODELIST_HET_GROUP_0:-$SLURM_JOB_NODELIST}")
     ((${#nodes[@]})) || die "$EXIT_RUN" "scontrol lists no node of job $SLURM_JOB_ID"
     job_name="${SLURM_JOB_NAME:-oblr}" attempt="${SLURM_RESTART_COUNT:-0}"
+    local name
+    for name in OBLR_{DRY_RUN,PREFLIGHT,REQUEUE,REQUEUE_FAILED}; do oblr_number "$name" "${!name:-0}" 0 1; done
     gpus="${OBLR_GPUS_PER_NODE:-8}"
     oblr_number OBLR_GPUS_PER_NODE "$gpus" 0 64
     ranks="$gpus"
@@ -96,20 +101,23 @@ oblr_begin() {
     oblr_python
     oblr_environment
     oblr_ports
-    trap 'oblr_signal USR1' USR1
-    trap 'oblr_signal TERM' TERM
-    trap oblr_stop_servers EXIT
     say "job $SLURM_JOB_ID, attempt $attempt, ${#nodes[@]} nodes x $ranks ranks: ${nodes[*]}"
-    say "config $OBLR_CONFIG, run directory $run_dir, logs $logs, commit $(git rev-parse --short HEAD 2>/dev/null || echo none)"
+    say "config $OBLR_CONFIG, run directory $run_dir, logs $logs," \
+        "commit $(git rev-parse --short HEAD 2>/dev/null || echo none)"
+    oblr_start_over
 }
 
 # The run directory is the last run_dir=... argument, or named after the job id, which a requeue keeps. A name of digits
 # is in TOML's quotes: the config needs them, and paths of this script must not have them.
 oblr_overrides() {
-    local word
+    local word blank='[[:space:]]*'
     overrides=() run_dir="runs/$job_name-$SLURM_JOB_ID"
     for word in "$@"; do
-        if [[ $word == run_dir=* ]]; then run_dir="${word#run_dir=}"; else overrides+=("$word"); fi
+        if [[ $word =~ ^${blank}run_dir${blank}=$blank(.*[^[:space:]])?$blank$ ]]; then
+            run_dir="${BASH_REMATCH[1]}"
+        else
+            overrides+=("$word")
+        fi
     done
     overrides+=("run_dir=$run_dir")
     if [[ $run_dir == \"*\" || $run_dir == \'*\' ]]; then run_dir="${run_dir:1:-1}"; fi
@@ -119,7 +127,8 @@ oblr_overrides() {
 oblr_time() {
     local ends
     [[ -z ${SLURM_JOB_END_TIME:-} ]] || return 0
-    ends="$(oblr_ask scontrol show job "$SLURM_JOB_ID" | sed -n 's/.* EndTime=\([^ ]*\).*/\1/p' | head -n 1)" || return 0
+    ends="$(SLURM_TIME_FORMAT=standard oblr_ask scontrol show job "$SLURM_JOB_ID")" || return 0
+    ends="$(sed -n 's/.* EndTime=\([^ ]*\).*/\1/p' <<<"$ends" | head -n 1)" || return 0
     SLURM_JOB_END_TIME="$([[ -n $ends ]] && date -d "$ends" +%s 2>/dev/null)" || return 0
     export SLURM_JOB_END_TIME
 }
@@ -127,7 +136,7 @@ oblr_time() {
 # Warn where SLURM would send the signal of --signal at once. sbatch's own --signal cannot be seen from here.
 oblr_margin() {
     local seconds left
-    seconds="$(sed -n 's/^#SBATCH --signal=B:USR1@//p' "$script" 2>/dev/null | head -n 1)" || seconds="" # an unreadable script
+    seconds="$(sed -n 's/^#SBATCH --signal=B:USR1@//p' "$script" 2>/dev/null | head -n 1)" || seconds="" # unreadable
     [[ ! ${SBATCH_SIGNAL:-} =~ @([0-9]+) ]] || seconds="${BASH_REMATCH[1]}"
     [[ $seconds =~ ^[0-9]+$ && -n ${SLURM_JOB_END_TIME:-} ]] || return 0
     left=$((SLURM_JOB_END_TIME - $(date +%s)))
@@ -156,19 +165,18 @@ oblr_python() {
     fi
 }
 
-# Environment of every task; variables that are already set keep their values. PYTORCH_CUDA_ALLOC_CONF is not set to
-# expandable_segments, because such memory cannot be shared with an engine through CUDA IPC.
+# Environment of every task; variables that are already set keep their values, docs/cluster.md says why they are set.
+# PYTORCH_CUDA_ALLOC_CONF is not set to expandable_segments, because such memory cannot be shared with an engine through
+# CUDA IPC. SLURM_EXPORT_ENV=ALL: under sbatch --export=NONE tasks would get none of these variables.
 oblr_environment() {
-    export PYTHONUNBUFFERED=1 PYTHONFAULTHANDLER=1
-    export HF_HUB_OFFLINE="${HF_HUB_OFFLINE:-1}" TOKENIZERS_PARALLELISM="${TOKENIZERS_PARALLELISM:-false}"
-    export VLLM_NO_USAGE_STATS=1
-    export OMP_NUM_THREADS="${OMP_NUM_THREADS:-8}" # all ranks and engines share the node's cores
-    export CUDA_DEVICE_MAX_CONNECTIONS="${CUDA_DEVICE_MAX_CONNECTIONS:-1}" # megatron-core needs it to overlap communication
-    export NCCL_DEBUG="${NCCL_DEBUG:-WARN}"
-    export TORCH_NCCL_ASYNC_ERROR_HANDLING="${TORCH_NCCL_ASYNC_ERROR_HANDLING:-1}" # a timeout ends the rank
-    export TORCH_FR_BUFFER_SIZE="${TORCH_FR_BUFFER_SIZE:-2000}" # number of recent collectives recorded per rank
-    export TORCH_NCCL_DUMP_ON_TIMEOUT="${TORCH_NCCL_DUMP_ON_TIMEOUT:-1}" # write them to a file on a timeout
-    export TORCH_NCCL_DEBUG_INFO_TEMP_FILE="${TORCH_NCCL_DEBUG_INFO_TEMP_FILE:-$logs/nccl_trace_rank_}"
+    local setting name
+    export SLURM_EXPORT_ENV=ALL PYTHONUNBUFFERED=1 PYTHONFAULTHANDLER=1 VLLM_NO_USAGE_STATS=1
+    for setting in HF_HUB_OFFLINE=1 TOKENIZERS_PARALLELISM=false OMP_NUM_THREADS=8 CUDA_DEVICE_MAX_CONNECTIONS=1 \
+        NCCL_DEBUG=WARN TORCH_NCCL_ASYNC_ERROR_HANDLING=1 TORCH_FR_BUFFER_SIZE=2000 TORCH_NCCL_DUMP_ON_TIMEOUT=1 \
+        TORCH_NCCL_DEBUG_INFO_TEMP_FILE="$logs/nccl_trace_rank_"; do
+        name="${setting%%=*}"
+        export "$name=${!name:-${setting#*=}}"
+    done
 }
 
 # A block of 20 ports derived from the job id, below the kernel's ephemeral ports; the next block if a port is taken.
@@ -185,24 +193,21 @@ oblr_port_taken() { (: <"/dev/tcp/127.0.0.1/$1") 2>/dev/null; }
 
 # --- steps -----------------------------------------------------------------------------------------------------------
 
-# Exec srun with one task per trainer node. Arguments: more srun options, --, the command.
+# Exec srun with one task per trainer node. Arguments: more srun options, then the command.
 oblr_srun() {
-    local options=()
-    while [[ $1 != -- ]]; do
-        options+=("$1")
-        shift
-    done
-    shift
+    local options=("${cpu_bind[@]}" "${container[@]}" ${SLURM_CPUS_ON_NODE:+"--cpus-per-task=$SLURM_CPUS_ON_NODE"})
     ((gpus == 0)) || options+=(--gpus-per-node="$gpus" --gpu-bind=none)
-    options+=("${cpu_bind[@]}" ${SLURM_CPUS_ON_NODE:+"--cpus-per-task=$SLURM_CPUS_ON_NODE"})
-    exec srun --ntasks-per-node=1 --kill-on-bad-exit=1 --unbuffered --input=none "${options[@]}" "${container[@]}" "$@"
+    exec srun --ntasks-per-node=1 --kill-on-bad-exit=1 --unbuffered --input=none "${options[@]}" "$@"
 }
 
-# Run a command in the background, so that signals are handled at once; return its status.
+# Run a command in the background, so that signals are handled at once; return its status. After a signal nothing is
+# started. One that comes during the start is passed on, a second later because bash loses it in a child's first moment.
 oblr_await() {
     local status=0 before=0
+    [[ -z $stopping ]] || return 138 # the status of a command that SIGUSR1 ended
     "$@" &
     child=$!
+    [[ -z $stopping ]] || { sleep 1 && kill -USR1 "$child" 2>/dev/null; } || true
     while :; do
         before=$status signalled=0 status=0
         wait "$child" || status=$?
@@ -217,8 +222,8 @@ oblr_await() {
 # SIGUSR1 is forwarded instead of SIGTERM: SLURM sends SIGTERM to the ranks itself, and a second one would end them.
 oblr_signal() {
     signalled=1
-    # SLURM looks every 30 s for jobs that are due for their signal. A job that is due at once gets it in its first 30 s.
-    if [[ $1 == USR1 ]] && ((margin > 0 && SECONDS <= 30)); then at_once=1; fi
+    # SLURM looks every 30 s for jobs that are due for their signal: one that is due at once gets it in its first 30 s.
+    if [[ $1 == USR1 ]] && ((SECONDS <= 30)); then at_once=1; fi
     [[ $stopping == TERM ]] || stopping="$1"
     say "SIG$1: asking the run to save and stop"
     [[ -z $child ]] || kill -USR1 "$child" 2>/dev/null || true
@@ -231,14 +236,14 @@ oblr_check() {
     [[ -z ${OBLR_GPU_MEMORY_GB:-} ]] || memory=(--gpu-memory-gb "$OBLR_GPU_MEMORY_GB")
     if [[ ${OBLR_DRY_RUN:-1} != 0 ]]; then
         say "dry run: $logs/dry_run.log"
-        oblr_await oblr_srun "${first[@]}" --output="$logs/dry_run.log" -- \
+        oblr_await oblr_srun "${first[@]}" --output="$logs/dry_run.log" \
             "$python" -m oblr_megatron.cli train "$OBLR_CONFIG" "${overrides[@]}" --resume --dry-run \
             --nnodes "${#nodes[@]}" --nproc-per-node "$ranks" "${memory[@]}" || status=$?
         oblr_checked "$status" "the dry run" "$logs/dry_run.log"
     fi
     [[ ${OBLR_PREFLIGHT:-1} != 0 ]] || return 0
     say "preflight: $logs/preflight.log"
-    oblr_await oblr_srun "${all[@]}" --output="$logs/preflight.log" -- \
+    oblr_await oblr_srun "${all[@]}" --output="$logs/preflight.log" \
         "$python" -m oblr_megatron.cluster.preflight "$OBLR_CONFIG" "${overrides[@]}" \
         --nodes "$(IFS=, && echo "${nodes[*]}")" --expect-gpus "$gpus" --port $((port + 1)) --rendezvous-port "$port" \
         --deadline "${OBLR_PREFLIGHT_S:-300}" --min-gb-s "${OBLR_MIN_GB_S:-0}" || status=$?
@@ -260,7 +265,7 @@ oblr_train() {
     say "training: follow the logs with: tail -F $logs/node_*.log"
     status_before="$(oblr_status)" # of the previous attempt
     train_status=0
-    oblr_await oblr_srun "${all[@]}" --output="$logs/node_%n.log" -- \
+    oblr_await oblr_srun "${all[@]}" --output="$logs/node_%n.log" \
         "$python" -m oblr_megatron.runtime.launch --nnodes "${#nodes[@]}" --nproc-per-node "$ranks" --max-restarts 0 \
         --rdzv-id "$SLURM_JOB_ID-$attempt" --rdzv-backend c10d --rdzv-endpoint "${nodes[0]}:$port" \
         -m oblr_megatron.step_loop "$OBLR_CONFIG" "${overrides[@]}" --resume 2>"$logs/srun.log" || train_status=$?
@@ -273,7 +278,7 @@ oblr_train() {
 # The servers' URLs, and the API key that they share with the trainers.
 oblr_servers() {
     local list="${SLURM_JOB_NODELIST_HET_GROUP_1:-}" host k
-    [[ -n $list ]] || die "$EXIT_USER" "the job has no second component; submit this script with its #SBATCH hetjob line"
+    [[ -n $list ]] || die "$EXIT_USER" "the job has no second component; submit this script with its hetjob line"
     mapfile -t server_nodes < <(scontrol show hostnames "$list")
     server_tp="${OBLR_SERVER_TP:-1}" servers_each=1 urls=()
     oblr_number OBLR_SERVER_TP "$server_tp" 1 $((gpus > 0 ? gpus : 1))
@@ -281,7 +286,7 @@ oblr_servers() {
     for host in "${server_nodes[@]}"; do
         for ((k = 0; k < servers_each; k++)); do urls+=("http://$host:$((port + 2 + k))"); done
     done
-    OBLR_API_KEY="$(od -An -N32 -tx1 /dev/urandom | tr -d ' \n')" # only in the environment, which other users cannot read
+    OBLR_API_KEY="$(od -An -N32 -tx1 /dev/urandom | tr -d ' \n')" # other users cannot read an environment
     export OBLR_API_KEY
     overrides+=("rollout.api_key_env=OBLR_API_KEY" "rollout.servers=[$(printf '"%s",' "${urls[@]}" | sed 's/,$//')]")
 }
@@ -297,14 +302,22 @@ oblr_start_servers() {
     srun "${options[@]}" "$python" -m oblr_megatron.cluster.servers start "$OBLR_CONFIG" "${overrides[@]}" \
         --port $((port + 2)) --tensor-parallel-size "$server_tp" 2>"$logs/server_srun.log" &
     servers=$!
-    oblr_await oblr_srun --het-group=0 --nodes=1 --ntasks=1 --nodelist="${nodes[0]}" --output="$logs/servers.log" -- \
-        "$python" -m oblr_megatron.cluster.servers wait "${urls[@]}" --deadline "${OBLR_SERVERS_S:-1800}" || status=$?
+    oblr_await oblr_servers_answer || status=$?
     oblr_stop_early "the start of the servers"
-    if ((status != 0)); then
-        cat "$logs/servers.log" >&2
-        tail -n 20 "$logs"/server_*.log >&2 || true
-        die "$EXIT_RUN" "the servers did not become ready; the job is not requeued"
-    fi
+    ((status != 0)) || return 0
+    tail -n 20 "$logs"/server_*.log >&2 || true
+    kill -0 "$servers" 2>/dev/null || die "$EXIT_RUN" "all servers have ended, see $logs/server_*.log; not requeued"
+    cat "$logs"/servers*.log >&2 || true
+    die "$EXIT_RUN" "the servers did not become ready; the job is not requeued"
+}
+
+# Exec the wait for the servers, and end it when their srun has ended: it goes on as long as one of them runs.
+oblr_servers_answer() {
+    local waiting=$BASHPID
+    while kill -0 "$waiting" && sleep 1; do kill -0 "$servers" || kill "$waiting"; done 2>/dev/null &
+    oblr_srun --het-group=0 --nodes=1 --ntasks=1 --nodelist="${nodes[0]}" --output="$logs/servers.log" \
+        "$python" -m oblr_megatron.cluster.servers wait "${urls[@]}" --deadline "${OBLR_SERVERS_S:-1800}" \
+        2>"$logs/servers_srun.log"
 }
 
 # End the servers on every exit; processes that srun leaves behind end with the job.
@@ -343,21 +356,30 @@ oblr_await_outcome() {
 
 # Step of the newest checkpoint, or of the newest samples of a run that only samples; 0 if there is none.
 oblr_saved_step() {
-    local path newest=0 step saved=("$run_dir"/checkpoints/step_*)
+    local saved=("$run_dir"/checkpoints/step_*) newest
     if grep -qs '"only": true' "$run_dir/config.json"; then saved=("$run_dir"/rollouts/step_*.parquet); fi
-    for path in "${saved[@]}"; do
-        step="${path##*step_}"
-        step="${step%.parquet}"
-        if [[ $step =~ ^[0-9]+$ ]] && ((10#$step > newest)); then newest=$((10#$step)); fi
-    done
-    echo "$newest"
+    newest="$(printf '%s\n' "${saved[@]%.parquet}" | sed -n 's/.*step_0*\([0-9][0-9]*\)$/\1/p' | sort -n | tail -n 1)"
+    echo "${newest:-0}"
+}
+
+# A requeued run without a checkpoint, because a node was lost or it failed, starts over: its records are put aside.
+# Those of an earlier job stay, and the dry run refuses them.
+oblr_start_over() {
+    local steps aside="$run_dir/metrics_before_$SLURM_JOB_ID-$attempt.jsonl"
+    ((attempt > 0 && $(oblr_saved_step) == 0)) || return 0
+    [[ ! -e $run_dir/hf && ! -e $run_dir/hf_best ]] || return 0
+    compgen -G "$log_root/attempt_*/node_*.log" >/dev/null || return 0 # no attempt of this job has trained
+    steps="$(grep -c '"step": [1-9]' "$run_dir/metrics.jsonl" 2>/dev/null)" || return 0
+    mv "$run_dir/metrics.jsonl" "$aside"
+    say "the run has no checkpoint: $steps steps are done again; their old records are in $aside"
 }
 
 # Requeue or say why not, and exit. The argument is the status of the training.
 oblr_end() {
     local status="$1" state reason
     ((status != 0)) || oblr_await_outcome
-    state="$(oblr_field state)" reason="$(oblr_field reason)"
+    state="$(oblr_field state)"
+    reason="$(oblr_field reason)" # bash 5.2 dies of a trapped signal between two $() of one command
     if ((status == 0)) && [[ $state == finished ]]; then
         say "finished after step $(oblr_field step): $run_dir"
         exit 0
@@ -400,9 +422,10 @@ oblr_requeue() { # WHY STATUS_IF_NOT_REQUEUED
         say "$1, step $step is saved; resume with: sbatch ... run_dir=$run_dir"
         exit "$2"
     fi
-    if ((at_once)); then
+    if ((at_once && margin > 0)); then
         say "$1, step $step is saved; not requeued, because every attempt would get its signal at once"
-        die "$EXIT_USER" "--time is not longer than the margin of --signal ($margin s). Fix: sbatch --time=... run_dir=$run_dir"
+        die "$EXIT_USER" "--time is not longer than the margin of --signal ($margin s)." \
+            "Fix: sbatch --time=... run_dir=$run_dir"
     fi
     [[ ! -e $log_root/requeues ]] || before="$(tail -n 1 "$log_root/requeues")"
     if [[ $before == "$step" ]]; then

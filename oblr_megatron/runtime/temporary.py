@@ -5,7 +5,7 @@
 
 The name holds the identity of the process, and a short hash of the place where it is valid: other machines and
 containers may have the same TMPDIR. A command that was ended by SIGKILL leaves its directory. The next command at the
-same place removes it.
+same place removes it. If the name is too long for vLLM's sockets, these get a directory of the same name in /tmp.
 """
 
 from __future__ import annotations
@@ -23,6 +23,9 @@ from oblr_megatron.runtime.processes import alive, here_in_short, identity
 
 PREFIX = "oblr_megatron-"
 INDUCTOR_CACHE = "TORCHINDUCTOR_CACHE_DIR"
+SOCKETS = "VLLM_RPC_BASE_PATH"  # by default TMPDIR
+SHORT = Path("/tmp")
+LONGEST = 107 - len("/00000000-0000-0000-0000-000000000000")  # bytes: a socket's path, without vLLM's name for it
 GPU = Path("/dev/nvidiactl")
 
 
@@ -35,10 +38,15 @@ def own_tmpdir() -> Iterator[Path]:
         yield outer
         return
     base = outer.parent if outer.name == own else outer  # `exec` keeps process and environment
-    _sweep(base)
-    directory = base / own
-    directory.mkdir(mode=0o700, exist_ok=True)
-    before = {name: os.environ.get(name) for name in ("TMPDIR", INDUCTOR_CACHE)}
+    before = {name: os.environ.get(name) for name in ("TMPDIR", INDUCTOR_CACHE, SOCKETS)}
+    directory, sockets = base / own, SHORT / own
+    directories = [directory]
+    too_long = len(os.fsencode(directory)) > LONGEST and os.access(SHORT, os.W_OK)
+    if too_long and os.environ.setdefault(SOCKETS, str(sockets)) == str(sockets):
+        directories.append(sockets)
+    for each in directories:
+        _sweep(each.parent)
+        each.mkdir(mode=0o700, exist_ok=True)
     if GPU.exists():  # kernels are compiled there, and their cache is kept between commands
         os.environ.setdefault(INDUCTOR_CACHE, str(base / f"torchinductor_{_user()}"))
     os.environ["TMPDIR"] = tempfile.tempdir = str(directory)
@@ -48,7 +56,8 @@ def own_tmpdir() -> Iterator[Path]:
         tempfile.tempdir = str(base)
         for name, value in before.items():
             os.environ.pop(name, None) if value is None else os.environ.update({name: value})
-        _remove(directory)
+        for each in directories:
+            _remove(each)
 
 
 def _remove(directory: Path) -> None:
@@ -70,7 +79,7 @@ def _sweep(base: Path) -> None:
 
 
 def _prefix() -> str:
-    """Start of the names at this place. It is short, because the path of a socket holds at most 107 characters."""
+    """Start of the names at this place."""
     return f"{PREFIX}{here_in_short()}-"
 
 

@@ -13,6 +13,8 @@ from pathlib import Path
 
 import pytest
 
+from oblr_megatron.checkpoint.resume import check_no_progress
+from oblr_megatron.errors import UserError
 from oblr_megatron.observe.status import State, Status, write_status
 
 ROOT = Path(__file__).resolve().parents[3]
@@ -160,6 +162,10 @@ def test_the_script_reads_the_runs_status(tmp_path: Path) -> None:
         (["run_dir='a b'", "seed=1"], "a b"),
         (['run_dir="a"', "run_dir=runs/b"], "runs/b"),
         (['run_dir="'], '"'),
+        (["run_dir = runs/old", "seed=1"], "runs/old"),
+        (["  run_dir\t= a b "], "a b"),
+        (["run_dir="], ""),
+        (["run_directory=1"], "runs/small-5"),
         ([], "runs/small-5"),
     ],
 )
@@ -203,3 +209,45 @@ def test_jobs_that_share_a_directory_of_logs_have_their_own(tmp_path: Path, shar
 def test_saved_samples_are_the_progress_of_a_run_that_only_samples(before: int, requeued: bool, tmp_path: Path) -> None:
     outcome = ended(tmp_path, 0, "stopped", "SIGUSR1", stopping="USR1", sampled=(9, 12), before=before)
     assert outcome[:2] == ((0, True) if requeued else (1, False)) and "step 12" in outcome[2]
+
+
+@pytest.mark.parametrize(
+    ("attempt", "present", "steps", "over"),
+    [
+        (1, (), 3, True),
+        (2, ("run/rollouts/step_000003.parquet",), 3, True),  # of a run that trains; they are written again
+        (0, (), 3, False),  # not a requeue: the user resumes by hand
+        (1, ("run/checkpoints/step_00000002/x",), 3, False),
+        (1, ("run/hf/x",), 3, False),
+        (1, ("run/hf_best/x",), 3, False),
+        (1, (), 0, False),  # only the evaluation before the first step
+    ],
+)
+def test_a_requeued_run_without_a_checkpoint_starts_over(
+    tmp_path: Path, attempt: int, present: tuple[str, ...], steps: int, over: bool
+) -> None:
+    """For example when a node was lost before the first save; what is moved is what `resume` refuses."""
+    started_over(tmp_path, attempt, ("logs/attempt_0/node_0.log", *present), steps, over)
+    if over:
+        check_no_progress(tmp_path / "run")
+
+
+def test_a_requeued_job_that_never_trained_leaves_the_run_of_an_earlier_one(tmp_path: Path) -> None:
+    started_over(tmp_path, 1, (), 3, False)
+    with pytest.raises(UserError, match="come to step 3"):
+        check_no_progress(tmp_path / "run")
+
+
+def started_over(directory: Path, attempt: int, present: tuple[str, ...], steps: int, over: bool) -> None:
+    """Check whether the script puts the records of a run with these files and steps aside."""
+    for name in ("run/metrics.jsonl", "logs/attempt_0/dry_run.log", *present):
+        (directory / name).parent.mkdir(parents=True, exist_ok=True)
+        (directory / name).touch()
+    text = "".join(f'{{"step": {step}, "reward/mean": 0.5}}\n' for step in range(steps + 1))
+    (directory / "run" / "metrics.jsonl").write_text(text)
+    script = 'source slurm/lib.sh; run_dir="$1/run" log_root="$1/logs" attempt="$2" SLURM_JOB_ID=5; oblr_start_over'
+    command = ["bash", "-c", script, "job", str(directory), str(attempt)]
+    said = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=True).stdout
+    kept = directory / "run" / (f"metrics_before_5-{attempt}.jsonl" if over else "metrics.jsonl")
+    assert kept.read_text() == text and (directory / "run" / "metrics.jsonl").exists() != over
+    assert said.count("\n") == over and (f"{steps} steps are done again" in said) == over

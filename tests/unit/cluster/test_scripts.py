@@ -9,6 +9,7 @@ import os
 import re
 import subprocess
 import time
+from datetime import UTC, datetime
 from pathlib import Path
 
 import pytest
@@ -20,8 +21,12 @@ ROOT = Path(__file__).resolve().parents[3]
 SIZES = ("0.6b", "1.7b", "4b", "8b", "14b", "32b", "30b_a3b", "235b_a22b")
 NAMES = (*(f"qwen3_{size}" for size in SIZES), "qwen2.5_7b", "qwen2.5_32b", "llama3.1_8b")
 BASH = [*sorted((ROOT / "slurm").glob("*.sh")), *sorted((ROOT / "tests/slurm").glob("*.sh"))]
-SCONTROL = """#!/bin/sh
-[ "$2" = hostnames ] && echo node
+CALLED = """#!/bin/sh
+echo "${0##*/} $*" >>"$0.calls"
+printenv >"$0.env"
+case "$*" in "$SIGNAL_AT"*) kill -USR1 "$SCRIPT" ;; esac
+"""  # a fake command; it may send the script's signal, as SLURM would
+SCONTROL = """[ "$2" = hostnames ] && echo node
 exit 0
 """
 OWN = re.compile(r"#SBATCH --(job-name|nodes|time|signal)=|# (?:Qwen|Llama)|OBLR_CONFIG=")  # lines that differ by size
@@ -116,18 +121,21 @@ def test_a_wrong_start_is_refused_in_one_line(variables: dict[str, str], message
     assert done.stderr.count("\n") == 1
 
 
-def started(directory: Path, name: str, *words: str, **settings: str) -> subprocess.CompletedProcess[str]:
-    """Start a script by a relative path in a job of two components, where every srun fails."""
-    for command, text in (("scontrol", SCONTROL), ("srun", "#!/bin/sh\nexit 3\n")):
-        (directory / command).write_text(text)
+def started(
+    directory: Path, name: str, *words: str, srun: str = "exit 3", **settings: str
+) -> subprocess.CompletedProcess[str]:
+    """Start a script by a relative path in a job of two components, where every srun fails unless `srun` says more."""
+    for command, text in (("scontrol", SCONTROL), ("srun", srun), ("git", ""), ("cat", 'exec /bin/cat "$@"')):
+        (directory / command).write_text(CALLED + text)
         (directory / command).chmod(0o755)
     own = {"SLURM_JOB_ID": "5", "SLURM_JOB_NODELIST": "node", "SLURM_JOB_NODELIST_HET_GROUP_1": "node"}
     own |= {"SLURM_JOB_END_TIME": f"{time.time() + 300:.0f}", "PATH": f"{directory}:{os.environ['PATH']}"}
     own |= {"OBLR_HOME": str(ROOT), "OBLR_LOGS": str(directory), "OBLR_DRY_RUN": "0", "OBLR_PREFLIGHT": "0"}
+    own |= {"SIGNAL_AT": "never"}
     kept = {name: value for name, value in os.environ.items() if not name.startswith(("SLURM_", "SBATCH_", "OBLR_"))}
-    command = ["bash", f"./{script(name).name}", *words]
+    command = ["bash", "-c", 'export SCRIPT=$$; exec bash "$@"', "job", f"./{script(name).name}", *words]
     return subprocess.run(
-        command, cwd=ROOT / "slurm", env=kept | own | settings, capture_output=True, text=True, check=False
+        command, cwd=ROOT / "slurm", env=kept | own | settings, capture_output=True, text=True, check=False, timeout=60
     )
 
 
@@ -148,9 +156,62 @@ def test_a_script_with_a_relative_path_finds_its_own_signal(tmp_path: Path) -> N
         ({"OBLR_SERVER_TP": "0"}, "OBLR_SERVER_TP is '0'. Fix: set it to a whole number from 1 to 8"),
         ({"OBLR_SERVER_TP": "16"}, "OBLR_SERVER_TP is '16'"),
         ({"OBLR_SERVER_TP": "2", "OBLR_GPUS_PER_NODE": "0"}, "OBLR_SERVER_TP is '2'"),
+        ({"OBLR_DRY_RUN": "no"}, "OBLR_DRY_RUN is 'no'. Fix: set it to a whole number from 0 to 1"),
+        ({"OBLR_PREFLIGHT": "2"}, "OBLR_PREFLIGHT is '2'"),
+        ({"OBLR_REQUEUE": "false"}, "OBLR_REQUEUE is 'false'"),
+        ({"OBLR_REQUEUE_FAILED": "yes"}, "OBLR_REQUEUE_FAILED is 'yes'"),
     ],
 )
 def test_numbers_are_checked(tmp_path: Path, settings: dict[str, str], message: str) -> None:
     done = started(tmp_path, "servers", "qwen3_8b", **settings)
     assert done.returncode == 2 and done.stderr.startswith(f"error: {message}"), done.stderr
     assert done.stderr.count("\n") == 1
+
+
+def test_tasks_inherit_the_scripts_environment(tmp_path: Path) -> None:
+    """sbatch --export=NONE sets SLURM_EXPORT_ENV, which srun reads."""
+    started(tmp_path, "servers", "qwen3_8b", SLURM_EXPORT_ENV="NONE", NCCL_DEBUG="INFO")
+    found = (tmp_path / "srun.env").read_text().splitlines()
+    assert {"SLURM_EXPORT_ENV=ALL", "TORCH_FR_BUFFER_SIZE=2000", "NCCL_DEBUG=INFO"} < set(found)
+    assert any(line.startswith("OBLR_API_KEY=") for line in found)
+
+
+@pytest.mark.parametrize("at", ["show hostnames", "show config", "rev-parse", "runs/"])
+def test_a_signal_while_no_task_runs_starts_no_training(tmp_path: Path, at: str) -> None:
+    """The last one comes while the script reads status.json, just before it starts the ranks."""
+    srun = 'for _ in $(seq 50); do sleep 0.1; done; touch "$0.done"\n'
+    done = started(tmp_path, "qwen3_8b", srun=srun, SIGNAL_AT=at, SLURM_JOB_END_TIME=f"{time.time() + 5000:.0f}")
+    assert done.returncode == 0 and "the job is requeued" in done.stdout, done.stderr
+    assert "scontrol requeue 5" in (tmp_path / "scontrol.calls").read_text()
+    assert not (tmp_path / "srun.done").exists()
+
+
+def test_a_signal_before_the_margin_is_known_came_at_once(tmp_path: Path) -> None:
+    done = started(tmp_path, "qwen3_8b", SIGNAL_AT="show hostnames")
+    assert done.returncode == 2 and "--time is not longer than the margin of --signal (600 s)" in done.stderr
+
+
+def test_the_wait_for_servers_ends_with_the_servers(tmp_path: Path) -> None:
+    srun = 'case "$*" in *"servers start"*) exit 1 ;; *"servers wait"*) exec sleep 50 ;; esac\n'
+    done = started(tmp_path, "servers", "qwen3_8b", srun=srun)
+    assert done.returncode == 1 and done.stderr.splitlines()[-1].startswith("error: all servers have ended, see ")
+    assert "oblr_megatron.step_loop" not in (tmp_path / "srun.calls").read_text()
+
+
+def test_the_wait_for_servers_goes_on_while_one_runs(tmp_path: Path) -> None:
+    srun = 'case "$*" in *"servers start"*) exec sleep 50 ;; *"servers wait"*) sleep 3 ;; *) exit 3 ;; esac\n'
+    started(tmp_path, "servers", "qwen3_8b", srun=srun)
+    assert "oblr_megatron.step_loop" in (tmp_path / "srun.calls").read_text()
+
+
+@pytest.mark.parametrize("form", [None, "relative", "%a %T"])
+def test_the_end_of_the_job_is_read_in_every_format_of_times(tmp_path: Path, form: str | None) -> None:
+    """SLURM 22.05 does not set SLURM_JOB_END_TIME; scontrol's times follow SLURM_TIME_FORMAT."""
+    times = '[ "${SLURM_TIME_FORMAT:-standard}" = standard ] && at=2026-11-27T15:00:00 || at="Fri 15:00:00"\n'
+    (tmp_path / "scontrol").write_text(f'#!/bin/sh\n{times}echo "   StartTime=$at EndTime=$at Deadline=N/A"\n')
+    (tmp_path / "scontrol").chmod(0o755)
+    own = {"SLURM_JOB_ID": "5", "PATH": f"{tmp_path}:{os.environ['PATH']}", "TZ": "UTC"}
+    own |= {} if form is None else {"SLURM_TIME_FORMAT": form}
+    command = ["bash", "-c", 'source slurm/lib.sh; oblr_time; echo "$SLURM_JOB_END_TIME"']
+    done = subprocess.run(command, cwd=ROOT, env=own, capture_output=True, text=True, check=True)
+    assert datetime.fromtimestamp(int(done.stdout), UTC) == datetime(2026, 11, 27, 15, tzinfo=UTC)

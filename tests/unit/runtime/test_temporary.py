@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import os
+import socket
 import subprocess
 import sys
 import tempfile
+import uuid
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -19,6 +22,7 @@ USE = "import tempfile\nfrom oblr_megatron.runtime.temporary import own_tmpdir\n
 @pytest.fixture(autouse=True)
 def base(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     monkeypatch.setenv("TMPDIR", str(tmp_path))
+    monkeypatch.setenv(temporary.SOCKETS, str(tmp_path))  # so that nothing is made in /tmp
     monkeypatch.setattr(tempfile, "tempdir", None)
     return tmp_path
 
@@ -83,3 +87,49 @@ def test_the_cache_of_compiled_kernels_is_kept(base: Path, monkeypatch: pytest.M
     with own_tmpdir():
         assert (Path(os.environ.get(temporary.INDUCTOR_CACHE, "/nowhere/x")).parent == base) == on_gpu
     assert temporary.INDUCTOR_CACHE not in os.environ
+
+
+@pytest.fixture
+def short(monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
+    """A short directory that stands for /tmp; pytest's own is too long for sockets."""
+    monkeypatch.delenv(temporary.SOCKETS, raising=False)
+    with tempfile.TemporaryDirectory(dir="/tmp") as name:
+        monkeypatch.setattr(temporary, "SHORT", Path(name))
+        yield Path(name)
+
+
+@pytest.mark.parametrize("over", [-1, 0, 1, 60])
+def test_vllm_can_bind_its_sockets_below_a_long_tmpdir(short: Path, monkeypatch: pytest.MonkeyPatch, over: int) -> None:
+    """vLLM's path is its directory, a slash and a UUID."""
+    with own_tmpdir() as own:
+        added = len(str(own.name)) + 1
+    with tempfile.TemporaryDirectory(dir="/tmp") as name:
+        base = Path(name) / ("x" * (temporary.LONGEST - added - len(name) - 1 + over))
+        base.mkdir()
+        monkeypatch.setattr(tempfile, "tempdir", str(base))
+        with own_tmpdir() as own:
+            assert own.parent == base and len(str(own)) == temporary.LONGEST + over
+            moved = os.environ.get(temporary.SOCKETS)
+            assert (moved is not None) == (over > 0)
+            with socket.socket(socket.AF_UNIX) as server:
+                server.bind(f"{moved or own}/{uuid.uuid4()}")
+        assert temporary.SOCKETS not in os.environ and not list(base.iterdir()) and not list(short.iterdir())
+
+
+def test_a_killed_commands_directory_of_sockets_is_removed_and_exec_keeps_it(short: Path, base: Path) -> None:
+    long = base / ("x" * 60)
+    long.mkdir()
+    set_up = f"from oblr_megatron.runtime import temporary\ntemporary.SHORT = temporary.Path({str(short)!r})\n" + USE
+    killed, whole = f"{set_up}    import os; os._exit(0)\n", f"{set_up}    pass\n"
+    replaced = f"{set_up}    import os, sys; os.execv(sys.executable, ['python', '-c', {whole!r}])\n"
+    for program, left in ((killed, 1), (whole, 0), (replaced, 0)):
+        subprocess.run([sys.executable, "-c", program], env=os.environ | {"TMPDIR": str(long)}, check=True)
+        assert len(list(short.iterdir())) == len(list(long.iterdir())) == left
+
+
+def test_a_users_directory_of_sockets_is_kept(short: Path, base: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv(temporary.SOCKETS, "/run/mine")
+    (base / ("x" * 60)).mkdir()
+    monkeypatch.setattr(tempfile, "tempdir", str(base / ("x" * 60)))
+    with own_tmpdir():
+        assert os.environ[temporary.SOCKETS] == "/run/mine" and not list(short.iterdir())
