@@ -20,12 +20,13 @@ from pathlib import Path
 import pytest
 import torch
 import torch.distributed as dist
+from megatron.core.dist_checkpointing.dict_utils import nested_values
 from safetensors.torch import load_file, save_file
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 
 from oblr_megatron.checkpoint import safetensors_io, store
 from oblr_megatron.checkpoint.convert import to_hf, to_megatron
-from oblr_megatron.checkpoint.distributed import TorchDistWriter
+from oblr_megatron.checkpoint.distributed import TorchDistWriter, load_weights, model_state
 from oblr_megatron.checkpoint.hf import load_hf_weights
 from oblr_megatron.checkpoint.piece_reader import PieceReader
 from oblr_megatron.checkpoint.pieces import NAMINGS, single_process
@@ -142,6 +143,29 @@ def test_megatron_lms_own_checkpoints_with_a_config_from_elsewhere(naming: int, 
         state = {"model": policy.modules[0].sharded_state_dict(metadata=dict(NAMINGS[naming]))}
         TorchDistWriter(dist.new_group(backend="gloo"), parallel).stage(state, tmp_path / "iter_0000010")()
     to_hf(tmp_path / "iter_0000010", tmp_path / "hf", hf_source=source)
+    assert_same(tmp_path / "hf", source)
+
+
+def test_the_norm_before_experts_has_the_key_that_megatron_lm_gives_it(tmp_path: Path) -> None:
+    """That of Transformer Engine's spec (megatron-core's gpt_layer_specs.py). The key of earlier versions is read."""
+    source = make_moe_hf_dir(tmp_path / "source")
+    config = ModelConfig.model_validate({"path": source})
+    (tmp_path / "older").mkdir()
+    with single_process() as parallel:
+        policy = build_policy(AutoConfig.from_pretrained(source), config, parallel)
+        load_hf_weights(policy, source)
+        state = model_state(policy)
+        norms = [value for value in nested_values(state) if "decoder.layers.pre_mlp_layernorm.weight" in value.key]
+        assert len(norms) == policy.hf_config.num_hidden_layers
+        for norm in norms:
+            norm.key = "decoder.layers.mlp.linear_fc1.layer_norm_weight"
+        TorchDistWriter(dist.new_group(backend="gloo"), parallel).stage(state, tmp_path / "older")()
+        wanted = {name: parameter.detach().clone() for name, parameter in policy.named_parameters()}
+        for _, parameter in policy.named_parameters():
+            parameter.data.zero_()
+        load_weights(policy, tmp_path / "older")
+        assert all(torch.equal(parameter, wanted[name]) for name, parameter in policy.named_parameters())
+    to_hf(tmp_path / "older", tmp_path / "hf", hf_source=source)
     assert_same(tmp_path / "hf", source)
 
 

@@ -118,7 +118,7 @@ def check_stored(pieces: list[Piece]) -> None:
                 "decoder.layers.self_attention.linear_proj.weight": (48, 2048, 4096),
                 "decoder.layers.self_attention.q_layernorm.weight": (48, 128),
                 "decoder.layers.self_attention.k_layernorm.weight": (48, 128),
-                "decoder.layers.mlp.linear_fc1.layer_norm_weight": (48, 2048),
+                "decoder.layers.pre_mlp_layernorm.weight": (48, 2048),
                 "decoder.layers.mlp.router.weight": (48, 128, 2048),
                 "decoder.layers.mlp.experts.experts.linear_fc1.weight": (48, 128, 1536, 2048),
                 "decoder.layers.mlp.experts.experts.linear_fc2.weight": (48, 128, 2048, 768),
