@@ -1,4 +1,4 @@
-"""Prompts and samples from strings, the folder of the benchmark sets, and workers that a stall makes no later."""
+"""Prompts and samples from strings, the folder of the benchmark sets, and a pool that waits longer."""
 
 from __future__ import annotations
 
