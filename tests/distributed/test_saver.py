@@ -248,14 +248,16 @@ def test_the_deadline_of_a_save_begins_with_it(tmp_path: Path) -> None:
 
 
 def _hanging(path: Path, run_dir: Path) -> list[str]:
-    """The errors of `report` and of `wait`, after a deadline of 2 s."""
+    """The errors of `report` and of `wait`, after a deadline of 7 s."""
     with layout(tp=2) as parallel:
         policy = load_policy(path, parallel)
         optimizer = PolicyOptimizer(policy, OptimizerConfig())
-        saver = Saver(config_of(path, run_dir, save_timeout_s=2), parallel, check_hf_dir(path))
+        saver = Saver(config_of(path, run_dir, save_timeout_s=7), parallel, check_hf_dir(path))
         if parallel.rank == 1:
             saver._writer._write = lambda *_: threading.Event().wait()  # type: ignore[assignment,method-assign,return-value]
-        saver.save(1, training_state(policy, optimizer), {}, {})
+        state = training_state(policy, optimizer)
+        torch.distributed.barrier()  # the deadline begins on the first rank that comes to the save
+        saver.save(1, state, {}, {})
         errors = []
         with pytest.raises(RuntimeError) as caught:
             while saver.report() is None:
@@ -277,7 +279,7 @@ def _absent(path: Path, run_dir: Path) -> str:
     with layout(tp=2) as parallel:
         policy = load_policy(path, parallel)
         state = training_state(policy, PolicyOptimizer(policy, OptimizerConfig()))
-        saver = Saver(config_of(path, run_dir, save_timeout_s=2), parallel, check_hf_dir(path))
+        saver = Saver(config_of(path, run_dir, save_timeout_s=7), parallel, check_hf_dir(path))
         if parallel.rank == 1:
             return ""
         with pytest.raises(RuntimeError) as caught:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import signal
-import socket
 import subprocess
 import sys
 import time
@@ -16,6 +15,7 @@ from pathlib import Path
 import psutil
 
 from oblr_megatron.engine import handle
+from tests.ports import free_port
 
 KEY = "a-key-of-the-tests-0123456789"
 START_SECONDS = 500  # for a busy machine; 20 to 60 on a quiet one
@@ -39,9 +39,7 @@ class ApiServer:
     ) -> None:
         self._popen = handle.Popen if forked else subprocess.Popen
         self.model, self.log, self.key, self.max_model_len, self.options = model, log, key, max_model_len, options
-        with socket.socket() as probe:
-            probe.bind(("127.0.0.1", 0))
-            self.port = probe.getsockname()[1]
+        self.port = free_port()
         self.url = f"http://127.0.0.1:{self.port}"
         self.start()
 

@@ -26,6 +26,7 @@ from oblr_megatron.observe.status import read_status
 from oblr_megatron.runtime.processes import children_of
 from tests.distributed.replayed import config_of, make_inputs
 from tests.e2e.conftest import ROOT, environment, wait_for
+from tests.slurm.rewards import HELD_AFTER, HOLD
 
 STEPS = 40
 MARK = "OBLR_TEST_MARK"
@@ -124,11 +125,18 @@ def unbroken(inputs: Path, tmp_path_factory: pytest.TempPathFactory) -> Callable
     return make
 
 
-def test_ctrl_c_saves_and_leaves_nothing_in_tmpdir(inputs: Path, tmp_path: Path) -> None:
-    job = start("one rank", inputs, tmp_path / "run", tmp_path / "tmp", "checkpoint.every_steps=0")
-    wait_for(lambda: job.steps() >= 2, job.process)
+def test_ctrl_c_saves_and_leaves_nothing_in_tmpdir(
+    inputs: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    hold = tmp_path / "hold"
+    hold.touch()
+    monkeypatch.setenv(HOLD, str(hold))
+    options = ["checkpoint.every_steps=0", "reward.name=tests.slurm.rewards:held_match", "reward.timeout_s=120"]
+    job = start("one rank", inputs, tmp_path / "run", tmp_path / "tmp", *options)
+    wait_for(lambda: job.steps() >= HELD_AFTER, job.process)
     assert read_status(job.run_dir).state == "running"
     job.process.send_signal(signal.SIGINT)
+    hold.unlink()  # only now can the run come to its end
     out, err = job.process.communicate(timeout=60)
     steps = job.steps()
     assert (

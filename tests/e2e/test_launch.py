@@ -35,6 +35,10 @@ with StopRequest(CheckpointConfig()) as stop:
     while reason is None:
         time.sleep(0.05)
         reason = stop.agreed(0.0, dist.group.WORLD)
+    if fate == "slow":
+        while stop._ending_at is None:
+            time.sleep(0.05)  # until the signal has reached this rank as well
+        open(f"{directory}/told_{rank}", "w").close()
     time.sleep(60 if fate == "slow" else 1.5)
     open(f"{directory}/saved_{rank}", "w").write(reason)
     dist.destroy_process_group()
@@ -125,6 +129,7 @@ def test_a_signal_to_one_rank_stops_all(tmp_path: Path) -> None:
 def test_a_second_signal_ends_the_ranks_without_waiting(tmp_path: Path, number: signal.Signals) -> None:
     with launched(tmp_path, "slow", forked=False) as job:
         job.send_signal(number)
+        wait_for(lambda: len(list(tmp_path.glob("told_*"))) == 2, job)
         time.sleep(LATER_S + 0.5)
         assert job.poll() is None
         job.send_signal(number)

@@ -25,7 +25,7 @@ from tests.e2e.forked_processes import popen
 from tests.e2e.tiny_rollout import Weights, engine_processes, sample, start
 from tests.tiny import make_hf_dir
 
-PROMPTLY = 5.0  # seconds
+PROMPTLY = 30.0  # seconds; a deadline would come after 60
 
 
 @pytest.fixture(scope="module")
@@ -140,7 +140,7 @@ def assert_gone(engines, pid, reason):
     begin = time.monotonic()
     with pytest.raises(RunError, match=reason):
         sample(engines)
-    assert time.monotonic() - begin < 1
+    assert time.monotonic() - begin < PROMPTLY
 
 
 @pytest.mark.nightly
@@ -153,6 +153,7 @@ def test_a_model_vllm_cannot_run_fails_the_start_with_its_reason(tmp_path):
 
 def test_a_slow_start_is_given_up_at_the_deadline(model, tmp_path):
     engines = start(model, tmp_path, start_timeout_s=0.5, max_restarts=0)
+    os.kill(engines._engine.pid, signal.SIGSTOP)  # or it might be ready first, if this process stalls
     with pytest.raises(DeadlineError, match=r"rank 0 .*0.5 s .*engine 0 to start"):
         sample(engines)
     assert not engine_processes()
@@ -164,7 +165,7 @@ def test_an_engine_killed_while_it_starts(model, tmp_path):
     begin = time.monotonic()
     with pytest.raises(RunError, match=r"SIGKILL .*rank 0 .*engine 0 to start"):
         sample(engines)
-    assert time.monotonic() - begin < 1
+    assert time.monotonic() - begin < PROMPTLY
 
 
 def test_closing_while_it_starts_leaves_nothing(model, tmp_path):

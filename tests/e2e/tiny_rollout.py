@@ -91,10 +91,11 @@ def largest_error(model: PreTrainedModel, samples: Sequence[Sample], temperature
 def engine_processes() -> list[psutil.Process]:
     """This process's engine processes that still exist, zombies included."""
     children = psutil.Process().children(recursive=True)
-    return [child for child in children if "oblr_megatron.engine.worker" in " ".join(_command(child))]
+    return [child for child in children if "oblr_megatron.engine.worker" in " ".join(command_of(child))]
 
 
-def _command(process: psutil.Process) -> list[str]:
+def command_of(process: psutil.Process) -> list[str]:
+    """Its command line; empty if it has ended."""
     try:
         return process.cmdline()
     except psutil.Error:

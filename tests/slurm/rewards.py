@@ -15,10 +15,21 @@ HELD_AFTER = 2  # steps
 
 def held(response: str, answer: str, prompt: str) -> float:
     """`matching_characters`. While the file of HOLD exists, the step after HELD_AFTER waits."""
+    wait()
+    return matching_characters(response, answer, prompt)
+
+
+def held_match(response: str, answer: str, prompt: str) -> float:
+    """The same, for prompts of any kind: 1 for the answer itself."""
+    wait()
+    return float(response == answer)
+
+
+def wait() -> None:
+    """Until the run has not come to the held step, or is no longer held."""
     hold = Path(os.environ[HOLD])
     while hold.exists() and last_step(hold.parent / "run") >= HELD_AFTER:
         time.sleep(0.1)
-    return matching_characters(response, answer, prompt)
 
 
 def last_step(run_dir: Path) -> int:

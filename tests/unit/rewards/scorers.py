@@ -65,13 +65,5 @@ def wait(seconds: str) -> float:
     return float(seconds)
 
 
-def hangs(told: str, seconds: str) -> float:
-    """Note the call in a file, and wait."""
-    with open(told, "a", encoding="utf-8") as file:
-        file.write(".")
-    time.sleep(float(seconds))
-    return 1.0
-
-
 def two_arguments(response: str, answer: str) -> float:
     return 0.0

@@ -18,7 +18,7 @@ from oblr_megatron.rewards.format import keeps_to_box
 from oblr_megatron.rewards.overlong import punishment
 from oblr_megatron.rewards.registry import build_reward, check_reward
 from oblr_megatron.types import Sample
-from tests.unit.rewards.conftest import batch
+from tests.unit.rewards.conftest import batch, unhurried
 
 SCORERS = "tests.unit.rewards.scorers"
 LIMIT = 100
@@ -52,7 +52,8 @@ def test_a_single_reward_is_a_sum_only_if_it_has_a_weight() -> None:
         assert (result.rewards, result.main_rewards, result.terms) == ([-3, 0], [1, 0], {"exact_match": [1, 0]})
 
 
-def test_a_failing_term_counts_zero() -> None:
+def test_a_failing_term_counts_zero(monkeypatch: pytest.MonkeyPatch) -> None:
+    unhurried(monkeypatch, "sleep")
     responses = ["fine", "raise", "sleep", "nan"]
     terms = [{"name": f"{SCORERS}:mixed", "weight": 10}, {"name": f"{SCORERS}:mixed_too", "weight": 100}]
     with build(name="exact_match", terms=terms, timeout_s=1.0) as reward:
@@ -136,8 +137,8 @@ def test_a_pattern_matches_the_whole_response() -> None:
         assert reward.score(*batch([("", responses)])).rewards == [1, 0, 1, 0, 0]
 
 
-@pytest.mark.alone  # the other responses must be scored within half a second
-def test_a_pattern_that_takes_too_long_is_late() -> None:
+def test_a_pattern_that_takes_too_long_is_late(monkeypatch: pytest.MonkeyPatch) -> None:
+    unhurried(monkeypatch, "a" * 64)
     with build(name="format", format_pattern="(a+)+b", timeout_s=0.5, num_workers=1) as reward:
         result = reward.score(*batch([("", ["aab", "a" * 64, "b"])]))
     assert (result.rewards, result.faults) == ([1, 0, 0], {1: "late"})

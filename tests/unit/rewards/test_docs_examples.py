@@ -15,6 +15,7 @@ import pytest
 from oblr_megatron.config import RewardConfig
 from oblr_megatron.rewards.base import RewardResult
 from oblr_megatron.rewards.registry import build_reward, check_reward
+from tests.ports import free_port
 from tests.unit.rewards.conftest import batch
 
 PAGE = Path(__file__).parents[3] / "docs" / "rewards.md"
@@ -52,9 +53,7 @@ def test_functions() -> None:
 
 
 def test_the_service(modules: Path) -> None:
-    with socket.socket() as unused:
-        unused.bind(("127.0.0.1", 0))
-        port = unused.getsockname()[1]
+    port = free_port()
     [script] = modules.glob("*_service.py")
     service = subprocess.Popen([sys.executable, str(script), str(port)], stderr=subprocess.DEVNULL)
     try:

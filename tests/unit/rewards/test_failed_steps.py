@@ -6,7 +6,6 @@ Not covered: a whole run (tests/e2e/test_train.py), a service that hangs (test_h
 from __future__ import annotations
 
 from contextlib import closing
-from pathlib import Path
 
 import pytest
 
@@ -19,7 +18,7 @@ from oblr_megatron.rewards.shared import FailedSteps, NoRewardError
 from oblr_megatron.rewards.workers.calls import Score
 from oblr_megatron.rewards.workers.patience import MIN_LATE, Patience
 from oblr_megatron.rewards.workers.pool import Pool
-from tests.unit.rewards.conftest import batch
+from tests.unit.rewards.conftest import batch, unhurried
 
 SCORERS = "tests.unit.rewards.scorers"
 ANSWERED, LATE = [Score(1.0)], [Score(timed_out=True)]
@@ -110,17 +109,17 @@ def test_patience_does_not_end_after_an_answer() -> None:
     assert not patience.ended
 
 
-def test_a_function_that_hangs_is_called_a_few_times_in_a_batch(tmp_path: Path) -> None:
-    told = tmp_path / "told"
-    with closing(Pool(f"{SCORERS}:hangs", num_workers=4, deadline_s=0.5)) as pool:
-        assert all(score.timed_out for score in pool.map([(str(told), "60")] * 100))
-        assert MIN_LATE <= len(told.read_text()) < MIN_LATE + 4, "the last ones were under way"
-        assert pool.ask(str(told), "0").value == 1
+def test_a_function_that_hangs_is_called_a_few_times_in_a_batch(monkeypatch: pytest.MonkeyPatch) -> None:
+    requests = unhurried(monkeypatch, "sleep")
+    with closing(Pool(f"{SCORERS}:mixed", num_workers=4, deadline_s=0.5)) as pool:
+        assert all(score.timed_out for score in pool.map([("sleep", "", "")] * 100))
+        assert MIN_LATE <= len(requests) < MIN_LATE + 4, "the last ones were under way"
+        assert pool.ask("fine", "", "").value == 1
 
 
-def test_a_function_that_has_worked_gets_all_its_calls(tmp_path: Path) -> None:
-    told = tmp_path / "told"
-    with closing(Pool(f"{SCORERS}:hangs", num_workers=4, deadline_s=2)) as pool:
-        assert pool.map([(str(told), "0")])[0].value == 1
-        assert sum(score.timed_out for score in pool.map([(str(told), "60")] * 12)) == 12
-        assert len(told.read_text()) == 13
+def test_a_function_that_has_worked_gets_all_its_calls(monkeypatch: pytest.MonkeyPatch) -> None:
+    requests = unhurried(monkeypatch, "sleep")
+    with closing(Pool(f"{SCORERS}:mixed", num_workers=4, deadline_s=0.5)) as pool:
+        assert pool.map([("fine", "", "")])[0].value == 1
+        assert sum(score.timed_out for score in pool.map([("sleep", "", "")] * 12)) == 12
+        assert len(requests) == 13

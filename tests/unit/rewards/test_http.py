@@ -12,13 +12,14 @@ from dataclasses import replace
 from datetime import UTC, datetime, timedelta
 from email.utils import format_datetime
 from itertools import pairwise
+from typing import Any
 
 import pytest
 
 from oblr_megatron.config import RewardConfig
 from oblr_megatron.errors import UserError
 from oblr_megatron.rewards.base import Reward, RewardResult
-from oblr_megatron.rewards.http import _seconds
+from oblr_megatron.rewards.http import HttpReward, _seconds
 from oblr_megatron.rewards.registry import build_reward, check_reward
 from oblr_megatron.rewards.workers.patience import MIN_LATE
 from tests.unit.rewards.conftest import batch
@@ -80,12 +81,19 @@ def test_rows_are_sent_as_strict_json() -> None:
     assert service.asked[0].body["rows"] == [{"x": None, "more": [None, 1.5, "NaN"]}]
 
 
-def test_a_service_that_hangs_does_not_cost_a_deadline_for_every_request() -> None:
-    groups = [("4", ["a"])] * 40
+def test_a_service_that_hangs_does_not_cost_a_deadline_for_every_request(monkeypatch: pytest.MonkeyPatch) -> None:
+    groups, post, sent = [("4", ["a"])] * 40, HttpReward._post, []
+
+    async def counted(reward: HttpReward, *request: Any) -> bytes:
+        sent.append(request)
+        return await post(reward, *request)
+
+    monkeypatch.setattr(HttpReward, "_post", counted)
     with serving(hang) as service, build(service.url, batch_size=1, num_workers=4, timeout_s=0.3) as reward:
         result = reward.score(*batch(groups))
         assert result.timeouts == 40
-        assert MIN_LATE <= len(service.asked) < MIN_LATE + 4, "the last ones were under way"
+        assert MIN_LATE <= len(sent) < MIN_LATE + 4, "the last ones were under way"
+        assert len(service.asked) <= len(sent)
 
 
 def test_batches_consist_of_whole_groups_and_values_stay_in_order() -> None:
@@ -150,10 +158,15 @@ def test_pauses_double() -> None:
 
 @pytest.mark.parametrize("named", ["seconds", "date"])
 def test_retry_after_is_respected(named: str) -> None:
-    later = "1" if named == "seconds" else format_datetime(datetime.now(UTC) + timedelta(seconds=2), usegmt=True)
-    result, asked = score(status(429, Retry_After=later), score_batch)
+    """The date is made with the answer: its whole seconds are one to two seconds ahead."""
+
+    def later(handler: Handler, asked: Asked) -> None:
+        date = format_datetime(datetime.now(UTC) + timedelta(seconds=2), usegmt=True)
+        status(429, Retry_After="1" if named == "seconds" else date)(handler, asked)
+
+    result, asked = score(later, score_batch)
     assert (result.rewards, len(asked)) == (LENGTHS, 2)
-    assert asked[1].at - asked[0].at >= 0.9, "a date is in whole seconds"
+    assert asked[1].at - asked[0].at >= 0.9
 
 
 def test_a_date_beyond_the_calendar_is_no_pause() -> None:
@@ -210,9 +223,9 @@ def test_the_deadline_is_hard(trouble: Step) -> None:
 
 def test_the_deadline_includes_the_retries() -> None:
     start = time.monotonic()
-    result, asked = score(status(500), timeout_s=3.0, retries=1000)
+    result, asked = score(status(500), timeout_s=7.0, retries=1000)
     assert result.failures == 4 and 2 <= len(asked) < 20
-    assert time.monotonic() - start < 10
+    assert time.monotonic() - start < 60
 
 
 def test_the_deadline_keeps_the_error_of_an_earlier_attempt() -> None:
@@ -221,7 +234,7 @@ def test_the_deadline_keeps_the_error_of_an_earlier_attempt() -> None:
     def fail_and_hang(handler: Handler, asked: Asked) -> None:
         next(calls, hang)(handler, asked)
 
-    result, _ = score(fail_and_hang, timeout_s=3.0, retries=1)
+    result, _ = score(fail_and_hang, timeout_s=7.0, retries=1)
     assert (result.failures, result.timeouts) == (4, 0) and "status 500" in (result.error or "")
 
 
@@ -229,7 +242,7 @@ def test_a_hanging_request_does_not_delay_others() -> None:
     def hang_once(handler: Handler, asked: Asked) -> None:
         (hang if "a" in asked.body["responses"] else score_batch)(handler, asked)
 
-    result, _ = score(hang_once, batch_size=1, num_workers=2, timeout_s=1.0)
+    result, _ = score(hang_once, batch_size=1, num_workers=2, timeout_s=7.0)
     assert (result.rewards, result.faults) == ([0, 0, 3, 0], {0: "late", 1: "late"})
 
 

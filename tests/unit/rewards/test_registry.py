@@ -17,7 +17,7 @@ from oblr_megatron.errors import UserError
 from oblr_megatron.rewards.base import Reward
 from oblr_megatron.rewards.gym import GYM_REWARDS
 from oblr_megatron.rewards.registry import REWARDS, build_reward, check_reward, one_line
-from tests.unit.rewards.conftest import batch
+from tests.unit.rewards.conftest import batch, unhurried
 
 SCORERS = "tests.unit.rewards.scorers"
 
@@ -70,7 +70,8 @@ def test_a_function_gets_response_answer_and_prompt() -> None:
     assert result.rewards == [3 / len("goldprompt 0"), 6 / len("goldprompt 0")]
 
 
-def test_failures_score_zero_and_are_counted() -> None:
+def test_failures_score_zero_and_are_counted(monkeypatch: pytest.MonkeyPatch) -> None:
+    unhurried(monkeypatch, "sleep")
     responses = ["fine", "raise", "nan", "text", "die", "sleep", "fine"]
     with build(f"{SCORERS}:mixed", timeout_s=2.0) as reward:
         result = reward.score(*batch([("", responses)]))

@@ -61,15 +61,21 @@ def test_a_process_that_torchrun_did_not_start_goes_on() -> None:
 def test_a_lost_rank_is_missing_among_the_launchers_children(tmp_path: Path) -> None:
     """Three ranks of one parent; one of them is killed. The parent asks on behalf of a child."""
     program = (
-        "import os, subprocess, sys, time\n"
+        "import os, subprocess, sys\n"
         "ranks = [subprocess.Popen(['sleep', '60'], env=os.environ | {'LOCAL_RANK': str(n)}) for n in range(2)]\n"
         "other = subprocess.Popen(['sleep', '60'])\n"
         "ask = 'from oblr_megatron.runtime.processes import lost_rank; print(lost_rank())'\n"
         "asking = os.environ | {'LOCAL_RANK': '2', 'LOCAL_WORLD_SIZE': '3', 'TORCHELASTIC_RUN_ID': '1'}\n"
-        "for _ in range(2):\n"
-        "    time.sleep(0.1)  # until exec has given a rank its environment\n"
-        "    print(subprocess.run([sys.executable, '-c', ask], env=asking, capture_output=True, text=True).stdout)\n"
-        "    ranks[0].kill()\n"
+        "def answer():\n"
+        "    return subprocess.run([sys.executable, '-c', ask], env=asking, capture_output=True, text=True).stdout\n"
+        "def given(rank):\n"
+        "    return b'LOCAL_RANK' in open(f'/proc/{rank.pid}/environ', 'rb').read()\n"
+        "while not all(map(given, ranks)):\n"
+        "    pass  # until exec has given a rank its environment\n"
+        "print(answer())\n"
+        "ranks[0].kill()\n"
+        "os.waitid(os.P_PID, ranks[0].pid, os.WEXITED | os.WNOWAIT)  # a zombie, as the launcher sees it\n"
+        "print(answer())\n"
         "for each in (*ranks, other):\n    each.kill()\n"
     )
     done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True)

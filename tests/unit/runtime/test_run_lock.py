@@ -8,9 +8,9 @@ from __future__ import annotations
 import errno
 import fcntl
 import json
+import os
 import subprocess
 import sys
-import threading
 import time
 from dataclasses import asdict, replace
 from pathlib import Path
@@ -77,11 +77,11 @@ def of_elsewhere(directory: Path, heartbeat: float) -> Owner:
 def test_a_run_on_another_machine_that_beats_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(run_lock, "HEARTBEAT_S", 20.0)
     owner = of_elsewhere(tmp_path, time.time() - 30)
-    later = threading.Timer(0.5, of_elsewhere, (tmp_path, time.time()))
-    later.start()
-    with pytest.raises(UserError) as caught, run_lock.run_lock(tmp_path):
+    descriptor = os.open(tmp_path / LOCK_FILE, os.O_WRONLY)
+    beats = run_lock.repeated(lambda: run_lock._write(descriptor, owner), 0.5)
+    with beats, pytest.raises(UserError) as caught, run_lock.run_lock(tmp_path):
         pass
-    later.join()
+    os.close(descriptor)
     assert f"process {owner.pid} on node9 since" in caught.value.what
 
 

@@ -103,12 +103,12 @@ def test_failures_are_named_and_other_runs_continue(tmp_path: Path, orders: Path
     orders.write_text(json.dumps({"seed0": {"fail": 2}, "seed1": {"die": 3}, "seed2": {"wait": 1}}))
     jobs = [job_of(tmp_path, seed) for seed in range(4)]
     control = job_of(tmp_path, 0, needs=jobs[0])
-    ended, failed = run([*jobs, control], deadline_s=8.0)
+    ended, failed = run([*jobs, control], deadline_s=12.0)
     faults = {str(each.job.key): each.fault for each in failed}
     assert faults == {
         "sums rloo 16x8 lr 0.001 seed 0": "status 1: error: it diverged",
         "sums rloo 16x8 lr 0.001 seed 1": "SIGKILL: it printed nothing",
-        "sums rloo 16x8 lr 0.001 seed 2": "ran past its deadline of 8 s",
+        "sums rloo 16x8 lr 0.001 seed 2": "ran past its deadline of 12 s",
         "sums control 16x8 lr 0.001 seed 0": "not run: sums rloo 16x8 lr 0.001 seed 0 failed, which supplies its "
         "learning rates",
     }
@@ -177,10 +177,10 @@ def test_toy_runs_are_forks_with_logs_and_deadlines(tmp_path: Path) -> None:
     whole, endless, wrong = (toy_job(tmp_path, start, seed, steps) for seed, steps in ((0, 1), (1, 10_000), (2, 1)))
     wrong.config["num_prompts"] = 3
     ended, _ = run([whole, wrong])
-    (late,), _ = run([endless], deadline_s=4.0)
+    (late,), _ = run([endless], deadline_s=8.0)
     faults = {each.job.key.seed: each.fault for each in ended}
     assert faults[0] == "" and is_whole(whole.run_dir, "toy", 1)
-    assert late.fault == "ran past its deadline of 4 s" and not processes_in(endless.run_dir)
+    assert late.fault == "ran past its deadline of 8 s" and not processes_in(endless.run_dir)
     assert (endless.run_dir / "log.txt").exists(), "the run had started"
     assert faults[2].startswith("status 2: error: ") and "num_prompts 3" in faults[2]
 
