@@ -111,6 +111,9 @@ def _on_gpu(config: Config) -> Iterator[Refusal]:
     if model.transformer_impl == "local":
         what = "local layers on GPUs: megatron-core replaces Transformer Engine's kernels alone"
         yield what, "model.transformer_impl", 'set it to "auto"'
+    if config.parallel.gradient_accumulation_fusion:
+        what = "gradient_accumulation_fusion on GPUs: megatron-core's products of the mode replace main_grad"
+        yield what, "parallel.gradient_accumulation_fusion", "set it to false"
     if config.parallel.context_parallel_size > 1:
         yield (
             "context parallelism on GPUs: megatron-core refuses it, Transformer Engine uses FlashAttention 2 there",

@@ -219,13 +219,12 @@ def _layers(config: Config, hf_config: Mapping[str, Any], machine: Machine) -> I
 def _kernels(config: Config, machine: Machine) -> Iterator[tuple[str, str, str]]:
     """Kernels that megatron-core needs when ranks build their models."""
     parallel = config.parallel
-    kernels = machine.capability is not None and (machine.transformer_engine is not None or machine.apex_gradients)
-    if parallel.gradient_accumulation_fusion and not kernels:
+    # Also with Transformer Engine: the output layer is megatron-core's own.
+    if parallel.gradient_accumulation_fusion and not (machine.capability is not None and machine.apex_gradients):
         yield (
-            "parallel.gradient_accumulation_fusion needs a GPU with Transformer Engine, or with apex and its "
-            "fused_weight_gradient_mlp_cuda",
+            "parallel.gradient_accumulation_fusion needs a GPU and apex with its fused_weight_gradient_mlp_cuda",
             "parallel.gradient_accumulation_fusion",
-            "set it to false, or install one of the two",
+            "set it to false, or build apex with its CUDA extensions",
         )
     if parallel.recompute_granularity == "selective" and not transformer_engine_chosen(config.model, machine):
         engines_own = {"moe_act"} if machine.capability is None else {"moe_act", "layernorm"}

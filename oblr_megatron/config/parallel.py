@@ -53,8 +53,7 @@ class ParallelConfig(Section):
     """How Transformer Engine's attention exchanges keys and values over context-parallel ranks. With model.attention
     "sdpa" they are always gathered."""
     gradient_accumulation_fusion: bool = False
-    """Add weight gradients to main_grad inside the matrix product. Needs a GPU with apex or Transformer Engine, and a
-    run without norms."""
+    """Add weight gradients to main_grad inside the matrix product. Needs a GPU, apex and a run without norms."""
     defer_embedding_wgrad_compute: bool = False
     """Compute the output layer's weight gradient after the pipeline flush. Needs gradient_accumulation_fusion."""
 

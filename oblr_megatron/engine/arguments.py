@@ -35,6 +35,7 @@ def vllm_arguments(spec: EngineSpec, backend: str) -> dict[str, Any]:
         found["enable_sleep_mode"] = True
     if spec.vllm_quantization is not None:
         found["quantization"] = spec.vllm_quantization
+        found["quantization_config"] = {"ignore": ["*.mlp.gate"]}  # rounded routers would choose other experts
     return found | {
         "gpu_memory_utilization": spec.gpu_memory_utilization,
         "tensor_parallel_size": spec.tensor_parallel_size,

@@ -43,7 +43,10 @@ class GradientBuffer:
     def copy_chunk(self, source: GradientBuffer, chunk: int) -> None:
         """Copy one model chunk's gradient, converted to this buffer's dtype and device."""
         for own, other in zip(self.flats[chunk], source.flats[chunk], strict=True):
-            own.copy_(other, non_blocking=True)
+            # In pieces: a GPU makes a copy in the other dtype before it copies to pinned memory.
+            step = None if own.device == other.device else OFFLOADED_PIECE
+            for span in _pieces(len(own), step):
+                own[span].copy_(other[span], non_blocking=True)
 
     @property
     def nbytes(self) -> int:

@@ -41,7 +41,7 @@ def place(config: Config, world_size: int, per_node: int, *, on_gpu: bool) -> Pl
     """Spread the engines over `world_size` ranks, `per_node` of them on each node.
 
     Raises:
-        UserError: there are too many engines, they are too wide, or one crosses nodes.
+        UserError: there are too many engines, or too few on GPUs; they are too wide, or one crosses nodes.
     """
     rollout, where = config.rollout, "config: rollout"
     if not on_gpu and rollout.tensor_parallel_size > 1:
@@ -61,6 +61,10 @@ def place(config: Config, world_size: int, per_node: int, *, on_gpu: bool) -> Pl
         several = f"{engines} engine{'s' if engines > 1 else ''} of {width} rank{'s' if width > 1 else ''}"
         fix = f"lower num_engines or tensor_parallel_size, or start {max(engines, 1) * width} ranks"
         raise UserError(f"{several} do not fit {world_size} ranks", where=where, fix=fix)
+    if on_gpu and engines * width < world_size:  # each push would keep the buffer of a GPU whose rank nobody reads
+        several = f"{engines} engine{'s' if engines > 1 else ''} of {width} GPU{'s' if width > 1 else ''}"
+        fix = "leave num_engines out, and choose a tensor_parallel_size that divides the number of GPUs"
+        raise UserError(f"{several} leave some of the {world_size} GPUs without one", where=where, fix=fix)
     owners = tuple(engine * width for engine in range(engines))
     crossing = next((owner for owner in owners if owner % per_node + width > per_node), None)
     if crossing is not None:

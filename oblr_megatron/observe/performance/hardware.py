@@ -45,7 +45,8 @@ DEVICES: tuple[Device, ...] = (
     Device("h100-pcie", 756.5, 1513.0, 80, 2000, 64, 50, 8, "H100 PCIe"),
     Device("h800", 989.4, 1978.9, 80, 3350, 200, 50, 8, "H800"),
     Device("h20", 148.0, 296.0, 96, 4000, 450, 50, 8, "H20"),
-    Device("h200", 989.4, 1978.9, 141, 4800, 450, 50, 8, "H200"),
+    Device("h200", 989.4, 1978.9, 141, 4800, 450, 50, 8, r"H200(?! NVL\b)"),
+    Device("h200-nvl", 835.5, 1670.5, 141, 4800, 450, 50, 8, "H200 NVL"),  # PCIe, bridged in fours
     Device("b200", 2250.0, 4500.0, 180, 8000, 900, 50, 8, "B200"),
     Device("gb200", 2500.0, 5000.0, 186, 8000, 900, 50, 4, "GB200"),  # a node is one tray of an NVL72
     Device("l40s", 362.0, 733.0, 48, 864, 32, 25, 8, "L40S"),
@@ -69,7 +70,9 @@ def device_named(name: str) -> Device:
 
 
 def device_of_driver(driver_name: str) -> Device | None:
-    """The device with this driver name, e.g. "NVIDIA H100 80GB HBM3"; None if it is not in DEVICES."""
+    """The device with this driver name, e.g. "NVIDIA H100 80GB HBM3"; None for others and for slices (MIG)."""
+    if " MIG " in driver_name:
+        return None
     fits = (device for device in DEVICES if re.search(rf"\b({device.driver_name})\b", driver_name, re.IGNORECASE))
     return next(fits, None)
 

@@ -67,10 +67,17 @@ def test_what_keeps_the_bits_passes() -> None:
         check_invariant(MODEL, config(*layout, f"model.dtype={dtype}", "rollout.vllm.block_size=32"), on_gpu=False)
 
 
-@pytest.mark.parametrize("override", ["model.dtype=float32", "model.transformer_impl=local"])
-def test_gpus_need_flash_attention(override: str) -> None:
+@pytest.mark.parametrize(
+    "overrides",
+    [
+        ["model.dtype=float32"],
+        ["model.transformer_impl=local"],
+        ["parallel.gradient_accumulation_fusion=true", "algo.baseline=rloo", "gradnorm.always=false"],
+    ],
+)
+def test_gpus_need_flash_attention_and_our_sums(overrides: list[str]) -> None:
     check_invariant(MODEL, config("model.dtype=bfloat16"), on_gpu=True)
-    key = override.partition("=")[0]
+    key = overrides[0].partition("=")[0]
     with pytest.raises(UserError) as caught:
-        check_invariant(MODEL, config("model.dtype=bfloat16", override), on_gpu=True)
+        check_invariant(MODEL, config("model.dtype=bfloat16", *overrides), on_gpu=True)
     assert caught.value.where == f"config: {key}"

@@ -3,6 +3,7 @@
 Does not cover the processes themselves (tests/e2e).
 """
 
+import json
 from contextlib import nullcontext
 from dataclasses import replace
 from itertools import pairwise
@@ -41,8 +42,8 @@ def config(**rollout):
         ({"num_engines": 3}, 4, False, (0, 1, 2)),
         ({}, 4, True, (0, 1, 2, 3)),
         ({"tensor_parallel_size": 4}, 8, True, (0, 4)),
-        ({"tensor_parallel_size": 4, "num_engines": 1}, 8, True, (0,)),
-        ({"tensor_parallel_size": 3}, 8, True, (0, 3)),
+        ({"tensor_parallel_size": 4, "num_engines": 1}, 4, True, (0,)),
+        ({"tensor_parallel_size": 3}, 6, True, (0, 3)),
     ],
 )
 def test_owners_are_the_first_ranks_of_their_blocks(rollout, ranks, on_gpu, owners):
@@ -57,6 +58,8 @@ def test_owners_are_the_first_ranks_of_their_blocks(rollout, ranks, on_gpu, owne
     [
         ({"num_engines": 3}, 2, False, "3.*1.*2"),
         ({"tensor_parallel_size": 4}, 2, True, "4.*2"),
+        ({"num_engines": 2}, 8, True, "2 engines of 1 GPU leave some of the 8 GPUs"),
+        ({"tensor_parallel_size": 4}, 6, True, "1 engine of 4 GPUs leave some of the 6 GPUs"),
         ({"tensor_parallel_size": 2}, 4, False, "tensor_parallel_size 2"),
     ],
 )
@@ -71,7 +74,6 @@ def test_engines_that_do_not_fit_are_refused(rollout, ranks, on_gpu, numbers):
     [
         ({"tensor_parallel_size": 16}, 8, "0 to 15"),
         ({"tensor_parallel_size": 4}, 6, "4 to 7"),
-        ({"tensor_parallel_size": 4, "num_engines": 1}, 6, None),
         ({"tensor_parallel_size": 3}, 6, None),
         ({"tensor_parallel_size": 8}, 8, None),
     ],
@@ -118,7 +120,10 @@ def test_a_gpu_engine_sees_its_blocks_devices():
 
 def test_an_engine_in_fp8_rounds_what_it_loads_and_what_is_pushed():
     """With one of vLLM's online schemes; its plain "fp8" needs a checkpoint that is rounded already."""
-    from vllm.config.quantization import ONLINE_QUANT_SHORTHAND_NAMES
+    from vllm.config.quantization import ONLINE_QUANT_SHORTHAND_NAMES, resolve_quantization_config
+    from vllm.model_executor.layers.fused_moe.router.gate_linear import GateLinear
+    from vllm.model_executor.layers.linear import LinearBase
+    from vllm.model_executor.layers.quantization.online.base import OnlineQuantizationConfig
 
     parallel = SimpleNamespace(device=torch.device("cuda"))
     run = parse_config(
@@ -129,6 +134,12 @@ def test_an_engine_in_fp8_rounds_what_it_loads_and_what_is_pushed():
     assert vllm_arguments(spec, "b")["quantization"] in ONLINE_QUANT_SHORTHAND_NAMES
     words = command(spec, "127.0.0.1", 8000)
     assert words[words.index("--quantization") + 1] == spec.vllm_quantization
+    ignored = vllm_arguments(spec, "b")["quantization_config"]
+    assert json.loads(words[words.index("--quantization-config") + 1]) == ignored
+    online = OnlineQuantizationConfig(resolve_quantization_config(spec.vllm_quantization, ignored))
+    layers = [(GateLinear, "mlp.gate"), (LinearBase, "self_attn.qkv_proj"), (LinearBase, "mlp.gate_up_proj")]
+    rounded = [online.resolve_quant_method_cls(kind, f"model.layers.0.{name}") is not None for kind, name in layers]
+    assert rounded == [False, True, True], "routers keep their dtype"
     assert "quantization" not in vllm_arguments(GPU, "b") and "--quantization" not in command(GPU, "127.0.0.1", 8000)
     with pytest.raises(UserError, match=r"fp8 .*--quantization"):
         check_quantization(replace(CPU, quantization="fp8"))

@@ -28,6 +28,8 @@ def test_an_unknown_name_lists_the_known_ones() -> None:
         ("NVIDIA H100 80GB HBM3", "h100"),
         ("NVIDIA H100 PCIe", "h100-pcie"),
         ("NVIDIA H100 NVL", "h100-nvl"),
+        ("NVIDIA H200 NVL", "h200-nvl"),
+        ("NVIDIA H100 80GB HBM3 MIG 1g.10gb", None),
         ("NVIDIA H200", "h200"),
         ("NVIDIA H20", "h20"),
         ("NVIDIA B200", "b200"),
