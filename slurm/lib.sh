@@ -166,8 +166,8 @@ oblr_python() {
 }
 
 # Environment of every task; variables that are already set keep their values, docs/cluster.md says why they are set.
-# PYTORCH_CUDA_ALLOC_CONF is not set to expandable_segments, because such memory cannot be shared with an engine through
-# CUDA IPC. SLURM_EXPORT_ENV=ALL: under sbatch --export=NONE tasks would get none of these variables.
+# PYTORCH_CUDA_ALLOC_CONF is not set to expandable_segments, because engines open such memory slowly through CUDA IPC.
+# SLURM_EXPORT_ENV=ALL: under sbatch --export=NONE tasks would get none of these variables.
 oblr_environment() {
     local setting name
     export SLURM_EXPORT_ENV=ALL PYTHONUNBUFFERED=1 PYTHONFAULTHANDLER=1 VLLM_NO_USAGE_STATS=1

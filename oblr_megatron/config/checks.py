@@ -41,7 +41,7 @@ def apply_override(table: dict[str, Any], override: str) -> None:
                 where=COMMAND_LINE,
                 fix="name a key of a section",
             )
-    table[leaf] = parsed["value"] if parsed.keys() == {"value"} else text
+    table[leaf] = parsed["value"] if parsed.keys() == {"value"} else text.strip()
 
 
 def blamed(where: str, overrides: Sequence[str], *, key: str = "", text: str = "") -> str:

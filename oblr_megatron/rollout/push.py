@@ -21,7 +21,7 @@ import torch
 from torch import Tensor
 
 from oblr_megatron.engine.protocol import PushStats
-from oblr_megatron.errors import RunError, WeightError
+from oblr_megatron.errors import EngineLostError, RunError, WeightError
 from oblr_megatron.weights.manifest import Manifest, Source, manifest_of
 from oblr_megatron.weights.names import ModelShape
 from oblr_megatron.weights.shm import HALVES, Bucket, SharedBuffer, bucket_capacity, fill_buckets
@@ -158,6 +158,8 @@ class EngineReceiver(LockstepReceiver):
         self._engine, self._version, self._opened, self._overlap = engine, version, opened, overlap
         self._unanswered = False
         self.attempt(engine.wait_ready)
+        if engine.lost and self.error is None:  # its buffer is closed
+            self.error = EngineLostError(f"{engine.spec.name} was lost before push {version}")
         self.begin = time.monotonic()  # an engine that is starting has a deadline of its own
 
     def start(self, capacity: int) -> SharedBuffer | None:

@@ -53,7 +53,10 @@ def test_a_byte_order_mark_is_no_part_of_a_config(name: str, content: str, tmp_p
 
 
 def test_a_saved_config_can_be_read_again() -> None:
-    config = parse_config(MINIMAL, overrides=["evaluate.data={gsm8k = 'g.jsonl'}", "group_size=4"])
+    config = parse_config(
+        MINIMAL, overrides=["evaluate.data={gsm8k = 'g.jsonl'}", "group_size=4", "run_dir = runs/old"]
+    )
+    assert config.run_dir == Path("runs/old"), "spaces around a key and its value"
     assert parse_config(json.loads(json.dumps(config.model_dump(mode="json")))) == config
 
 

@@ -1,8 +1,12 @@
 """The number of retries after losses, and the error after the last. Not covered: engines (e2e/test_recovery.py)."""
 
+from types import SimpleNamespace
+from typing import Any
+
 import pytest
 
 from oblr_megatron.errors import EngineDeadlineError, EngineLostError, RunError
+from oblr_megatron.rollout.push import EngineReceiver
 from oblr_megatron.rollout.recovery import Recovery
 
 
@@ -64,3 +68,16 @@ def test_a_refusal_is_not_retried():
     with pytest.raises(RunError, match="no"):
         Recovery(3, logs=False).until_done(call)
     assert len(calls) == 1
+
+
+def test_an_engine_that_was_lost_gets_no_push():
+    """Its buffer is closed. Only this kind of error makes the run start it again."""
+    engine: Any = SimpleNamespace(
+        wait_ready=lambda: None,
+        lost=True,
+        spec=SimpleNamespace(name="engine 0"),
+        buffer=SimpleNamespace(reserve=None, fd=-1),
+    )
+    receiver = EngineReceiver(engine, (), version=3)
+    assert receiver.start(64) is None
+    assert type(receiver.error) is EngineLostError and "engine 0 was lost before push 3" in str(receiver.error)
