@@ -64,6 +64,12 @@ class BrokenStepError(RunError):
     agreed = True  # every rank has the same samples and sums
 
 
+class BrokenWeightsError(RunError):
+    """The weights are not finite. Nothing saves them: a checkpoint would replace those from which a run can resume."""
+
+    agreed = True
+
+
 class DeadlineError(RunError):
     """`who` waited for `what` longer than `seconds`. Example: DeadlineError("rank 0", "weights push 12", 60.0)"""
 

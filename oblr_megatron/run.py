@@ -21,7 +21,7 @@ from oblr_megatron.checkpoint.resume import Checkpoint, damage_of
 from oblr_megatron.checkpoint.saver import Facts, Saved, Saver
 from oblr_megatron.checkpoint.store import read_manifest
 from oblr_megatron.config.baselines import BASELINES
-from oblr_megatron.errors import RunError, UserError
+from oblr_megatron.errors import BrokenWeightsError, RunError, UserError
 from oblr_megatron.gradient.step import TrainingGradient
 from oblr_megatron.model.momentum import GradientMomentum, momentum_of
 from oblr_megatron.model.optimizer import PolicyOptimizer
@@ -345,7 +345,7 @@ def open_run(config: Config) -> Iterator[Run]:
         try:
             yield run
         except RunError as error:
-            if error.agreed:
+            if error.agreed and not isinstance(error, BrokenWeightsError):
                 run.rescue()
             raise
         finally:

@@ -95,7 +95,14 @@ def _prompt(options: argparse.Namespace, files: Path) -> Tensor | None:
     """The prompt's tokens for --check, read before anything is written. Files that are absent are refused later."""
     from oblr_megatron.checkpoint.compare import PROMPT, prompt_ids
 
+    if not _is_text(options.prompt or ""):
+        raise UserError("the prompt is not UTF-8", where="--prompt", fix="give text in UTF-8")
     return prompt_ids(files, options.prompt or PROMPT) if options.check and files.is_dir() else None
+
+
+def _is_text(value: str) -> bool:
+    """Whether it has no bytes that are not UTF-8, which Python keeps in arguments as halves of surrogate pairs."""
+    return value.encode("utf-8", "ignore").decode() == value
 
 
 def _check(ids: Tensor, *, checkpoint: Path, hf_dir: Path, dtype: torch.dtype) -> None:

@@ -34,7 +34,7 @@ EXPORTS = ("hf", "hf_best")  # in a run directory
 HF_CONFIG = "hf/config.json"  # in a checkpoint
 CARRIED = (
     *("seed", "data.shuffle", "model.dtype", "optimizer.name"),
-    *("algo.schedule", "algo.snr.estimator", "algo.snr.reference"),
+    *("algo.aggregation", "algo.schedule", "algo.snr.estimator", "algo.snr.reference"),
 )
 """Settings that must equal those of the checkpoint, because its state depends on them."""
 
@@ -140,8 +140,9 @@ def check_fits(checkpoint: Checkpoint, config: Config, model: HFDir) -> None:
     for name in (*CARRIED, "num_steps") if config.algo.schedule in CONTROLS else CARRIED:
         old, new = flatten(before).get(name), flatten(now)[name]
         if old is not None and old != new:  # a checkpoint of an earlier version may not know the setting
-            what = f"the checkpoint was made with {name} {old!r}, but the config has {new!r}"
-            raise UserError(what, where=where, fix=f"set {name} to {old!r}, or start a new run")
+            told = [json.dumps(value) if isinstance(value, bool) else repr(value) for value in (old, new)]
+            what = f"the checkpoint was made with {name} {told[0]}, but the config has {told[1]}"
+            raise UserError(what, where=where, fix=f"set {name} to {told[0]}, or start a new run")
     momentum = config.optimizer.sgd_momentum
     if config.optimizer.name == "sgd" and momentum > 0 and before["optimizer"].get("sgd_momentum") == 0:
         what = f"the checkpoint was made without momentum, but optimizer.sgd_momentum is {momentum:g}"

@@ -102,7 +102,7 @@ class SnrConfig(Section):
     """Folds of whole prompts that the batch is split into, under every schedule. Must divide num_prompts and be a
     multiple of the data-parallel size; four times that size lets replicas share tokens equally. With 1 the noise is
     unknown and the snr schedule keeps its rate. The "momentum" and "prompts" estimators ignore it."""
-    horizon: float = Field(150.0, gt=0)
+    horizon: float = Field(150.0, gt=0, le=1e12)
     """Steps over which signal and noise are averaged (two exponential averages)."""
     warmup_steps: int = Field(10, ge=0)
     """First steps, at rate optimizer.lr, that only collect the averages."""

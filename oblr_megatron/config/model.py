@@ -17,7 +17,7 @@ class ModelConfig(Section):
     """Hugging Face model directory (config.json, *.safetensors, tokenizer files)."""
     dtype: Literal["float64", "float32", "bfloat16"] = "float32"
     """Dtype of the trained weights. With bfloat16 the optimizer keeps fp32 master weights. float64 is for tests."""
-    make_vocab_size_divisible_by: int = Field(128, ge=1)
+    make_vocab_size_divisible_by: int = Field(128, ge=1, le=2**20)
     """The vocabulary is padded to a multiple of this times tensor_model_parallel_size."""
     attention: Literal["sdpa", "local"] = "sdpa"
     """Core attention without Transformer Engine: torch's scaled_dot_product_attention, or megatron-core's."""

@@ -14,7 +14,7 @@ class OptimizerConfig(Section):
 
     name: Literal["adam", "sgd"] = "adam"
     """Optimizer."""
-    lr: float = Field(1e-6, gt=0)
+    lr: float = Field(1e-6, gt=0, le=1e6)
     """eta_0, the learning rate: constant; at the start of the cosine; for "snr" the rate at the end of warm-up
     (snr.reference "warmup") or at full signal ("one")."""
     lr_warmup_steps: int = Field(0, ge=0)

@@ -82,7 +82,7 @@ class RolloutConfig(Section):
     """Threads of a CPU engine; by default all cores divided by the number of engines."""
     importance_sampling: Literal["none", "token", "sequence"] = "token"
     """Truncated importance weights against the mismatch of trainer and engine, per token or per sequence."""
-    importance_cap: float = Field(2.0, ge=1)
+    importance_cap: float = Field(2.0, ge=1, le=1e30)
     """Upper bound of the importance weights; cut weights are counted."""
     rejection: Literal["none", "token", "sequence", "geometric"] = "none"
     """Leave out what the engine drew from too different a policy: weight 0 outside the band of rejection_low and

@@ -34,7 +34,8 @@ class Section(BaseModel):
         kinds = set(get_args(annotation)) or {annotation}
         if get_origin(annotation) is tuple:
             return _entries(value, annotation)
-        if _too_large(value):
+        of_section = any(isinstance(kind, type) and issubclass(kind, BaseModel) for kind in kinds)
+        if not of_section and _too_large(value):  # a section's keys are checked there, and named
             raise ValueError("give a number below 2^63")
         if get_origin(annotation) is dict:
             return value

@@ -10,8 +10,11 @@ for _message in (
     "full scope is deprecated.*",
     "When using async grad allreduce.*",
     "MimoModelConfig is experimental.*",  # from 0.19 on; no part of a GPTModel
+    "If you are using transformer_engine as the transformer implementation.*",  # about recomputing core_attn
 ):
     warnings.filterwarnings("ignore", message=_message, category=UserWarning)
+# torch 2.13 renames these two; megatron-core and we call them by the name that 2.11 knows, too.
+warnings.filterwarnings("ignore", message=r"`torch\.distributed\.\w+` is deprecated.*", category=FutureWarning)
 
 
 def _drop(logger: str, start: str) -> None:
@@ -22,5 +25,6 @@ def _drop(logger: str, start: str) -> None:
 # megatron-core 0.19 imports this module of torch, which logs so on a machine with nvcc and without a GPU.
 _drop("torch.utils.cpp_extension", "No CUDA runtime is found")
 # 0.19 logs these at each model and each load. Both work as before: see docs/architecture.md.
+_drop("megatron.core.distributed.distributed_data_parallel", "DistributedDataParallel: full_param_layout")
 _drop("megatron.core.models.gpt.gpt_model", "GPTModel IS DEPRECATED")
 _drop("megatron.core.dist_checkpointing.strategies.common", "load_common is deprecated")

@@ -27,7 +27,7 @@ from megatron.core.transformer.module import param_is_not_shared
 from torch import nn
 
 from oblr_megatron.config import OptimizerConfig
-from oblr_megatron.errors import BrokenStepError
+from oblr_megatron.errors import BrokenStepError, BrokenWeightsError
 from oblr_megatron.model import cpu, moe
 from oblr_megatron.model.host_state import HostState
 from oblr_megatron.model.megatron_versions import take_rates
@@ -145,7 +145,11 @@ class PolicyOptimizer:
         return factor
 
     def step(self, lr: float) -> None:
-        """Update the weights from `main_grad` with this learning rate; norm weights do not decay."""
+        """Update the weights from `main_grad` with this learning rate; norm weights do not decay. Collective.
+
+        Raises:
+            BrokenWeightsError: a weight is not finite now.
+        """
         self._state.to_device()
         for group in self._optimizer.param_groups:
             group["lr"] = lr
@@ -156,6 +160,12 @@ class PolicyOptimizer:
         self._optimizer.step_with_ready_grads()
         # The step made main_grad the `grad` of each weight; the next backward would add to it a second time.
         self._optimizer.zero_grad()
+        largest = [torch.linalg.vector_norm(weight.detach(), math.inf) for _, weight in self._policy.named_parameters()]
+        broken = torch.stack(largest).isfinite().logical_not().sum()
+        dist.all_reduce(broken)
+        if broken:
+            what = "weights are not finite after an update, and are not saved; the gradient was finite"
+            raise BrokenWeightsError(f"{what}: lower optimizer.lr, or check optimizer.adam_eps, and resume")
 
     def sharded_state_dict(self, model_state: dict[str, Any]) -> dict[str, Any]:
         """fp32 masters and moments for megatron-core's distributed checkpoints, to save or to load into.

@@ -83,8 +83,9 @@ def _problems(saved: SavedStep, config: Config, model: HFDir, before: dict[str, 
     """Why further steps would not belong to the same set of samples."""
     shuffle = config.data.shuffle
     if flatten(before or {}).get("data.shuffle", shuffle) != shuffle:
-        fix = f"set data.shuffle to {not shuffle}"
-        yield f"the run began with data.shuffle {not shuffle}, but the config has {shuffle}", f"{fix}, or {NEW_RUN}"
+        began, now = ("false", "true") if shuffle else ("true", "false")
+        fix = f"set data.shuffle to {began}, or {NEW_RUN}"
+        yield f"the run began with data.shuffle {began}, but the config has {now}", fix
     if saved.position is None:
         yield "the samples were saved by an earlier version, without their position in the data", NEW_RUN
     if saved.model != model.fingerprint:

@@ -186,7 +186,10 @@ def test_a_damaged_checkpoint_is_named_and_an_older_one_taken(
     [
         (("checkpoint.resume={foreign}",), "distributed checkpoint of another program"),
         (("checkpoint.resume={run}/checkpoints/step_00000004", "seed=1"), "made with seed 0, but the config has 1"),
-        (("checkpoint.resume={run}/checkpoints/step_00000004", "data.shuffle=false"), "with data.shuffle True, but"),
+        (
+            ("checkpoint.resume={run}/checkpoints/step_00000004", "data.shuffle=false"),
+            "with data.shuffle true, but the config has false",
+        ),
         (("checkpoint.resume={run}/checkpoints/step_00000004", "optimizer.name=sgd"), "with optimizer.name 'adam'"),
         (("checkpoint.resume={run}/checkpoints/step_00000004", "algo.schedule=cosine"), "with algo.schedule 'snr'"),
         (("checkpoint.resume={run}/checkpoints/step_00000004", "algo.token_scale=3"), "but the config divides by 3"),
@@ -194,6 +197,7 @@ def test_a_damaged_checkpoint_is_named_and_an_older_one_taken(
         (("run_dir={run}",), "run_dir holds a run"),
         (("checkpoint.resume={weights}",), "holds only weights"),
         (("checkpoint.resume={sgd}", "optimizer.name=sgd", "optimizer.sgd_momentum=0.9"), "made without momentum"),
+        (("checkpoint.resume={run}/checkpoints/step_00000004", "algo.aggregation=token_mean"), "'constant', but"),
         (
             ("checkpoint.resume={run}/checkpoints/step_00000004", "algo.snr.reference=one"),
             "algo.snr.reference 'warmup'",

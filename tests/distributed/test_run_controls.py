@@ -35,6 +35,13 @@ def rates(run_dir: Path) -> list[float]:
     return [record["lr"] for record in certain(run_dir)]
 
 
+def test_weights_that_are_not_finite_are_not_saved(inputs: Path, tmp_path: Path) -> None:
+    """Adam divides 0 by 0 where a gradient is 0. The gradient is finite, so that nothing refuses it."""
+    said = train(config_of(inputs, tmp_path / "run", "optimizer.adam_eps=1e-320", "checkpoint.every_steps=1"), status=1)
+    assert "weights are not finite after an update" in said.splitlines()[-1]
+    assert not list((tmp_path / "run" / "checkpoints").glob("step_*")) and not (tmp_path / "run" / "hf").exists()
+
+
 def test_a_run_takes_its_rates_from_another(inputs: Path, source: Path, tmp_path: Path) -> None:
     """With two steps of warm-up, which the decay keeps."""
     assert len(set(rates(source))) > 3

@@ -41,6 +41,7 @@ def test_check_finds_the_same_model_and_one_weight_that_is_not(
     ("prompt", "damage", "message"),
     [
         ("   ", lambda hf: None, "the prompt has no tokens"),
+        ("\udcff", lambda hf: None, "the prompt is not UTF-8"),
         ("t3", lambda hf: cut(hf / "tokenizer.json"), "cannot read the tokenizer: "),
         ("t3", lambda hf: change_config(hf, layer_types=["foo", "bar"]), "transformers cannot read the configuration"),
     ],

@@ -73,6 +73,8 @@ def test_where_a_wrong_value_came_from(overrides: list[str], table: dict[str, An
         ("seed=2147483648", "2147483648"),  # vLLM adds to it, and takes 32 bits
         (f"seed={HUGE}", "2^63"),
         (f"optimizer.lr={HUGE}", "2^63"),
+        (f"log.samples={HUGE}", "log.samples = "),
+        ("optimizer.lr=1e60", "less than or equal to 1000000"),
         (f"num_steps={'9' * 6000}", "without quotes"),
         ("a..b=1", "section.key=value"),
         ("algo.preset=[1]", "algo.preset"),

@@ -73,7 +73,7 @@ def test_a_damaged_step_is_sampled_again(run_dir: Path, caplog: pytest.LogCaptur
     [
         (["num_prompts=4"], "num_prompts 2, but the run has 4"),
         (["group_size=4"], "group_size 2, but the run has 4"),
-        (["data.shuffle=false"], "data.shuffle True, but the config has False"),
+        (["data.shuffle=false"], "data.shuffle true, but the config has false"),
         (["rollout.temperature=0.5"], r"rollout.temperature 1.0, but the run has 0.5"),
         (["checkpoint.resume=other/checkpoints/step_00000002"], "has no checkpoints"),
     ],
