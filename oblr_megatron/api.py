@@ -121,6 +121,7 @@ def evaluate(
         if config is not None:
             command += ["--config", _saved(config, scratch)]
         if data:
+            _check_names(data)
             command += ["--data", *(f"{name}={source}" for name, source in data.items())]
         if k is not None:
             command += ["--k", str(k)]
@@ -129,6 +130,18 @@ def evaluate(
         _run(command)
         sets: dict[str, dict[str, Any]] = json.loads(metrics.read_text(encoding="utf-8"))["sets"]
     return sets
+
+
+def _check_names(data: Mapping[str, str | Path]) -> None:
+    """Refuse names of sets that the command would read as something else."""
+    from oblr_megatron.data.sources import named_source
+    from oblr_megatron.evaluation.setup import split_overrides
+
+    for name, source in data.items():
+        text = f"{name}={source}"
+        if split_overrides([text])[1] or named_source(text)[0] != name:
+            fix = "use letters, digits, '_' and '-', and no key of the configuration"
+            raise UserError(f"a data set cannot have the name {name!r}", where="data", fix=fix)
 
 
 def _saved(config: Config, directory: str) -> str:

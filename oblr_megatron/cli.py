@@ -204,15 +204,25 @@ def check_devices(ranks: int) -> None:
 
 def _status(options: argparse.Namespace) -> int:
     from oblr_megatron.observe.status import read_status
+    from oblr_megatron.runtime.run_lock import holder
 
-    print(read_status(options.run_dir))
+    status = read_status(options.run_dir)
+    _, owner = holder(options.run_dir)
+    if owner is not None and owner.pid != status.pid and status.state != "running":
+        print(f"starting: {owner}; before it {status}")  # a resumed run, which waits for its engines
+    else:
+        print(status)
     return EXIT_OK
 
 
 def _report(options: argparse.Namespace) -> int:
     from oblr_megatron.observe.report import write_report
 
-    print(write_report(options.run_dir))
+    try:
+        print(write_report(options.run_dir))
+    except OSError as error:
+        fix = "make the directory writable, or copy the run"
+        raise UserError(f"cannot write the report: {error.strerror}", where=str(options.run_dir), fix=fix) from error
     return EXIT_OK
 
 

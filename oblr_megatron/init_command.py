@@ -9,6 +9,7 @@ from __future__ import annotations
 import argparse
 import json
 import re
+import shlex
 import tomllib
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -81,8 +82,8 @@ def init(options: argparse.Namespace) -> int:
     except OSError as error:
         raise _cannot_write(out, error.strerror or "") from error
     print(f"wrote {out}; its comments say what to change")
-    print(f"next: oblr-megatron train {out} --dry-run    # does it fit?")
-    print(f"      oblr-megatron train {out}")
+    print(f"next: oblr-megatron train {shlex.quote(str(out))} --dry-run    # does it fit?")
+    print(f"      oblr-megatron train {shlex.quote(str(out))}")
     return EXIT_OK
 
 

@@ -27,6 +27,7 @@ CONVENTION_NAMES = (
 
 GYM_PREFIX = "reasoning_gym:"
 MOST_ROWS = 1_000_000
+LONGEST_NAME = 200  # of a set, in bytes: it is a part of file names
 """Most rows of a generated source; each seed has a range of its own (data/gym.py)."""
 STORED_KEYS = ("convention", "subset", "split", "revision", "question_column", "answer_column")
 GENERATED_KEYS = ("size", "seed", "options")
@@ -157,6 +158,9 @@ class EvaluateConfig(Section):
     @classmethod
     def _by_their_names(cls, sets: dict[str, SourceConfig]) -> dict[str, SourceConfig]:
         """Give a set named like a convention that convention, as on a command line."""
+        files = [name.replace("/", "__") for name in sets]  # of their responses
+        if len(set(files)) < len(files) or not all(0 < len(file.encode()) <= LONGEST_NAME for file in files):
+            raise ValueError(f"names must have 1 to {LONGEST_NAME} bytes, and differ also with '__' for '/'")
         named = {name: source.model_copy(update={"convention": name}) for name, source in sets.items()}
         return {
             name: named[name] if name in CONVENTION_NAMES and not (source.convention or source.gym_task) else source

@@ -55,7 +55,9 @@ def memory_table(kinds: Sequence[Kind], device_bytes: int | None) -> Table:
     table.add_row("ranks", *(span(kind.ranks) for kind in kinds))
     table.add_row("parameters", *(number(kind.parameters) for kind in kinds), end_section=True)
     parts = [kind.memory.parts() for kind in kinds]
-    for name in dict.fromkeys(name for found in parts for name in found):
+    training = [name for name, _ in kinds[0].memory.step.rows()]  # first, also those that the first stage lacks
+    names = list(dict.fromkeys(name for found in parts for name in found))
+    for name in sorted(names, key=lambda name: training.index(name) if name in training else len(training)):
         if name == "kept between steps":
             _add_training(table, kinds)
         table.add_row(name, *(fixed(found.get(name, 0) / GB, 2) for found in parts))

@@ -47,6 +47,7 @@ def settings_of(config: Config, model: HFDir) -> dict[str, Any]:
             "dtype": config.rollout.dtype if config.rollout.dtype != "auto" else config.model.dtype,
             "quantization": config.rollout.quantization,
             "vllm": config.rollout.vllm,
+            **({"batch_invariant": True} if config.model.batch_invariant else {}),
             "max_num_seqs": config.rollout.max_num_seqs,  # the batch composition changes the last bits
             "versions": {name: versions[name] for name in ENGINE_PACKAGES if name in versions},
         },

@@ -70,7 +70,7 @@ def split_overrides(texts: Sequence[str]) -> tuple[list[str], list[str]]:
     sections = {name for name, field in Config.model_fields.items() if section_in(field.annotation)}
 
     def is_override(text: str) -> bool:
-        section, dot, _ = text.partition("=")[0].partition(".")
+        section, dot, _ = text.partition("=")[0].strip().partition(".")
         known = section in sections if dot else section in Config.model_fields.keys() - sections
         return "=" in text and known
 

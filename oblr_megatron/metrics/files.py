@@ -15,6 +15,7 @@ from collections.abc import Callable, Iterator, Mapping
 from contextlib import suppress
 from datetime import UTC, datetime
 from pathlib import Path
+from threading import get_ident
 from typing import Any
 
 from oblr_megatron.checks.packages import package_versions
@@ -162,7 +163,7 @@ def _write_environment(run_dir: Path, world_size: int, *, resumed: bool) -> None
 
 def write_whole(path: Path, text: str) -> None:
     """Write a file atomically: readers see the old content or the new."""
-    draft = path.with_name(path.name + ".new")
+    draft = path.with_name(f"{path.name}.{os.getpid()}-{get_ident()}.new")  # two writers have two drafts
     try:
         draft.write_text(text, encoding="utf-8")
         draft.replace(path)

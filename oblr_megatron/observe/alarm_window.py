@@ -68,6 +68,7 @@ class Planned:
     lr_warmup_steps: int = 0
     num_prompts: int = 0
     group_size: int = 0
+    num_folds: int = 1  # num_prompts is a multiple of it
     of_earlier_steps: bool = False  # whether the baseline averages rewards of earlier steps
 
 
@@ -123,5 +124,6 @@ def planned(setting: Callable[[str], Any]) -> Planned:
         lr_warmup_steps=setting("optimizer.lr_warmup_steps") or 0,
         num_prompts=(setting("num_prompts") or 0) if on_policy else 0,
         group_size=setting("group_size") or 0,
+        num_folds=setting("algo.snr.num_folds") or 1,
         of_earlier_steps=facts is not None and facts.pool != "",
     )

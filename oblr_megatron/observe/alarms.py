@@ -14,7 +14,7 @@ from __future__ import annotations
 import json
 import statistics
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, fields
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -114,9 +114,11 @@ def _group_size(window: Window) -> str:
     target, times = compared_with_best(between, within, size, best)
     if times < NOISIER:
         return ""
+    folds = window.planned.num_folds
+    prompts = folds * max(1, round(window.planned.num_prompts * size / target / folds))
     return (
         f"At equal samples the gradient's noise is {times:.1f} times that of group_size {target}; set group_size to "
-        f"{target} and num_prompts to {max(1, round(window.planned.num_prompts * size / target)):,}."
+        f"{target} and num_prompts to {prompts:,}."
     )
 
 
@@ -178,7 +180,7 @@ def _self_dependence(window: Window) -> str:
 
 def _entropy(window: Window) -> str:
     ends = window.courses["entropy"].ends
-    if ends is None or ends[1] > 0.1 * ends[0]:
+    if ends is None or ends[0] <= 0 or ends[1] > 0.1 * ends[0]:
         return ""
     if ends[1] > 0.03 * ends[0] and window.courses["reward/mean"].risen > BEYOND:
         return ""  # the policy becomes certain because it improves
@@ -279,7 +281,8 @@ def alarms_of(run_dir: Path, settings: Planned, records: Sequence[Record]) -> li
 
 
 def _written(path: Path) -> list[Alarm]:
-    return [Alarm(**alarm) for _, alarm in intact_lines(path)]
+    names = {field.name for field in fields(Alarm)}  # a line of another version is skipped
+    return [Alarm(**alarm) for _, alarm in intact_lines(path) if alarm.keys() == names]
 
 
 class LiveAlarms:

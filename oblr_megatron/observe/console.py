@@ -16,6 +16,7 @@ Plain lines read
 from __future__ import annotations
 
 import math
+import shlex
 import sys
 import time
 from collections import deque
@@ -341,20 +342,28 @@ def waiting(what: str, say: Callable[[str], None]) -> Iterator[None]:
         yield
 
 
+def word(path: Path) -> str:
+    """A path as one word of a shell's command line."""
+    return shlex.quote(str(path))
+
+
 def closing_lines(config: Config, report: Path | None) -> list[str]:
     """Where the results of a finished run are, and the next commands."""
     run_dir = config.run_dir
     model, samples = run_dir / "hf", run_dir / ROLLOUTS
     places = [f"report {report}"] if report else []
     if config.rollout.only:
-        return [", ".join([*places, f"samples {samples}"]), f"next: oblr-megatron train CONFIG.toml --replay {samples}"]
+        return [
+            ", ".join([*places, f"samples {samples}"]),
+            f"next: oblr-megatron train CONFIG.toml --replay {word(samples)}",
+        ]
     if not model.is_dir():
         return places
     sets = "" if config.evaluate.data else " --data SET"
     return [
         ", ".join([*places, f"model {model}"]),
-        f"next: oblr-megatron eval --model {model} --config {run_dir / CONFIG_FILE}{sets}",
-        f"  or: oblr-megatron serve --model {model} --max-model-len {max_model_len(config)}",
+        f"next: oblr-megatron eval --model {word(model)} --config {word(run_dir / CONFIG_FILE)}{sets}",
+        f"  or: oblr-megatron serve --model {word(model)} --max-model-len {max_model_len(config)}",
     ]
 
 

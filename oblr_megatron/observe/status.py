@@ -84,6 +84,7 @@ def read_status(run_dir: Path) -> Status:
     path = run_dir / STATUS_FILE
     try:
         status = Status(**json.loads(path.read_text(encoding="utf-8")))
+        status = replace(status, unix_time=float(status.unix_time))
     except FileNotFoundError:
         raise UserError("no run has started here", where=str(path), fix="give the run_dir of a run") from None
     except OSError as error:

@@ -177,7 +177,15 @@ def _table(options: argparse.Namespace) -> dict[str, Any]:
 
     found = read_table(options.config)
     config = parse_config(found, str(options.config))
+    rollout = config.rollout
+    if rollout.overlap != "none" or rollout.servers or rollout.replay is not None:
+        what = "the config has rollout.overlap, servers or replay, and the planner divides the GPUs itself"
+        fix = "remove these keys, and ask for engines on GPUs of their own with --overlap"
+        raise UserError(what, where=str(options.config), fix=fix)
     prompt, longest = options.prompt_tokens or config.data.max_prompt_tokens, options.sequence_length
+    if longest is not None and longest <= prompt:
+        what = f"--sequence-length {longest} leaves no response after {prompt} tokens of prompt"
+        raise UserError(what, where="plan", fix="raise it, or lower --prompt-tokens")
     response = longest - prompt if longest else config.rollout.max_response_tokens
     return found | {
         "num_prompts": options.prompts or config.num_prompts,

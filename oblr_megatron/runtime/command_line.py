@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import io
 import json
 import math
 import os
@@ -88,8 +89,11 @@ def guarded(command: Callable[[], int]) -> int:
     permission: pathlib's exists, is_file and is_dir raise where a directory may not be searched. For such a file a rank
     keeps the traceback, because its launcher has checked all paths.
 
-    Temporary files of the command are removed at its end.
+    Temporary files of the command are removed at its end. Characters that the terminal's encoding lacks are escaped.
     """
+    for stream in (sys.stdout, sys.stderr):
+        if isinstance(stream, io.TextIOWrapper):
+            stream.reconfigure(errors="backslashreplace")
     try:
         with own_tmpdir():
             return _with_packages(command)

@@ -94,14 +94,22 @@ def check_unlocked(run_dir: Path) -> None:
     Raises:
         UserError: names the run's process.
     """
+    held, owner = holder(run_dir)
+    if held:
+        raise _held(run_dir, owner)
+
+
+def holder(run_dir: Path) -> tuple[bool, Owner | None]:
+    """Whether a run is training in a directory now, and who, if its lock says so."""
     with suppress(FileNotFoundError):
         descriptor = os.open(run_dir / LOCK_FILE, os.O_RDONLY)
         try:
             _lock(descriptor, fcntl.LOCK_SH)
         except BlockingIOError:
-            raise _held(run_dir, _read(descriptor)) from None
+            return True, _read(descriptor)
         finally:
             os.close(descriptor)
+    return False, None
 
 
 @contextmanager

@@ -37,6 +37,12 @@ def test_a_background_process_does_not_hold_the_api(
         os.kill(int(held), signal.SIGKILL)
 
 
+@pytest.mark.parametrize("name", ["seed", "reward.v2", "a b", "a[1]", ""])
+def test_a_name_that_the_command_would_read_otherwise_is_refused(name: str) -> None:
+    with pytest.raises(UserError):
+        api.evaluate("model", data={name: "rows.jsonl"})
+
+
 def test_all_lines_of_a_command_are_printed(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -74,7 +74,8 @@ THROUGHPUT = chart(
 
 def memory_of_ranks(run_dir: Path) -> Panel:
     """A strip with one line per rank; it has no curve if ranks.jsonl is missing or names a single rank."""
-    table = [(line["step"], line["memory_bytes"]["allocated"]) for _, line in intact_lines(run_dir / RANKS_FILE)]
+    lines = [line for _, line in intact_lines(run_dir / RANKS_FILE) if "memory_bytes" in line]
+    table = [(line["step"], line["memory_bytes"]["allocated"]) for line in lines]
     ranks = len(table[-1][1]) if table else 0
     table = [(step, values) for step, values in table if len(values) == ranks]  # a resumed run may have another count
     curves = []

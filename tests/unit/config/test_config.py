@@ -111,6 +111,8 @@ def test_bad_values(override: str, named: list[str]) -> None:
         (["data.template=Q:"], "'Q:' has no {question}"),
         (["data.system_prompt=Be brief."], "data.system_prompt is for the tokenizer's chat template"),
         (["data.chat_template_options={enable_thinking = false}"], "data.chat_template_options is for the tokenizer's"),
+        (["evaluate.data={'a/b' = 'x.jsonl', a__b = 'y.jsonl'}"], "names must have 1 to 200 bytes, and differ"),
+        (["evaluate.data={'' = 'x.jsonl'}"], "names must have 1 to 200 bytes"),
         (["evaluate.every_steps=5"], "evaluate.every_steps is 5, but evaluate.data names no set"),
         (["rollout.rejection_low=0.5"], "rollout.rejection_low and rejection_high are the band of rollout.rejection"),
         (["rollout.push_timeout_s=60", "parallel.distributed_timeout_s=60"], "rollout.push_timeout_s 60 is not below"),

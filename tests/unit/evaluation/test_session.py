@@ -67,6 +67,7 @@ def test_overrides_after_data_are_separated_from_the_sets() -> None:
     sets = ["a.jsonl", "aime=b.jsonl", "data=c.jsonl", "v1.5=d.jsonl", "x/evaluate.top_p"]
     keys = ["seed=1", "evaluate.temperature=0.6", "data.template=Q {question}=", "algo.snr.num_folds=1"]
     mixed = [one for pair in zip([*sets, "e.jsonl"], [*keys, "run_dir=r", "num_steps=1"], strict=True) for one in pair]
+    assert split_overrides(["a.jsonl", "seed = 1"]) == (["a.jsonl"], ["seed = 1"])
     assert split_overrides(mixed) == ([*sets, "e.jsonl"], [*keys, "run_dir=r", "num_steps=1"])
 
 

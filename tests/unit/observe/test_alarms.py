@@ -16,7 +16,7 @@ import pytest
 
 from oblr_megatron.metrics import Record
 from oblr_megatron.observe.alarm_window import EDGE, Course, Planned, planned
-from oblr_megatron.observe.alarms import ALARMS_FILE, CHECKS, Alarm, LiveAlarms, Watch, alarms_of
+from oblr_megatron.observe.alarms import ALARMS_FILE, CHECKS, Alarm, LiveAlarms, Watch, _written, alarms_of
 from tests.unit.synthetic_run import synthetic_records
 
 PLANNED = Planned(lr=1e-3, lr_warmup_steps=10, num_prompts=64, group_size=8)
@@ -112,6 +112,7 @@ def test_harmless_courses_raise_none() -> None:
         ("entropy", lambda step: 0.6 if step < LATER else 0.04),  # with a reward that rises
         ("response_length/truncated_fraction", lambda _: 0.3),  # no more than at the start
         ("baseline/self_dependence", lambda _: 1e-12),
+        ("entropy", lambda _: 0.0),
         ("gradnorm/length_corr", lambda _: None),
     ):
         assert set_off(records_with(name, course)) == [], name
@@ -122,6 +123,19 @@ def test_harmless_courses_raise_none() -> None:
 def test_a_batch_far_above_the_critical_size_is_too_large() -> None:
     (found,) = set_off(records_with("snr/critical_batch_size", lambda _: 4.0))
     assert found.name == "batch_size" and "lower num_prompts" in found.text and "94%" in found.text
+
+
+def test_the_number_of_prompts_that_is_asked_for_is_a_multiple_of_the_folds() -> None:
+    settings = Planned(num_prompts=32, group_size=16, num_folds=4)
+    split = {"snr/between": 90.0, "snr/within": 24.0, "snr/best_group_size": 3.0}
+    found = set_off([record | split for record in synthetic_records(STEPS, evaluate_every=0)], settings)
+    assert "set group_size to 3 and num_prompts to 172." in next(one.text for one in found if one.name == "group_size")
+
+
+def test_a_line_of_another_version_is_skipped(tmp_path: Path) -> None:
+    lines = [{"name": "entropy", "step": 3, "text": "low"}, {"name": "entropy", "step": 3, "text": "low", "new": 1}]
+    (tmp_path / "alarms.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
+    assert len(_written(tmp_path / "alarms.jsonl")) == 1
 
 
 def test_the_settings_that_checks_compare_with() -> None:

@@ -7,6 +7,7 @@ import json
 import os
 import subprocess
 import time
+from contextlib import nullcontext
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
@@ -14,11 +15,12 @@ from typing import Any
 
 import pytest
 
+from oblr_megatron.cli import main
 from oblr_megatron.errors import RunError, UserError
 from oblr_megatron.observe import status
 from oblr_megatron.observe.status import STATUS_FILE, Status, finished, read_status, recorded, write_status
 from oblr_megatron.runtime.processes import identity
-from oblr_megatron.runtime.run_lock import STALE_S, Owner
+from oblr_megatron.runtime.run_lock import STALE_S, Owner, run_lock
 
 
 def run(directory: Path, rank: int = 0) -> Any:
@@ -90,6 +92,17 @@ def test_a_killed_run_is_lost(tmp_path: Path) -> None:
     for age, state in ((5.0, "running"), (STALE_S + 5.0, "lost")):
         write_status(tmp_path, replace(going, process="another-boot:1:2:3", unix_time=time.time() - age))
         assert read_status(tmp_path).state == state
+
+
+def test_a_resumed_run_that_waits_for_its_engines_is_not_lost(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """It holds the lock, and status.json is that of the run before it."""
+    write_status(tmp_path, Status("failed", 4, 9, "no memory", time.time() - 300, 1, "n3", "another-boot:1:2:3"))
+    for held in (True, False):
+        with run_lock(tmp_path) if held else nullcontext():
+            assert main(["status", str(tmp_path)]) == 0
+        assert capsys.readouterr().out.startswith(f"starting: process {os.getpid()} on " if held else "failed: step 4")
 
 
 def test_a_finished_run_has_done_all_steps_and_its_export(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -193,6 +193,15 @@ rollout = { max_response_tokens = 400 }
     assert asked("--prompts", "16", "--group-size", "2", "--dtype", "bfloat16") == (16, 2, "bfloat16", 100, 400)
     assert asked("--prompt-tokens", "200") == (8, 4, "float32", 200, 400)
     assert asked("--prompt-tokens", "200", "--sequence-length", "2048") == (8, 4, "float32", 200, 1848)
+    with pytest.raises(UserError, match="--sequence-length 100 leaves no response after 100 tokens"):
+        asked("--sequence-length", "100")
+    for keys in ('overlap = "stream", sleep_level = 0', 'servers = ["http://a:1"]', 'replay = "runs/y/rollouts"'):
+        (tmp_path / "run.toml").write_text(
+            text.replace("max_response_tokens = 400", f"max_response_tokens = 400, {keys}")
+        )
+        with pytest.raises(UserError, match="the planner divides the GPUs itself") as caught:
+            asked()
+        assert "--overlap" in caught.value.fix
 
 
 def test_table_names_phases_and_what_bounds_them(capsys: pytest.CaptureFixture[str]) -> None:

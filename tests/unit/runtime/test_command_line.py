@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import importlib
+import io
 import sys
 from collections.abc import Callable
 from pathlib import Path
@@ -15,6 +16,13 @@ from oblr_megatron.errors import EXIT_USER
 from oblr_megatron.runtime.command_line import add_run_arguments, guarded, parse, run_overrides
 
 OLD = "old/checkpoints/step_00000004"
+
+
+def test_characters_that_the_terminal_lacks_are_escaped(monkeypatch: pytest.MonkeyPatch) -> None:
+    written = io.BytesIO()
+    monkeypatch.setattr(sys, "stdout", io.TextIOWrapper(written, encoding="latin-1", write_through=True))
+    assert guarded(lambda: print("\N{UPWARDS ARROW} \N{LATIN SMALL LETTER E WITH ACUTE}") or 0) == 0
+    assert written.getvalue() == b"\\u2191 \xe9\n"
 
 
 @pytest.mark.parametrize(
