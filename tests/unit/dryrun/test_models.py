@@ -6,6 +6,7 @@ Not covered: Transformer Engine's layers. Collectives of the fake process group 
 from __future__ import annotations
 
 from functools import partial
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -15,9 +16,12 @@ from megatron.core import parallel_state
 from transformers import AutoModelForCausalLM
 
 from oblr_megatron.config import Config, ParallelConfig, parse_config
+from oblr_megatron.dryrun.device_memory import RankMemory
 from oblr_megatron.dryrun.fake_ranks import META, standing_as
 from oblr_megatron.dryrun.models import Models, build_models, rank_positions
+from oblr_megatron.dryrun.table import Kind, memory_table
 from oblr_megatron.memory.rank_shapes import RankSizes
+from oblr_megatron.memory.training import MemoryEstimate
 from oblr_megatron.model.published import NAMES, published
 from oblr_megatron.model.transformer_config import hf_config_of
 from tests.tiny import tiny_config, tiny_config_of, tiny_moe_config
@@ -135,3 +139,15 @@ def test_nothing_is_left_behind() -> None:
         assert torch.empty(1).device == META and inside is not current
     assert not dist.is_initialized() and torch.empty(1).device.type == "cpu"
     assert torch.cuda.current_device is not inside and move.__name__ == torch.Tensor.cuda.__name__
+
+
+def test_parts_that_the_first_stage_lacks_are_listed_with_their_kind() -> None:
+    """Logits belong to training, and stand before the engine's parts."""
+    sizes = dict.fromkeys(("weights", "main_grad", "fold_sums", "optimizer", "activations", "norms", "work"), 1)
+    engine: Any = SimpleNamespace(total=4, weights=1, other=1, kv_cache=2, kv_tokens=9, asleep=lambda level: 1)
+    kinds = []
+    for stage, logits in enumerate((0, 5)):
+        step = MemoryEstimate(**sizes, logits=logits, checkpoint=0, fixed=1, stage=stage, moment="the loss")
+        kinds.append(Kind((stage,), (stage,), 7, RankMemory(step, engine, sleep_level=1, context=1, push=1)))
+    names = [str(name) for name in memory_table(kinds, None).columns[0].cells]
+    assert names.index("activations") < names.index("logits") < names.index("while training") < names.index("KV cache")
