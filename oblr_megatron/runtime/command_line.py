@@ -10,6 +10,7 @@ import os
 import signal
 import sys
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from pathlib import Path
 from typing import NoReturn
 
@@ -93,7 +94,8 @@ def guarded(command: Callable[[], int]) -> int:
     """
     for stream in (sys.stdout, sys.stderr):
         if isinstance(stream, io.TextIOWrapper):
-            stream.reconfigure(errors="backslashreplace")
+            with suppress(OSError):  # it flushes, which some streams of a caller in Python cannot
+                stream.reconfigure(errors="backslashreplace")
     try:
         with own_tmpdir():
             return _with_packages(command)
