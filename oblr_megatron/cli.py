@@ -209,7 +209,7 @@ def _status(options: argparse.Namespace) -> int:
     status = read_status(options.run_dir)
     _, owner = holder(options.run_dir)
     if owner is not None and owner.pid != status.pid and status.state != "running":
-        print(f"starting: {owner}; before it {status}")  # a resumed run, which waits for its engines
+        print(f"starting: {owner}; the attempt before: {status}")  # a resumed run that waits for its engines
     else:
         print(status)
     return EXIT_OK

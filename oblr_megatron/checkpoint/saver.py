@@ -112,7 +112,7 @@ class Saver:
         self.newest: int | None = None  # step of the last checkpoint that this process saved
         if self._rank == 0:  # it holds the lock of the run directory, so that nobody else writes here
             partials.remove_all(self._directory)
-        self._damaged = self._skipped(resumed)  # one that `remove_all` gave its name back included
+        self._damaged = self._skipped(resumed)  # after `remove_all`, which may give a checkpoint its name back
 
     def due(self, step: int, num_steps: int, values: Mapping[str, float]) -> bool:
         """Whether to save after `step` of `num_steps` steps: by schedule, or because `values` are a new best.

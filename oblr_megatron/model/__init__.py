@@ -13,7 +13,7 @@ for _message in (
     "If you are using transformer_engine as the transformer implementation.*",  # about recomputing core_attn
 ):
     warnings.filterwarnings("ignore", message=_message, category=UserWarning)
-# torch 2.13 renames these two; megatron-core and we call them by the name that 2.11 knows, too.
+# torch 2.13 has new names for two collectives. megatron-core and we use the names that torch 2.11 also has.
 warnings.filterwarnings("ignore", message=r"`torch\.distributed\.\w+` is deprecated.*", category=FutureWarning)
 
 

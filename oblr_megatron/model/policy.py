@@ -167,9 +167,8 @@ def _block_spec(
     moe.set_router(layer, hf_config, config)
     layer.submodules.input_layernorm = RMSNorm
     layer.submodules.pre_mlp_layernorm = RMSNorm
-    if (
-        experts
-    ):  # Transformer Engine's spec fuses this norm only with a dense layer, and saves a mixture's under its name
+    if experts:
+        # Transformer Engine's spec fuses this norm in dense layers only. A mixture's keeps its name in checkpoints.
         names = layer.submodules.sharded_state_dict_keys_map
         layer.submodules.sharded_state_dict_keys_map = {k: v for k, v in names.items() if k != "pre_mlp_layernorm."}
     attention = layer.submodules.self_attention.submodules

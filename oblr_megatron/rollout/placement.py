@@ -61,7 +61,8 @@ def place(config: Config, world_size: int, per_node: int, *, on_gpu: bool) -> Pl
         several = f"{engines} engine{'s' if engines > 1 else ''} of {width} rank{'s' if width > 1 else ''}"
         fix = f"lower num_engines or tensor_parallel_size, or start {max(engines, 1) * width} ranks"
         raise UserError(f"{several} do not fit {world_size} ranks", where=where, fix=fix)
-    if on_gpu and engines * width < world_size:  # each push would keep the buffer of a GPU whose rank nobody reads
+    if on_gpu and engines * width < world_size:
+        # Each push would leave a buffer on a GPU without an engine: CUDA frees shared memory only after it was opened.
         several = f"{engines} engine{'s' if engines > 1 else ''} of {width} GPU{'s' if width > 1 else ''}"
         fix = "leave num_engines out, and choose a tensor_parallel_size that divides the number of GPUs"
         raise UserError(f"{several} leave some of the {world_size} GPUs without one", where=where, fix=fix)
