@@ -29,39 +29,13 @@ from oblr_megatron.config.log import LogConfig
 from oblr_megatron.config.model import ModelConfig
 from oblr_megatron.config.optimizer import OptimizerConfig
 from oblr_megatron.config.parallel import ParallelConfig
+from oblr_megatron.config.removed import REMOVED
 from oblr_megatron.config.reward import RewardConfig
 from oblr_megatron.config.rollout import RolloutConfig, WeightsConfig
 from oblr_megatron.config.section import Section, section_in
 from oblr_megatron.errors import Problem, UserError
 
 LONGEST_SHOWN = 200  # characters of a value in an error message
-REFUSED_KEYS: dict[str, tuple[str, str]] = {
-    "parallel.overlap_param_gather": (
-        "the weights go to the engines right after each update, so no forward pass is left to overlap with",
-        "leave it out; use_distributed_optimizer gathers the weights without it",
-    ),
-    "parallel.overlap_moe_expert_parallel_comm": (
-        "its schedule interleaves two microbatches, but norms need the backward pass of each one separately",
-        "leave it out; expert parallelism works without it",
-    ),
-    "parallel.delay_wgrad_compute": (
-        "it works only with overlap_moe_expert_parallel_comm, which is not supported",
-        "leave it out; weight gradients are computed together with input gradients",
-    ),
-    "parallel.cuda_graph_impl": ("a CUDA graph replays one shape, but microbatches differ in length", "leave it out"),
-    "parallel.tp_comm_overlap": (
-        "its buffers have one shape for the whole run, but microbatches differ in length",
-        "leave it out",
-    ),
-    "model.fp8_param": (
-        "checkpoints, fp32 masters and weight pushes all need the weights in bfloat16",
-        "leave it out; matrix products use FP8 with model.fp8 alone",
-    ),
-    "log.tensorboard": ("it is one of several trackers now", 'write log.trackers = ["tensorboard"], or [] for none'),
-    "rollout.correction": ("it was renamed", "write rollout.importance_sampling"),
-    "rollout.correction_cap": ("it was renamed", "write rollout.importance_cap"),
-}
-"""Key -> (reason, what to do instead): Megatron's options that no run can use, and former names."""
 
 
 class Config(Section):
@@ -222,10 +196,12 @@ def validated(section: type[S], table: dict[str, Any], where: str, overrides: Se
 
 def _explained(key: str, first: ErrorDetails, root: type[Section]) -> Problem:
     if first["type"] == "extra_forbidden":
-        if key in REFUSED_KEYS:
-            reason, instead = REFUSED_KEYS[key]
+        if key in REMOVED:
+            reason, instead = REMOVED[key]
             return f"unknown key {_shown(key)}: {reason}", instead
         return f"unknown key {_shown(key)}", _nearest(first["loc"], root)
+    if first["type"] == "literal_error" and (removed := REMOVED.get(f"{key}={first['input']}")):
+        return f"{key} = {_shown(first['input'])}: {removed[0]}", removed[1]
     if first["type"] == "missing":
         return f"{_shown(key)} is missing", "set it in the file or as an override"
     if first["type"] == "not_text":  # of two pairs of quotes the shell removes one

@@ -19,7 +19,7 @@ from oblr_megatron.checks.layout import check_recompute
 from oblr_megatron.checks.machine import Machine, check_machine
 from oblr_megatron.config import Config, ModelConfig, ParallelConfig, parse_config
 from oblr_megatron.config.algo import SnrConfig
-from oblr_megatron.config.run import REFUSED_KEYS
+from oblr_megatron.config.removed import REMOVED
 from oblr_megatron.dryrun.fake_ranks import standing_as
 from oblr_megatron.errors import UserError
 from oblr_megatron.model.optimizer import optimizer_implementation
@@ -184,16 +184,17 @@ def test_loaded_pieces_are_put_back_in_order() -> None:
 def test_the_doc_lists_every_option() -> None:
     table = DOC.read_text(encoding="utf-8")
     rows = set(re.findall(r"^\| `([a-z0-9_]+)`", table, re.MULTILINE))
-    refused = {key.partition(".")[2] for key in REFUSED_KEYS if key.startswith(("parallel.", "model."))}
+    refused = {key.partition(".")[2] for key in REMOVED if key.startswith(("parallel.", "model."))}
     allowed = {"use_distributed_optimizer", "overlap_grad_reduce"}
     allowed |= {"gradient_accumulation_fusion", "defer_embedding_wgrad_compute"}
     assert refused | allowed <= rows <= refused | set(ParallelConfig.model_fields)
 
 
-@pytest.mark.parametrize("key", REFUSED_KEYS)
-def test_refused_and_renamed_keys_end_in_their_reason(key: str) -> None:
+@pytest.mark.parametrize("name", REMOVED)
+def test_refused_and_removed_keys_and_values_end_in_their_reason(name: str) -> None:
+    key, _, value = name.partition("=")
     with pytest.raises(UserError) as caught:
-        configured(f"{key}=true")
-    reason, instead = REFUSED_KEYS[key]
+        configured(f"{key}={value or 'true'}")
+    reason, instead = REMOVED[name]
     assert key in caught.value.what and reason in caught.value.what and caught.value.fix == instead
     assert "\n" not in str(caught.value)

@@ -1,0 +1,33 @@
+"""Keys and values that no run can use, with the reason and what to do instead. Imports no torch."""
+
+from __future__ import annotations
+
+from oblr_megatron.errors import Problem
+
+REMOVED: dict[str, Problem] = {
+    "parallel.overlap_param_gather": (
+        "the weights go to the engines right after each update, so no forward pass is left to overlap with",
+        "leave it out; use_distributed_optimizer gathers the weights without it",
+    ),
+    "parallel.overlap_moe_expert_parallel_comm": (
+        "its schedule interleaves two microbatches, but norms need the backward pass of each one separately",
+        "leave it out; expert parallelism works without it",
+    ),
+    "parallel.delay_wgrad_compute": (
+        "it works only with overlap_moe_expert_parallel_comm, which is not supported",
+        "leave it out; weight gradients are computed together with input gradients",
+    ),
+    "parallel.cuda_graph_impl": ("a CUDA graph replays one shape, but microbatches differ in length", "leave it out"),
+    "parallel.tp_comm_overlap": (
+        "its buffers have one shape for the whole run, but microbatches differ in length",
+        "leave it out",
+    ),
+    "model.fp8_param": (
+        "checkpoints, fp32 masters and weight pushes all need the weights in bfloat16",
+        "leave it out; matrix products use FP8 with model.fp8 alone",
+    ),
+    "log.tensorboard": ("it is one of several trackers now", 'write log.trackers = ["tensorboard"], or [] for none'),
+    "rollout.correction": ("it was renamed", "write rollout.importance_sampling"),
+    "rollout.correction_cap": ("it was renamed", "write rollout.importance_cap"),
+}
+"""Key, or key=value -> (reason, what to do instead): Megatron's options, and keys and values that are gone."""
