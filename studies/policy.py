@@ -2,7 +2,7 @@
 
 The model is transformers' Qwen3 with torch's RMSNorm, so that fp64 stays fp64. The score of every response is a row
 of S [N, P]. With S in memory, norms, gradients under any baseline, fold gradients and covariances are matrix products.
-This works for 10^5 parameters and a few hundred responses. For larger models see `oblr_megatron/gradnorm`.
+This works for 10^5 parameters and a few hundred responses. For larger models see `oblr_megatron/norms`.
 """
 
 from __future__ import annotations

@@ -16,9 +16,11 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
+from oblr_megatron.data.packing import microbatches, one_per_microbatch
+from oblr_megatron.gradient.loss_fn import score_loss
 from oblr_megatron.gradient.ratios import RatioFn
-from oblr_megatron.gradient.two_pass import sample_sq_grad_norms
-from oblr_megatron.gradnorm.sketch import Sketches
+from oblr_megatron.norms.sketch import Sketches
+from oblr_megatron.norms.two_pass import rules_need_single_samples, sq_grad_norms
 from oblr_megatron.runtime.collectives import all_reduce
 
 if TYPE_CHECKING:
@@ -27,6 +29,7 @@ if TYPE_CHECKING:
     from oblr_megatron.config import Config
     from oblr_megatron.model.policy import Policy
     from oblr_megatron.model.token_values import ValuesFn
+    from oblr_megatron.norms.rules import Rule
     from oblr_megatron.types import MicroBatch, Sample
 
 
@@ -56,6 +59,28 @@ def sq_norms_of(
     return sample_sq_grad_norms(
         policy, batches, temperature=temperature, ratios=ratios, sketches=sketches if source == "sketch" else None
     )
+
+
+def sample_sq_grad_norms(
+    policy: Policy,
+    batches: Sequence[MicroBatch],
+    *,
+    temperature: float = 1.0,
+    ratios: RatioFn | None = None,
+    **options: Any,
+) -> Tensor:
+    """w_i = ||grad_theta sum_t rho_t log pi(o_t)||^2 of every sample: `sq_grad_norms` of the score."""
+    return sq_grad_norms(policy, batches, score_loss(policy, temperature, ratios), **options)
+
+
+def norm_batches(
+    policy: Policy, config: Config, rules: Sequence[Rule], samples: Sequence[Sample], indices: Sequence[int]
+) -> list[MicroBatch]:
+    """Microbatches of a pass that measures norms: as in plain training, or of one sample if the rules need that."""
+    device = policy.parallel.device
+    if rules_need_single_samples(rules):
+        return one_per_microbatch(samples, indices, device=device)
+    return microbatches(samples, indices, config.parallel, policy.padding, device=device)
 
 
 def token_energies(policy: Policy, temperature: float, ratios: RatioFn) -> ValuesFn:

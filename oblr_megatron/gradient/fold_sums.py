@@ -17,7 +17,6 @@ from typing import TYPE_CHECKING, Protocol
 
 import torch
 
-from oblr_megatron.gradient.buffer import megatron_buffers
 from oblr_megatron.gradient.loss_fn import PassMetrics
 from oblr_megatron.model.optimizer import grad_sq_norm
 from oblr_megatron.model.step import (
@@ -25,6 +24,7 @@ from oblr_megatron.model.step import (
     reduce_data_parallel_grads,
     reduce_model_parallel_grads,
 )
+from oblr_megatron.norms.buffer import megatron_buffers
 from oblr_megatron.runtime.collectives import all_reduce
 
 if TYPE_CHECKING:

@@ -15,25 +15,26 @@ import torch
 import torch.distributed as dist
 
 from oblr_megatron.data.packing import one_per_microbatch
-from oblr_megatron.gradient.bookkeep import keep_factors
-from oblr_megatron.gradient.buffer import GradientBuffer, add_weighted
-from oblr_megatron.gradient.inline import add_inline
+from oblr_megatron.gradient.estimate import norm_batches
 from oblr_megatron.gradient.loss_fn import PassMetrics, score_loss
 from oblr_megatron.gradient.ratios import RatioFn
-from oblr_megatron.gradient.stash import stash_gradients
-from oblr_megatron.gradient.two_pass import norm_batches, pipeline_runs
-from oblr_megatron.gradnorm.reduce import Reducer
-from oblr_megatron.gradnorm.rules import classify
 from oblr_megatron.memory.buffer_sizes import KEPT_BYTES
 from oblr_megatron.memory.pass_plan import stash_count
+from oblr_megatron.norms.bookkeep import keep_factors
+from oblr_megatron.norms.buffer import GradientBuffer, add_weighted
+from oblr_megatron.norms.inline import add_inline
+from oblr_megatron.norms.reduce import Reducer
+from oblr_megatron.norms.rules import classify
+from oblr_megatron.norms.stash import stash_gradients
+from oblr_megatron.norms.two_pass import pipeline_runs
 
 if TYPE_CHECKING:
     from torch import Tensor
 
     from oblr_megatron.config import Config
-    from oblr_megatron.gradnorm.sketch import Sketches
     from oblr_megatron.model.policy import Policy
     from oblr_megatron.model.step import LossFn
+    from oblr_megatron.norms.sketch import Sketches
     from oblr_megatron.types import MicroBatch, Sample
 
 AdvantageFn = Callable[[Sequence[int], "Tensor"], "Tensor"]

@@ -23,7 +23,7 @@ import torch
 
 from oblr_megatron.algo.loss import sample_coefficients
 from oblr_megatron.data.packing import microbatches
-from oblr_megatron.gradient.estimate import sketches_of, sq_norms_of, token_energies
+from oblr_megatron.gradient.estimate import norm_batches, sketches_of, sq_norms_of, token_energies
 from oblr_megatron.gradient.fold_sums import FoldPass, FoldSums
 from oblr_megatron.gradient.folds import Sharing
 from oblr_megatron.gradient.loss_fn import PassMetrics, Penalty
@@ -38,10 +38,9 @@ from oblr_megatron.gradient.one_pass import (
 )
 from oblr_megatron.gradient.plain import PlainPass
 from oblr_megatron.gradient.ratios import Old, RatioFn, importance_ratios
-from oblr_megatron.gradient.two_pass import norm_batches
-from oblr_megatron.gradnorm.rules import classify
 from oblr_megatron.model.optimizer import grad_sq_norm
 from oblr_megatron.model.token_values import response_logprobs, token_values
+from oblr_megatron.norms.rules import classify
 from oblr_megatron.runtime.collectives import all_reduce
 from oblr_megatron.types import ClipMetrics, GradientStats, MicroBatch, RejectionMetrics, Sample, StepGradient
 

@@ -7,10 +7,10 @@ KEPT_BYTES = 2**29
 SQUARE_CHUNK = 2**22
 """Elements converted to fp64 at a time: 32 MiB, which stay in a GPU's cache between both reads (model/sq_norms.py)."""
 OFFLOADED_PIECE = 2**26
-"""Elements of an offloaded gradient that a GPU holds at a time while it adds them (gradient/buffer.py)."""
+"""Elements of an offloaded gradient that a GPU holds at a time while it adds them (norms/buffer.py)."""
 ENTROPY_ROWS = 1024
 """Token positions per step of the entropy, so that no second [b, t, V] tensor is needed (model/logprobs.py)."""
 CPU_TILE_SIDE, GPU_TILE_SIDE = 512, 4096
-"""Side of a tile [side, side] of dy^T x (gradnorm/products.py)."""
+"""Side of a tile [side, side] of dy^T x (norms/products.py)."""
 CPU_STEP_TOKENS = 4096
 """Tokens that a CPU engine computes in one step, or its longest sequence if that is longer (engine/protocol.py)."""

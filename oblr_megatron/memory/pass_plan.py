@@ -120,7 +120,7 @@ def passes_of(
     """The passes of a step, with `norms` measured or not; mode "auto" counts as "two_pass"."""
     group, mode = config.group_size, config.gradnorm.mode
     rows = max(1, config.parallel.micro_batch_tokens // longest_sample(config))
-    # experts and untapped layers cannot tell samples apart (predicts `gradient.two_pass.rules_need_single_samples`)
+    # experts and untapped layers cannot tell samples apart (predicts `norms.two_pass.rules_need_single_samples`)
     alone = 1 if num_experts(hf_config) or transformer_engine else rows
     prompts = prompts_of_a_run(config, layout)
     share = prompts * group

@@ -25,19 +25,19 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from oblr_megatron.errors import UserError
-from oblr_megatron.gradient.bookkeep import keep_factors
-from oblr_megatron.gradient.buffer import GradientBuffer, add_weighted
-from oblr_megatron.gradient.inline import add_inline
-from oblr_megatron.gradient.stash import stash_gradients
-from oblr_megatron.gradient.two_pass import pipeline_runs, rules_need_single_samples, sq_grad_norms
-from oblr_megatron.gradnorm.reduce import Reducer
-from oblr_megatron.gradnorm.rules import classify
 from oblr_megatron.memory.buffer_sizes import KEPT_BYTES
 from oblr_megatron.model.sequence import single_samples
 from oblr_megatron.model.step import LossFn, reduce_model_parallel_grads, run_schedule
 from oblr_megatron.model.tapped import TappedModel
 from oblr_megatron.norms.attach import tapped
+from oblr_megatron.norms.bookkeep import keep_factors
+from oblr_megatron.norms.buffer import GradientBuffer, add_weighted
+from oblr_megatron.norms.inline import add_inline
 from oblr_megatron.norms.own_gradients import OwnGradients, gradient_space
+from oblr_megatron.norms.reduce import Reducer
+from oblr_megatron.norms.rules import classify
+from oblr_megatron.norms.stash import stash_gradients
+from oblr_megatron.norms.two_pass import pipeline_runs, rules_need_single_samples, sq_grad_norms
 from oblr_megatron.runtime.collectives import all_reduce
 from oblr_megatron.types import TokenBatch
 

@@ -21,13 +21,13 @@ from megatron.core.transformer.transformer_config import TransformerConfig
 from torch import nn
 
 from oblr_megatron.errors import UserError
-from oblr_megatron.gradnorm.rules import classify
 from oblr_megatron.model import moe
 from oblr_megatron.model.parallel import Parallel, from_megatron
 from oblr_megatron.model.tapped import TappedModel, unwrapped
 from oblr_megatron.model.taps import Tap, install
 from oblr_megatron.model.te_taps import install_te
 from oblr_megatron.norms.own_gradients import OwnGradients
+from oblr_megatron.norms.rules import classify
 from oblr_megatron.padding import FP8_TOKENS, Padding
 
 SCHEDULE: Mapping[str, Any] = {

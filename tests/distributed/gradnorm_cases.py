@@ -16,9 +16,9 @@ from oblr_megatron.algo.importance import truncated_ratios
 from oblr_megatron.checkpoint.hf import load_hf_weights
 from oblr_megatron.config import ModelConfig
 from oblr_megatron.data.packing import pack
-from oblr_megatron.gradnorm.oracle import oracle_gradient, oracle_logprobs
 from oblr_megatron.model.parallel import Parallel
 from oblr_megatron.model.policy import Policy, build_policy
+from oblr_megatron.norms.oracle import oracle_gradient, oracle_logprobs
 from oblr_megatron.types import MicroBatch, Sample
 from tests.tiny import VOCAB
 

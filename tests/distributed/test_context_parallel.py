@@ -17,11 +17,11 @@ import torch.distributed as dist
 from torch import Tensor
 
 from oblr_megatron.errors import UserError
-from oblr_megatron.gradnorm.reduce import Reducer
-from oblr_megatron.gradnorm.rules import Kind, Rule
 from oblr_megatron.model.parallel import Parallel
 from oblr_megatron.model.sequence import local_part
 from oblr_megatron.model.step import reduce_data_parallel_grads, run_schedule
+from oblr_megatron.norms.reduce import Reducer
+from oblr_megatron.norms.rules import Kind, Rule
 from oblr_megatron.padding import Padding
 from oblr_megatron.types import MicroBatch
 from tests.distributed.launch import layout, run_ranks

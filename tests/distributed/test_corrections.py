@@ -16,7 +16,7 @@ from transformers import AutoConfig
 
 from oblr_megatron.algo.advantage import AdvantageRule
 from oblr_megatron.gradient.step import TrainingGradient
-from oblr_megatron.gradnorm.oracle import oracle_gradient, oracle_logprobs
+from oblr_megatron.norms.oracle import oracle_gradient, oracle_logprobs
 from tests.distributed.launch import layout, run_ranks
 from tests.distributed.test_gradnorm_modes import (
     GROUP,

@@ -15,8 +15,8 @@ from transformers import Qwen3Config
 from oblr_megatron.checkpoint.hf import load_hf_weights
 from oblr_megatron.config import parse_config
 from oblr_megatron.gradient.step import TrainingGradient
-from oblr_megatron.gradnorm.oracle import oracle_gradient, oracle_logprobs
 from oblr_megatron.model.policy import build_policy
+from oblr_megatron.norms.oracle import oracle_gradient, oracle_logprobs
 from oblr_megatron.types import Sample
 from tests.distributed.launch import layout, run_ranks
 from tests.tiny import VOCAB, make_hf_dir

@@ -13,7 +13,7 @@ import torch
 from safetensors.torch import load_file
 from transformers import Qwen3Config
 
-from oblr_megatron.gradnorm.oracle import oracle_logits
+from oblr_megatron.norms.oracle import oracle_logits
 from tests.distributed.gradnorm_cases import drawn
 from tests.distributed.launch import layout, run_ranks
 from tests.distributed.test_gradnorm_modes import GROUP, PROMPTS, config_of, expected, make_samples, step_of

@@ -21,8 +21,8 @@ from transformers import AutoConfig
 from oblr_megatron.config import Config
 from oblr_megatron.data.packing import one_per_microbatch
 from oblr_megatron.gradient.step import TrainingGradient
-from oblr_megatron.gradnorm.oracle import oracle_logprobs
 from oblr_megatron.model.reference import Reference
+from oblr_megatron.norms.oracle import oracle_logprobs
 from tests.distributed.launch import layout, run_ranks
 from tests.distributed.passes import with_routes
 from tests.distributed.test_gradnorm_modes import (

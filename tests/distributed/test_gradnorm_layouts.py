@@ -16,7 +16,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from oblr_megatron.gradient.two_pass import sample_sq_grad_norms
+from oblr_megatron.gradient.estimate import sample_sq_grad_norms
 from oblr_megatron.model.optimizer import grad_sq_norm
 from oblr_megatron.model.parallel import Parallel
 from oblr_megatron.model.policy import Policy

@@ -30,9 +30,9 @@ from oblr_megatron.algo.baseline import active_groups
 from oblr_megatron.checkpoint.hf import load_hf_weights
 from oblr_megatron.config import Config, parse_config
 from oblr_megatron.gradient.step import TrainingGradient
-from oblr_megatron.gradnorm.oracle import oracle_gradient, oracle_logprobs
 from oblr_megatron.model.parallel import Parallel
 from oblr_megatron.model.policy import Policy, build_policy
+from oblr_megatron.norms.oracle import oracle_gradient, oracle_logprobs
 from oblr_megatron.types import Sample, Scored, StepGradient
 from tests.distributed.gradnorm_cases import drawn
 from tests.distributed.launch import layout, run_ranks

@@ -17,12 +17,12 @@ import torch.distributed as dist
 from torch import Tensor
 
 from oblr_megatron.data.packing import empty_batch
-from oblr_megatron.gradient.two_pass import sample_sq_grad_norms
-from oblr_megatron.gradnorm.embedding_rows import EmbeddingRows
-from oblr_megatron.gradnorm.reduce import Reducer
-from oblr_megatron.gradnorm.rules import HEAD_NORMS, Kind, Rule, classify
+from oblr_megatron.gradient.estimate import sample_sq_grad_norms
 from oblr_megatron.model.policy import Policy
 from oblr_megatron.model.sq_norms import row_sq_norms
+from oblr_megatron.norms.embedding_rows import EmbeddingRows
+from oblr_megatron.norms.reduce import Reducer
+from oblr_megatron.norms.rules import HEAD_NORMS, Kind, Rule, classify
 from tests.distributed.gradnorm_cases import (
     RTOL,
     TEMPERATURE,

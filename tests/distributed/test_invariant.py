@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from oblr_megatron.config import ParallelConfig
-from oblr_megatron.gradient.two_pass import sample_sq_grad_norms
+from oblr_megatron.gradient.estimate import sample_sq_grad_norms
 from oblr_megatron.model.optimizer import grad_sq_norm
 from tests.distributed.launch import layout, run_ranks
 from tests.distributed.passes import (

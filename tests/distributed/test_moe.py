@@ -1,6 +1,6 @@
 """A mixture of experts in every kind of layout: logits, gradients, a step, per-sample expert gradients, export.
 
-fp64, relative 1e-10, against the oracle (tests/unit/gradnorm/test_oracle_moe.py compares it with transformers). Expert
+fp64, relative 1e-10, against the oracle (tests/unit/norms/test_oracle_moe.py compares it with transformers). Expert
 parallelism inside the data-parallel ranks, inside the tensor-parallel ranks, across both; whole and cut experts; one
 expert a rank and several; weights of a token's experts that sum to 1 and that do not; context parallelism, interleaved
 pipeline stages, recomputation.
@@ -27,11 +27,11 @@ from transformers import AutoConfig
 from oblr_megatron.checkpoint.hf import export_hf, load_hf_weights
 from oblr_megatron.checkpoint.hf_dir import check_hf_dir
 from oblr_megatron.config import ModelConfig, OptimizerConfig, ParallelConfig
-from oblr_megatron.gradnorm.oracle import oracle_gradient, oracle_logits
 from oblr_megatron.model.optimizer import PolicyOptimizer, grad_sq_norm
 from oblr_megatron.model.policy import Policy, build_policy
 from oblr_megatron.model.step import reduce_data_parallel_grads, reduce_model_parallel_grads, run_schedule
 from oblr_megatron.model.taps import AccumulateSink, Splits
+from oblr_megatron.norms.oracle import oracle_gradient, oracle_logits
 from oblr_megatron.types import MicroBatch, Sample
 from oblr_megatron.weights.export import MegatronWeights
 from oblr_megatron.weights.names import ModelShape, entry

@@ -27,9 +27,9 @@ from oblr_megatron.checkpoint.hf import load_hf_weights
 from oblr_megatron.config import Config, parse_config
 from oblr_megatron.gradient.fold_sums import FoldSums
 from oblr_megatron.gradient.step import TrainingGradient
-from oblr_megatron.gradnorm import oracle as reference
-from oblr_megatron.gradnorm.oracle import oracle_logprobs, oracle_sq_norms
 from oblr_megatron.model.policy import build_policy
+from oblr_megatron.norms import oracle as reference
+from oblr_megatron.norms.oracle import oracle_logprobs, oracle_sq_norms
 from oblr_megatron.types import GradientStats, RouterMetrics, Sample
 from tests.distributed.launch import layout, run_ranks
 from tests.distributed.passes import Outcome, assert_outcomes, whole_gradients, with_routes

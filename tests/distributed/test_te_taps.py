@@ -13,13 +13,13 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from oblr_megatron.gradnorm.accumulate import NormAccumulator
-from oblr_megatron.gradnorm.norm_sink import NormSink
-from oblr_megatron.gradnorm.reduce import Reducer
-from oblr_megatron.gradnorm.rules import classify
 from oblr_megatron.model.step import run_schedule
 from oblr_megatron.model.taps import Tap
 from oblr_megatron.model.te_taps import HandOver
+from oblr_megatron.norms.accumulate import NormAccumulator
+from oblr_megatron.norms.norm_sink import NormSink
+from oblr_megatron.norms.reduce import Reducer
+from oblr_megatron.norms.rules import classify
 from tests.distributed.launch import layout, run_ranks
 from tests.distributed.passes import load_policy, make_batches, weighted_logprob_loss
 from tests.tiny import make_hf_dir

@@ -30,8 +30,8 @@ from oblr_megatron.algo.token_baseline import NUM_BINS, position_bins
 from oblr_megatron.checkpoint.hf import load_hf_weights
 from oblr_megatron.config import Config, parse_config
 from oblr_megatron.gradient.step import TrainingGradient
-from oblr_megatron.gradnorm.oracle import oracle_logits
 from oblr_megatron.model.reference import Reference
+from oblr_megatron.norms.oracle import oracle_logits
 from oblr_megatron.types import MicroBatch
 from tests.distributed.gradnorm_cases import drawn
 from tests.distributed.launch import layout, run_ranks

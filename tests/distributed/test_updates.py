@@ -16,7 +16,7 @@ from torch import Tensor
 from transformers import AutoConfig
 
 from oblr_megatron.config import Config
-from oblr_megatron.gradnorm.oracle import oracle_gradient, oracle_logprobs
+from oblr_megatron.norms.oracle import oracle_gradient, oracle_logprobs
 from oblr_megatron.rollout.step_file import read_step, step_path
 from oblr_megatron.types import Sample
 from tests.distributed.replayed import GROUP, PROMPTS, certain, config_of, exported, make_inputs, train

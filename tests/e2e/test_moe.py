@@ -19,7 +19,7 @@ from transformers import AutoConfig, AutoModelForCausalLM
 from oblr_megatron.checkpoint.store import checkpoints_of
 from oblr_megatron.config import WeightsConfig
 from oblr_megatron.errors import DamagedError, RunError
-from oblr_megatron.gradnorm.oracle import oracle_logits
+from oblr_megatron.norms.oracle import oracle_logits
 from oblr_megatron.weights.shm import Bucket, SharedBuffer
 from tests.e2e.conftest import records
 from tests.e2e.forked import call_forked, forked, forked_cli, run_script

@@ -1,7 +1,7 @@
 """`rollout.overlap = "one_step"` with real vLLM: a step trains on samples that are one update old.
 
 Also: two ranks, a resumed run, an engine that is killed while the trainer works. The gradient with importance ratios is
-compared with an oracle in tests/unit/gradnorm. Not covered: CUDA, speed (tools/bench/overlap.py).
+compared with an oracle in tests/unit/norms. Not covered: CUDA, speed (tools/bench/overlap.py).
 """
 
 from __future__ import annotations

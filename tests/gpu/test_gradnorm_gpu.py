@@ -24,13 +24,13 @@ from oblr_megatron.algo.advantage import AdvantageRule
 from oblr_megatron.checkpoint.hf import load_hf_weights
 from oblr_megatron.config import Config, ParallelConfig, parse_config
 from oblr_megatron.data.packing import one_per_microbatch
+from oblr_megatron.gradient.estimate import sample_sq_grad_norms
 from oblr_megatron.gradient.loss_fn import score_loss
 from oblr_megatron.gradient.step import TrainingGradient
-from oblr_megatron.gradient.two_pass import sample_sq_grad_norms
-from oblr_megatron.gradnorm.rules import classify
 from oblr_megatron.model.parallel import Parallel, initialize, shutdown
 from oblr_megatron.model.policy import Policy, build_policy
 from oblr_megatron.model.step import run_schedule
+from oblr_megatron.norms.rules import classify
 from oblr_megatron.types import Sample, Scored
 from tests.distributed.gradnorm_cases import TEMPERATURE, oracle, relative_error
 from tests.tiny import tiny_config

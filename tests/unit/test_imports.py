@@ -36,14 +36,14 @@ ORDER = (
         "metrics",
         "runtime",
     ),
-    *("algo", "rewards", "data", "memory", "model", "weights", "gradnorm", "checkpoint", "engine", "environments"),
-    *("rollout", "gradient", "norms", "observe", "evaluation", "preflight", "planner", "dryrun", "quantize", "cluster"),
+    *("algo", "rewards", "data", "memory", "model", "weights", "norms", "checkpoint", "engine", "environments"),
+    *("rollout", "gradient", "observe", "evaluation", "preflight", "planner", "dryrun", "quantize", "cluster"),
     *("sampling", "opening", "policy_gradient", "run", "step_loop", "doctor", "init_command", "studies", "cli", "api"),
 )
 """Folders and root modules from the bottom up: each imports only names to its left."""
 
 HEAVY = ("megatron", "vllm")
-PURE = ("types", "algo", "rewards", "data", "config", "errors", "gradnorm/oracle.py", "model/sq_norms.py")
+PURE = ("types", "algo", "rewards", "data", "config", "errors", "norms/oracle.py", "model/sq_norms.py")
 CLAIM = re.compile(r"(?i)\bimports? no (torch|vllm)\b")
 TORCH_FREE = ("torch", "transformers", "sympy", *HEAVY)
 

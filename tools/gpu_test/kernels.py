@@ -17,12 +17,12 @@ from oblr_megatron.config import ParallelConfig, parse_config
 from oblr_megatron.data.packing import one_per_microbatch
 from oblr_megatron.gradient.loss_fn import score_loss
 from oblr_megatron.gradient.step import TrainingGradient
-from oblr_megatron.gradnorm.products import batch_sq_norms, cheaper, multiply, tiles_of
 from oblr_megatron.model.parallel import initialize
 from oblr_megatron.model.policy import build_policy
 from oblr_megatron.model.precision import DTYPES
 from oblr_megatron.model.published import published
 from oblr_megatron.model.step import run_schedule
+from oblr_megatron.norms.products import batch_sq_norms, cheaper, multiply, tiles_of
 from oblr_megatron.padding import PLANNED_TOKENS, Padding
 from oblr_megatron.types import Sample
 from tools.gpu_test.report import Report

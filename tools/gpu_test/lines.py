@@ -41,7 +41,7 @@ TABLE = (
             Bound("largest relative_error_to_fp64", high=2e-2),
         ),
         arguments={"paths": ["tests/gpu/test_gradnorm_gpu.py"], "select": "local or fp32 or buffers"},
-        rehearsal={"paths": ["tests/unit/gradnorm/test_products.py"], "select": ""},
+        rehearsal={"paths": ["tests/unit/norms/test_products.py"], "select": ""},
     ),
     Line(
         name="2",
@@ -113,7 +113,7 @@ TABLE = (
         ),
         arguments={"paths": ["tests/gpu"], "select": "not sleep"},
         minutes=9,
-        rehearsal={"paths": ["tests/unit/gradnorm/test_products.py"], "select": "not sleep"},
+        rehearsal={"paths": ["tests/unit/norms/test_products.py"], "select": "not sleep"},
     ),
     Line(
         name="4b",
@@ -216,7 +216,7 @@ TABLE = (
         bounds=(Bound("tests failed", high=0), Bound("tests passed", low=2)),
         arguments={"paths": ["tests/gpu/test_sleep_gpu.py"]},
         minutes=8,
-        rehearsal={"paths": ["tests/unit/gradnorm/test_products.py"]},
+        rehearsal={"paths": ["tests/unit/norms/test_products.py"]},
     ),
     Line(
         name="8b",

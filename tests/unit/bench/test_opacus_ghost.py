@@ -12,7 +12,7 @@ from torch import Tensor
 from transformers import Qwen3ForCausalLM
 
 from oblr_megatron.config import OptimizerConfig
-from oblr_megatron.gradnorm.oracle import oracle_gradient, oracle_sq_norms
+from oblr_megatron.norms.oracle import oracle_gradient, oracle_sq_norms
 from oblr_megatron.types import Sample
 from tests.tiny import VOCAB, tiny_config
 

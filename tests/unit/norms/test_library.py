@@ -249,4 +249,4 @@ def test_its_use_loads_neither_vllm_nor_the_trainer() -> None:
         for name in ("config", "rewards", "rollout", "engine", "weights", "gradient.step", "run")
     }
     assert not foreign & loaded
-    assert "oblr_megatron.gradient.bookkeep" in loaded
+    assert "oblr_megatron.norms.bookkeep" in loaded

@@ -8,9 +8,9 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from oblr_megatron.gradnorm.segments import Segments, product_sq_norms
-from oblr_megatron.gradnorm.sketch import Sketch
-from tests.unit.gradnorm.segment_cases import Case, cases, linear_grads, stacked
+from oblr_megatron.norms.segments import Segments, product_sq_norms
+from oblr_megatron.norms.sketch import Sketch
+from tests.unit.norms.segment_cases import Case, cases, linear_grads, stacked
 
 CPU = torch.device("cpu")
 SEEDS = 3000

@@ -8,8 +8,8 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from oblr_megatron.gradnorm.products import product
-from oblr_megatron.gradnorm.segments import (
+from oblr_megatron.norms.products import product
+from oblr_megatron.norms.segments import (
     Segments,
     product_rows,
     product_sq_norms,
@@ -17,7 +17,7 @@ from oblr_megatron.gradnorm.segments import (
     sample_products,
     scale_grads,
 )
-from tests.unit.gradnorm.segment_cases import Case, cases, linear_grads, stacked, tiles, weight_grad
+from tests.unit.norms.segment_cases import Case, cases, linear_grads, stacked, tiles, weight_grad
 
 METHODS = ("auto", "direct", "gram")
 widths = st.integers(1, 9)

@@ -8,7 +8,7 @@ import pytest
 import torch
 from transformers import Qwen3Config, Qwen3ForCausalLM
 
-from oblr_megatron.gradnorm.oracle import oracle_gradient, oracle_logits, oracle_logprobs, oracle_sq_norms
+from oblr_megatron.norms.oracle import oracle_gradient, oracle_logits, oracle_logprobs, oracle_sq_norms
 from oblr_megatron.types import Sample
 from tests.tiny import DENSE, tiny_config_of
 

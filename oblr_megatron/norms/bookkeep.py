@@ -15,22 +15,22 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from oblr_megatron.gradnorm.accumulate import NormAccumulator
-from oblr_megatron.gradnorm.norm_sink import NormSink
-from oblr_megatron.gradnorm.rules import Rule, untapped_aside
 from oblr_megatron.model.step import run_schedule
 from oblr_megatron.model.taps import add_product, add_rows, main_grad
+from oblr_megatron.norms.accumulate import NormAccumulator
+from oblr_megatron.norms.norm_sink import NormSink
+from oblr_megatron.norms.rules import Rule, untapped_aside
 
 if TYPE_CHECKING:
     from torch import Tensor
     from torch.nn import Parameter
 
-    from oblr_megatron.gradnorm.reduce import Reducer
-    from oblr_megatron.gradnorm.segments import Segments
-    from oblr_megatron.gradnorm.sketch import Sketches
     from oblr_megatron.model.step import LossFn
     from oblr_megatron.model.tapped import TappedModel
     from oblr_megatron.model.taps import Splits
+    from oblr_megatron.norms.reduce import Reducer
+    from oblr_megatron.norms.segments import Segments
+    from oblr_megatron.norms.sketch import Sketches
     from oblr_megatron.types import TokenRows
 
 

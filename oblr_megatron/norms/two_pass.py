@@ -7,44 +7,27 @@ skips them if the Gram form is cheaper. It needs no extra memory for gradients.
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import torch
 import torch.distributed as dist
 
-from oblr_megatron.data.packing import microbatches, one_per_microbatch
-from oblr_megatron.gradient.loss_fn import score_loss
-from oblr_megatron.gradient.ratios import RatioFn
-from oblr_megatron.gradnorm.accumulate import NormAccumulator, buffered_bytes
-from oblr_megatron.gradnorm.norm_sink import NormSink
-from oblr_megatron.gradnorm.reduce import Reducer
-from oblr_megatron.gradnorm.rules import Rule, classify, untapped_aside
 from oblr_megatron.memory.buffer_sizes import KEPT_BYTES
 from oblr_megatron.model.step import run_schedule
+from oblr_megatron.norms.accumulate import NormAccumulator, buffered_bytes
+from oblr_megatron.norms.norm_sink import NormSink
+from oblr_megatron.norms.reduce import Reducer
+from oblr_megatron.norms.rules import Rule, classify, untapped_aside
 from oblr_megatron.runtime.collectives import all_reduce
 
 if TYPE_CHECKING:
     from torch import Tensor
 
-    from oblr_megatron.config import Config
-    from oblr_megatron.gradnorm.sketch import Sketches
-    from oblr_megatron.model.policy import Policy
     from oblr_megatron.model.sequence import Batch
     from oblr_megatron.model.step import LossFn
     from oblr_megatron.model.tapped import TappedModel
-    from oblr_megatron.types import MicroBatch, Sample, TokenRows
-
-
-def sample_sq_grad_norms(
-    policy: Policy,
-    microbatches: Sequence[MicroBatch],
-    *,
-    temperature: float = 1.0,
-    ratios: RatioFn | None = None,
-    **options: Any,
-) -> Tensor:
-    """w_i = ||grad_theta sum_t rho_t log pi(o_t)||^2 of every sample: `sq_grad_norms` of the score."""
-    return sq_grad_norms(policy, microbatches, score_loss(policy, temperature, ratios), **options)
+    from oblr_megatron.norms.sketch import Sketches
+    from oblr_megatron.types import TokenRows
 
 
 def sq_grad_norms(
@@ -86,16 +69,6 @@ def sq_grad_norms(
             run_schedule(model, batches, loss_of, sink=NormSink(rules, accumulator, sketches))
             norms.append(reducer.finish(accumulator))
     return torch.cat(norms)
-
-
-def norm_batches(
-    policy: Policy, config: Config, rules: Sequence[Rule], samples: Sequence[Sample], indices: Sequence[int]
-) -> list[MicroBatch]:
-    """Microbatches of a pass that measures norms: as in plain training, or of one sample if the rules need that."""
-    device = policy.parallel.device
-    if rules_need_single_samples(rules):
-        return one_per_microbatch(samples, indices, device=device)
-    return microbatches(samples, indices, config.parallel, policy.padding, device=device)
 
 
 def rules_need_single_samples(rules: Sequence[Rule]) -> bool:

@@ -12,10 +12,10 @@ import pytest
 import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
 
-from oblr_megatron.gradient.bookkeep import BookkeepSink, _Product, _Vectors
-from oblr_megatron.gradient.buffer import CACHED, piece_size
 from oblr_megatron.memory.buffer_sizes import OFFLOADED_PIECE
 from oblr_megatron.model.taps import add_product
+from oblr_megatron.norms.bookkeep import BookkeepSink, _Product, _Vectors
+from oblr_megatron.norms.buffer import CACHED, piece_size
 
 CPU, GPU = torch.device("cpu"), torch.device("cuda")
 

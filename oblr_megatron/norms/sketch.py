@@ -23,15 +23,15 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from oblr_megatron.gradnorm.products import multiply, product, sum_dtype, widen
-from oblr_megatron.gradnorm.rules import Kind, Rule, classify
+from oblr_megatron.norms.products import multiply, product, sum_dtype, widen
+from oblr_megatron.norms.rules import Kind, Rule, classify
 
 if TYPE_CHECKING:
     from torch import Tensor
 
-    from oblr_megatron.gradnorm.reduce import Reducer
-    from oblr_megatron.gradnorm.segments import Segments
     from oblr_megatron.model.tapped import TappedModel
+    from oblr_megatron.norms.reduce import Reducer
+    from oblr_megatron.norms.segments import Segments
 
 
 class Sketch:

@@ -15,12 +15,12 @@ import torch
 
 from oblr_megatron.config import ModelConfig, ParallelConfig
 from oblr_megatron.data.packing import one_per_microbatch, pack
-from oblr_megatron.gradnorm.accumulate import NormAccumulator, buffered_bytes
-from oblr_megatron.gradnorm.embedding_rows import touched_rows
-from oblr_megatron.gradnorm.reduce import Reducer
-from oblr_megatron.gradnorm.rules import Kind, Rule, classify
 from oblr_megatron.model.parallel import initialize, shutdown
 from oblr_megatron.model.policy import Policy, build_policy
+from oblr_megatron.norms.accumulate import NormAccumulator, buffered_bytes
+from oblr_megatron.norms.embedding_rows import touched_rows
+from oblr_megatron.norms.reduce import Reducer
+from oblr_megatron.norms.rules import Kind, Rule, classify
 from oblr_megatron.types import MicroBatch, Sample
 from tests.tiny import tiny_config
 
@@ -105,6 +105,6 @@ def test_touched_rows(packed: bool, tp_rank: int, expected: list[tuple[int, int]
 
 
 def test_the_pure_parts_load_neither_megatron_nor_vllm() -> None:
-    modules = ", ".join(f"oblr_megatron.gradnorm.{name}" for name in ("oracle", "segments", "sketch", "products"))
+    modules = ", ".join(f"oblr_megatron.norms.{name}" for name in ("oracle", "segments", "sketch", "products"))
     code = f"import sys, {modules}; sys.exit(any(m in sys.modules for m in ('megatron', 'vllm')))"
     assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0

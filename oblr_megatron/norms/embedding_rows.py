@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from oblr_megatron.gradnorm.rules import EMBEDDING, OUTPUT, Kind, Rule
+from oblr_megatron.norms.rules import EMBEDDING, OUTPUT, Kind, Rule
 
 if TYPE_CHECKING:
     from torch import Tensor

@@ -7,8 +7,8 @@ import pytest
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from oblr_megatron.gradnorm.products import CPU_TILES, GPU_TILES, batch_sq_norms, cheaper
-from tests.unit.gradnorm.segment_cases import tiles
+from oblr_megatron.norms.products import CPU_TILES, GPU_TILES, batch_sq_norms, cheaper
+from tests.unit.norms.segment_cases import tiles
 
 SHAPES = [(1024, 4096), (2048, 1024), (1024, 6144), (3072, 1024), (1024, 151936), (4096, 24576), (12288, 4096), (1, 9)]
 

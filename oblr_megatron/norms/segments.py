@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING
 import torch
 from torch.nn.utils.rnn import pad_sequence
 
-from oblr_megatron.gradnorm.products import (
+from oblr_megatron.norms.products import (
     Method,
     Tiles,
     batch_sq_norms,

@@ -11,9 +11,9 @@ import torch
 
 from oblr_megatron.config import ModelConfig, ParallelConfig
 from oblr_megatron.errors import UserError
-from oblr_megatron.gradnorm.rules import Kind, Rule, classify, untapped_aside
 from oblr_megatron.model.parallel import initialize, shutdown
 from oblr_megatron.model.policy import build_policy
+from oblr_megatron.norms.rules import Kind, Rule, classify, untapped_aside
 from tests.tiny import tiny_config, tiny_moe_config
 
 SHARDS = ("word_embeddings", "linear_qkv", "linear_proj", "linear_fc1", "linear_fc2", "output_layer")

@@ -9,9 +9,9 @@ import torch
 from hypothesis import strategies as st
 from torch import Tensor
 
-from oblr_megatron.gradnorm import products, segments
-from oblr_megatron.gradnorm.products import Tiles
-from oblr_megatron.gradnorm.segments import Segments
+from oblr_megatron.norms import products, segments
+from oblr_megatron.norms.products import Tiles
+from oblr_megatron.norms.segments import Segments
 
 
 @dataclass(frozen=True)

@@ -7,17 +7,17 @@ from typing import TYPE_CHECKING
 import torch
 import torch.distributed as dist
 
-from oblr_megatron.gradnorm.rules import Kind, Rule
 from oblr_megatron.model.sq_norms import row_dots, row_sq_norms
+from oblr_megatron.norms.rules import Kind, Rule
 from oblr_megatron.runtime.collectives import all_reduce
 
 if TYPE_CHECKING:
     from torch import Tensor
     from torch.distributed import ProcessGroup
 
-    from oblr_megatron.gradnorm.accumulate import NormAccumulator
-    from oblr_megatron.gradnorm.embedding_rows import EmbeddingRows
     from oblr_megatron.model.parallel import Parallel
+    from oblr_megatron.norms.accumulate import NormAccumulator
+    from oblr_megatron.norms.embedding_rows import EmbeddingRows
 
 
 class Reducer:

@@ -12,15 +12,15 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from oblr_megatron.gradnorm.embedding_rows import EmbeddingRows
-from oblr_megatron.gradnorm.rules import EMBEDDING, Kind, Rule
 from oblr_megatron.model.sq_norms import sq_norm
+from oblr_megatron.norms.embedding_rows import EmbeddingRows
+from oblr_megatron.norms.rules import EMBEDDING, Kind, Rule
 
 if TYPE_CHECKING:
     from torch import Tensor
 
-    from oblr_megatron.gradnorm.reduce import Reducer
     from oblr_megatron.model.parallel import Parallel
+    from oblr_megatron.norms.reduce import Reducer
     from oblr_megatron.types import TokenRows
 
 

@@ -13,10 +13,10 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from oblr_megatron.gradnorm.embedding_rows import needs_rows
-from oblr_megatron.gradnorm.products import product, sum_dtype
-from oblr_megatron.gradnorm.rules import OUTPUT, Kind, Rule
-from oblr_megatron.gradnorm.segments import (
+from oblr_megatron.norms.embedding_rows import needs_rows
+from oblr_megatron.norms.products import product, sum_dtype
+from oblr_megatron.norms.rules import OUTPUT, Kind, Rule
+from oblr_megatron.norms.segments import (
     Segments,
     product_rows,
     product_sq_norms,
@@ -29,9 +29,9 @@ if TYPE_CHECKING:
     from torch import Tensor
     from torch.nn import Parameter
 
-    from oblr_megatron.gradnorm.accumulate import NormAccumulator
-    from oblr_megatron.gradnorm.sketch import Sketches
     from oblr_megatron.model.taps import Splits
+    from oblr_megatron.norms.accumulate import NormAccumulator
+    from oblr_megatron.norms.sketch import Sketches
     from oblr_megatron.types import TokenRows
 
 

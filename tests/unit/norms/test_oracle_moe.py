@@ -16,7 +16,7 @@ from torch import Tensor
 from transformers import Qwen3MoeConfig, Qwen3MoeForCausalLM
 from transformers.models.qwen3_moe import modeling_qwen3_moe as modeling
 
-from oblr_megatron.gradnorm.oracle import oracle_gradient, oracle_logits
+from oblr_megatron.norms.oracle import oracle_gradient, oracle_logits
 from oblr_megatron.types import Sample
 from tests.tiny import VOCAB, tiny_moe_config
 

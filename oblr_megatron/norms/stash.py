@@ -10,22 +10,22 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
-from oblr_megatron.gradient.buffer import GradientBuffer
-from oblr_megatron.gradnorm.accumulate import NormAccumulator
-from oblr_megatron.gradnorm.products import product
-from oblr_megatron.gradnorm.rules import EMBEDDING, OUTPUT, Kind, Rule, untapped_aside
-from oblr_megatron.gradnorm.segments import Segments, scale_grads
 from oblr_megatron.model.step import run_schedule
 from oblr_megatron.model.taps import add_product, add_rows
+from oblr_megatron.norms.accumulate import NormAccumulator
+from oblr_megatron.norms.buffer import GradientBuffer
+from oblr_megatron.norms.products import product
+from oblr_megatron.norms.rules import EMBEDDING, OUTPUT, Kind, Rule, untapped_aside
+from oblr_megatron.norms.segments import Segments, scale_grads
 
 if TYPE_CHECKING:
     from torch import Tensor
     from torch.nn import Parameter
 
-    from oblr_megatron.gradnorm.reduce import Reducer
     from oblr_megatron.model.step import LossFn
     from oblr_megatron.model.tapped import TappedModel
     from oblr_megatron.model.taps import Splits
+    from oblr_megatron.norms.reduce import Reducer
     from oblr_megatron.types import TokenRows
 
 
