@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 from oblr_megatron.engine.turns import Turn
 from oblr_megatron.environments.messages import Begin, Ended, Wish
-from oblr_megatron.rewards.workers.calls import score_of
+from oblr_megatron.processes.calls import score_of
 from oblr_megatron.types import FinishReason
 
 if TYPE_CHECKING:

@@ -10,7 +10,7 @@
     box = Toolbox(["package.module:calculate"], num_workers=2, deadline_s=10.0)
     await box.call("calculate", {"expression": "6*7"})       # "42"
 
-They run in the workers of rewards/workers/: processes with a deadline and a memory limit. Imports no torch.
+They run in the workers of processes/: processes with a deadline and a memory limit. Imports no torch.
 """
 
 from __future__ import annotations
@@ -21,8 +21,8 @@ from collections.abc import Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
-from oblr_megatron.rewards.workers.fork_server import resolve
-from oblr_megatron.rewards.workers.pool import Pool
+from oblr_megatron.processes.fork_server import resolve
+from oblr_megatron.processes.pool import Pool
 
 LONGEST = 10_000
 """Characters of a tool's result; the rest is cut."""

@@ -1,4 +1,4 @@
-"""Rewards: score responses. `registry` builds a reward from its name; `workers` run untrusted code under a deadline.
+"""Rewards: score responses. `registry` builds a reward from its name; The processes of `processes/` run untrusted code.
 
 registry.py   rewards by name, and "exact_match": base.py (the interface), math.py, format.py, overlong.py,
               function.py (the user's), http.py (a service), gym.py (reasoning-gym's tasks), combined.py (weighted sum)
@@ -10,6 +10,4 @@ verifier/     exact comparison of mathematical answers:
     compare.py    decides equality; leaf.py for single expressions, quantity.py for exact numbers and units
     tolerance.py  benchmarks that accept approximate numbers; votes.py groups equal answers for majority votes
     symbolic.py   computer algebra, in worker processes only; latex.py parses LaTeX for it
-workers/      worker processes with hard deadlines: pool.py lends them to callers, fork_client.py starts
-              fork_server.py, which forks them; calls.py is what a worker does with a request
 """

@@ -7,9 +7,9 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Literal, Self
 
-from oblr_megatron.rewards.workers.calls import Score
-from oblr_megatron.rewards.workers.fork_client import START_S
-from oblr_megatron.rewards.workers.pool import Pool
+from oblr_megatron.processes.calls import Score
+from oblr_megatron.processes.client import START_S
+from oblr_megatron.processes.pool import Pool
 from oblr_megatron.types import Prompt, Sample
 
 if TYPE_CHECKING:

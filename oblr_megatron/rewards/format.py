@@ -12,9 +12,9 @@ from collections.abc import Sequence
 
 from oblr_megatron.config.reward import RewardConfig
 from oblr_megatron.errors import UserError
+from oblr_megatron.processes.pool import Pool
 from oblr_megatron.rewards.base import PooledReward, RewardResult, collect, pair
 from oblr_megatron.rewards.verifier.extract import boxed, complete_boxes
-from oblr_megatron.rewards.workers.pool import Pool
 from oblr_megatron.types import Prompt, Sample
 
 

@@ -3,7 +3,7 @@
     def score(response: str, answer: str, prompt: str) -> float: ...
     def score(response: str, answer: str, prompt: str, row: dict[str, Any]) -> float: ...
 
-The function may be async, take lists (responses, answers, prompts, rows), or both; see workers/calls.py. It is also
+The function may be async, take lists (responses, answers, prompts, rows), or both; see processes/calls.py. It is also
 imported in this process before the run starts, so that a wrong name is reported at once.
 """
 
@@ -17,10 +17,10 @@ from typing import Any
 
 from oblr_megatron.config.reward import RewardConfig
 from oblr_megatron.errors import UserError
+from oblr_megatron.processes.calls import BATCH, SINGLE, Kind, kind_of, parameter_names
+from oblr_megatron.processes.fork_server import resolve
+from oblr_megatron.processes.pool import Pool
 from oblr_megatron.rewards.base import PooledReward, RewardResult, collect, group_size, texts, whole_groups
-from oblr_megatron.rewards.workers.calls import BATCH, SINGLE, Kind, kind_of, parameter_names
-from oblr_megatron.rewards.workers.fork_server import resolve
-from oblr_megatron.rewards.workers.pool import Pool
 from oblr_megatron.types import Prompt, Sample
 
 GRACE_S = 1.0

@@ -23,8 +23,8 @@ from typing import Any
 from oblr_megatron.checks.packages import require_reasoning_gym
 from oblr_megatron.config.data import GYM_PREFIX
 from oblr_megatron.errors import UserError
+from oblr_megatron.processes.pool import Pool
 from oblr_megatron.rewards.base import PooledReward, RewardResult, pair, score_answers
-from oblr_megatron.rewards.workers.pool import Pool
 from oblr_megatron.types import Prompt, Sample
 
 COLUMN = "reasoning_gym"  # of a generated row; see data/gym.py

@@ -28,9 +28,9 @@ import aiohttp
 
 from oblr_megatron.config.reward import RewardConfig
 from oblr_megatron.errors import UserError
+from oblr_megatron.processes.calls import BATCH, Score, score_of
+from oblr_megatron.processes.patience import Patience
 from oblr_megatron.rewards.base import Reward, RewardResult, collect, group_size, texts, whole_groups
-from oblr_megatron.rewards.workers.calls import BATCH, Score, score_of
-from oblr_megatron.rewards.workers.patience import Patience
 from oblr_megatron.runtime.http_loop import HttpLoop, open_session
 from oblr_megatron.types import Prompt, Sample
 
@@ -110,7 +110,7 @@ class HttpReward(Reward):
         async def dispatch() -> None:
             for position in remaining:
                 scores[position] = await self._score_request(session, requests[position])
-                self._patience.take(scores[position])
+                self._patience.note(scores[position])
 
         await asyncio.gather(*(dispatch() for _ in range(self._config.num_workers)))
         return [score for part in scores for score in part]

@@ -10,12 +10,12 @@ import traceback
 from collections.abc import Callable, Sequence
 from functools import cache
 
+from oblr_megatron.processes.calls import Score
+from oblr_megatron.processes.pool import Pool
 from oblr_megatron.rewards.base import PooledReward, RewardResult, pair, score_answers
 from oblr_megatron.rewards.verifier.compare import Unsettled, equal_answers, unsettled
 from oblr_megatron.rewards.verifier.extract import boxed
 from oblr_megatron.rewards.verifier.tolerance import within
-from oblr_megatron.rewards.workers.calls import Score
-from oblr_megatron.rewards.workers.pool import Pool
 from oblr_megatron.types import Prompt, Sample
 
 WORKERS = 2  # of `grade`

@@ -1,6 +1,6 @@
 """Replicas share the scoring: every rank gets the whole result, and one rank logs the first failure.
 
-Not covered: worker processes (tests/unit/rewards/test_pool.py).
+Not covered: worker processes (tests/unit/processes/test_pool.py).
 """
 
 from __future__ import annotations

@@ -35,6 +35,7 @@ ORDER = (
         "invariant",
         "metrics",
         "runtime",
+        "processes",
     ),
     *("algo", "rewards", "data", "memory", "model", "weights", "norms", "checkpoint", "engine", "environments"),
     *("rollout", "gradient", "observe", "evaluation", "preflight", "planner", "dryrun", "quantize", "cluster"),

@@ -22,7 +22,7 @@ from oblr_megatron.environments.tool_loop import tool_calls
 from oblr_megatron.environments.tools import Toolbox
 from oblr_megatron.errors import UserError
 from tests.tiny import make_tokenizer
-from tests.unit.rewards.conftest import unhurried
+from tests.unit.processes.conftest import unhurried
 
 ROOT = Path(__file__).resolve().parents[3]
 sys.path.insert(0, str(ROOT / "examples" / "tools_cpu"))

@@ -18,9 +18,10 @@ from oblr_megatron.rewards.format import keeps_to_box
 from oblr_megatron.rewards.overlong import punishment
 from oblr_megatron.rewards.registry import build_reward, check_reward
 from oblr_megatron.types import Sample
-from tests.unit.rewards.conftest import batch, unhurried
+from tests.unit.processes.conftest import unhurried
+from tests.unit.rewards.conftest import batch
 
-SCORERS = "tests.unit.rewards.scorers"
+SCORERS = "tests.unit.processes.scorers"
 LIMIT = 100
 
 

@@ -1,11 +1,9 @@
-"""A reward that fails for every response ends the run after a few steps, and one that hangs wastes little time.
+"""A reward that fails for every response ends the run after a few steps.
 
-Not covered: a whole run (tests/e2e/test_train.py), a service that hangs (test_http.py).
+Not covered: a whole run (tests/e2e/test_train.py).
 """
 
 from __future__ import annotations
-
-from contextlib import closing
 
 import pytest
 
@@ -15,13 +13,9 @@ from oblr_megatron.rewards.base import RewardResult
 from oblr_megatron.rewards.combined import CombinedReward, Term
 from oblr_megatron.rewards.registry import build_reward
 from oblr_megatron.rewards.shared import FailedSteps, NoRewardError
-from oblr_megatron.rewards.workers.calls import Score
-from oblr_megatron.rewards.workers.patience import MIN_LATE, Patience
-from oblr_megatron.rewards.workers.pool import Pool
-from tests.unit.rewards.conftest import batch, unhurried
+from tests.unit.rewards.conftest import batch
 
-SCORERS = "tests.unit.rewards.scorers"
-ANSWERED, LATE = [Score(1.0)], [Score(timed_out=True)]
+SCORERS = "tests.unit.processes.scorers"
 FINE = RewardResult([1.0, 0.0])
 ONE_FAILED = RewardResult([1.0, 0.0], {1: "failed"}, error="ValueError: no number")
 ALL_FAILED = RewardResult([0.0, 0.0], {0: "failed", 1: "late"}, error="ValueError: no number")
@@ -86,40 +80,3 @@ def test_the_cause_of_a_real_failure() -> None:
     main = build_reward(RewardConfig(name=f"{SCORERS}:mixed", num_workers=1), max_response_tokens=16)
     with CombinedReward([Term("mixed", 0.5, main)]) as reward:
         assert reward.score(*batch([("", ["raise", "raise"])])).cause == "mixed: ValueError: no such answer"
-
-
-def test_patience_ends_when_nothing_was_ever_answered() -> None:
-    patience = Patience(at_once=2)
-    assert patience.limit == MIN_LATE == 8 and Patience(at_once=32).limit == 64
-    order = list(patience.begin(512))
-    assert sorted(order) == list(range(512)) and order[:8] == list(range(0, 512, 64)), "of eight different prompts"
-    for _ in range(8):
-        assert not patience.ended
-        patience.take(LATE)
-    assert patience.ended
-    assert list(patience.begin(3)) == [0, 1, 2] and not patience.ended, "the next batch begins again"
-
-
-def test_patience_does_not_end_after_an_answer() -> None:
-    patience = Patience(at_once=1)
-    list(patience.begin(100))
-    patience.take([*LATE, *ANSWERED])
-    for _ in range(50):
-        patience.take(LATE)
-    assert not patience.ended
-
-
-def test_a_function_that_hangs_is_called_a_few_times_in_a_batch(monkeypatch: pytest.MonkeyPatch) -> None:
-    requests = unhurried(monkeypatch, "sleep")
-    with closing(Pool(f"{SCORERS}:mixed", num_workers=4, deadline_s=0.5)) as pool:
-        assert all(score.timed_out for score in pool.map([("sleep", "", "")] * 100))
-        assert MIN_LATE <= len(requests) < MIN_LATE + 4, "the last ones were under way"
-        assert pool.ask("fine", "", "").value == 1
-
-
-def test_a_function_that_has_worked_gets_all_its_calls(monkeypatch: pytest.MonkeyPatch) -> None:
-    requests = unhurried(monkeypatch, "sleep")
-    with closing(Pool(f"{SCORERS}:mixed", num_workers=4, deadline_s=0.5)) as pool:
-        assert pool.map([("fine", "", "")])[0].value == 1
-        assert sum(score.timed_out for score in pool.map([("sleep", "", "")] * 12)) == 12
-        assert len(requests) == 13

@@ -11,13 +11,14 @@ import pytest
 
 from oblr_megatron.config import RewardConfig
 from oblr_megatron.errors import UserError
+from oblr_megatron.processes.calls import Kind, kind_of
 from oblr_megatron.rewards.base import RewardResult
 from oblr_megatron.rewards.registry import build_reward, check_reward, takes_rows
-from oblr_megatron.rewards.workers.calls import Kind, kind_of
-from tests.unit.rewards import scorers, scorers_many
-from tests.unit.rewards.conftest import batch, unhurried
+from tests.unit.processes import scorers, scorers_many
+from tests.unit.processes.conftest import unhurried
+from tests.unit.rewards.conftest import batch
 
-MANY = "tests.unit.rewards.scorers_many"
+MANY = "tests.unit.processes.scorers_many"
 
 
 @pytest.fixture(autouse=True)

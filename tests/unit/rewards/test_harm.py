@@ -14,7 +14,8 @@ import pytest
 
 from oblr_megatron.rewards.math import DEADLINE_S, MathReward, grade, settle
 from oblr_megatron.rewards.verifier.extract import EXTRACTIONS
-from tests.unit.rewards.conftest import batch, unhurried
+from tests.unit.processes.conftest import unhurried
+from tests.unit.rewards.conftest import batch
 
 HARMFUL = [
     r"9^{9^{9^{9^{9}}}}",

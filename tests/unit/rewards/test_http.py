@@ -18,10 +18,10 @@ import pytest
 
 from oblr_megatron.config import RewardConfig
 from oblr_megatron.errors import UserError
+from oblr_megatron.processes.patience import MIN_LATE
 from oblr_megatron.rewards.base import Reward, RewardResult
 from oblr_megatron.rewards.http import HttpReward, _seconds
 from oblr_megatron.rewards.registry import build_reward, check_reward
-from oblr_megatron.rewards.workers.patience import MIN_LATE
 from tests.unit.rewards.conftest import batch
 from tests.unit.rewards.http_service import (
     Asked,

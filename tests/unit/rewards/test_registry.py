@@ -17,9 +17,10 @@ from oblr_megatron.errors import UserError
 from oblr_megatron.rewards.base import Reward
 from oblr_megatron.rewards.gym import GYM_REWARDS
 from oblr_megatron.rewards.registry import REWARDS, build_reward, check_reward, one_line
-from tests.unit.rewards.conftest import batch, unhurried
+from tests.unit.processes.conftest import unhurried
+from tests.unit.rewards.conftest import batch
 
-SCORERS = "tests.unit.rewards.scorers"
+SCORERS = "tests.unit.processes.scorers"
 
 
 def config(name: str, **values: object) -> RewardConfig:

@@ -334,7 +334,7 @@ def test_a_failed_episode_has_no_tokens(directory: Path) -> None:
 
 
 def test_a_reward_that_takes_columns_needs_samples_that_have_them(directory: Path) -> None:
-    reward = "reward.name=tests.unit.rewards.scorers_many:by_level"
+    reward = "reward.name=tests.unit.processes.scorers_many:by_level"
     check_replay(config_of(directory, reward), VOCAB)
     saved = saved_step(2)
     write_step(directory, replace(saved, prompts=[replace(prompt, columns="") for prompt in saved.prompts]))

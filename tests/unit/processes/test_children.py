@@ -15,11 +15,11 @@ from pathlib import Path
 
 import pytest
 
-from oblr_megatron.rewards.workers.pool import Pool
+from oblr_megatron.processes.pool import Pool
 from oblr_megatron.runtime.processes import children_of
-from tests.unit.rewards.test_pool import ROOT, is_running, parent_of, wait_until_gone
+from tests.unit.processes.test_pool import ROOT, is_running, parent_of, wait_until_gone
 
-SCORERS = "tests.unit.rewards.scorers_children"
+SCORERS = "tests.unit.processes.scorers_children"
 WAYS = ("program", "fork", "double fork", "daemon", "family")
 
 
@@ -79,7 +79,7 @@ def test_everything_ends_whoever_is_killed(tmp_path: Path, victim: str) -> None:
     """A call has started two daemons and hangs."""
     script = f"""
 import sys, threading
-from oblr_megatron.rewards.workers.pool import Pool
+from oblr_megatron.processes.pool import Pool
 pool = Pool("{SCORERS}:starts", num_workers=1, deadline_s=600)
 threading.Thread(target=pool.ask, args=("daemon", "hang", sys.argv[1]), daemon=True).start()
 sys.stdin.read()

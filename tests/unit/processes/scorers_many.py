@@ -11,7 +11,7 @@ from typing import Any
 
 import numpy as np
 
-from tests.unit.rewards.scorers import mixed
+from tests.unit.processes.scorers import mixed
 
 BEGUN: list[str] = []  # in a worker: responses with a started call
 

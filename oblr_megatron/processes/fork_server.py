@@ -40,8 +40,8 @@ from pathlib import Path
 from types import FrameType, ModuleType
 from typing import Any, NoReturn
 
-from oblr_megatron.rewards.workers.calls import Caller
-from oblr_megatron.rewards.workers.children import become_subreaper, end_children, has_ended
+from oblr_megatron.processes.calls import Caller
+from oblr_megatron.processes.children import become_subreaper, end_children, has_ended
 from oblr_megatron.runtime.processes import children_of, die_with
 from oblr_megatron.runtime.stopping import SIGNALS
 

@@ -23,9 +23,9 @@ from collections.abc import Sequence
 from queue import SimpleQueue
 
 from oblr_megatron.errors import RunError
-from oblr_megatron.rewards.workers.calls import Score
-from oblr_megatron.rewards.workers.fork_client import ForkServer, Worker
-from oblr_megatron.rewards.workers.patience import Patience
+from oblr_megatron.processes.calls import Score
+from oblr_megatron.processes.client import ForkServer, Worker
+from oblr_megatron.processes.patience import Patience
 
 
 class Pool:
@@ -91,7 +91,7 @@ class Pool:
             try:
                 for index in remaining:
                     scores[index] = self._ask(calls[index])
-                    self._patience.take(scores[index])
+                    self._patience.note(scores[index])
             except BaseException as error:  # noqa: BLE001 - every error is raised again in the caller's thread
                 errors.append(error)
 

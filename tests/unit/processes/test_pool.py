@@ -18,11 +18,11 @@ import psutil
 import pytest
 
 from oblr_megatron.errors import RunError
-from oblr_megatron.rewards.workers.pool import Pool
+from oblr_megatron.processes.pool import Pool
 from oblr_megatron.runtime.stopping import SIGNALS
-from tests.unit.rewards.conftest import unhurried
+from tests.unit.processes.conftest import unhurried
 
-SCORERS = "tests.unit.rewards.scorers"
+SCORERS = "tests.unit.processes.scorers"
 ROOT = Path(__file__).resolve().parents[3]
 
 
@@ -165,7 +165,7 @@ def test_the_error_for_a_target_that_cannot_be_imported() -> None:
 def test_workers_die_with_their_parent(busy: bool) -> None:
     script = f"""
 import threading, time
-from oblr_megatron.rewards.workers.pool import Pool
+from oblr_megatron.processes.pool import Pool
 ids = Pool("{SCORERS}:process_id", num_workers=1, deadline_s=60)
 pool = Pool("{SCORERS}:mixed", num_workers=1, deadline_s=60)
 worker = int(ids.ask("", "", "").value)

@@ -11,14 +11,14 @@ from dataclasses import dataclass
 from multiprocessing.connection import Connection
 
 from oblr_megatron.errors import DeadlineError, RunError
-from oblr_megatron.rewards.workers.children import END_S
-from oblr_megatron.rewards.workers.fork_server import FORK, KILL, PID_BYTES
+from oblr_megatron.processes.children import END_S
+from oblr_megatron.processes.fork_server import FORK, KILL, PID_BYTES
 
 START_S = 120.0  # deadline for the fork server's imports
 CLOSE_S = END_S + 5.0  # deadline for the supervisor, which needs END_S at most
 
 _LAUNCH = "import json, sys; given = json.loads(sys.argv[1]); sys.path[:] = given.pop('path'); \
-from oblr_megatron.rewards.workers.fork_server import main; main(**given)"
+from oblr_megatron.processes.fork_server import main; main(**given)"
 
 
 @dataclass(slots=True)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 
-from oblr_megatron.rewards.workers.calls import Score
+from oblr_megatron.processes.calls import Score
 
 MIN_LATE = 8  # calls
 
@@ -39,7 +39,7 @@ class Patience:
         """Whether the remaining calls of the batch count as late without being made."""
         return self.late >= self.limit and not self.answered
 
-    def take(self, scores: Sequence[Score]) -> None:
+    def note(self, scores: Sequence[Score]) -> None:
         """Note the result of a call."""
         if all(score.timed_out for score in scores):
             self.late += 1

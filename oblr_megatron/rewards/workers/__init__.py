@@ -1,1 +1,0 @@
-"""Worker processes for rewards: every call has a hard deadline."""
