@@ -1,6 +1,6 @@
 """OBLR-PO post-training of Qwen3, Qwen2.5 and Llama 3 on megatron-core with vLLM rollouts.
 
-The Python API: `api.py`, docs/python_api.md.
+The Python API: `api.py`, docs/first_run.md.
 """
 
 from __future__ import annotations

@@ -58,7 +58,7 @@ PRESETS: dict[str, dict[str, Any]] = {
         "schedule": "constant",
     },
     "otb": {"baseline": "otb", "schedule": "constant"},  # arXiv 2602.07078
-    # Several clipped updates on a batch, off-policy (docs/clipping.md).
+    # Several clipped updates on a batch, off-policy (docs/corrections.md).
     "dapo": {  # arXiv 2503.14476; also wants rollout.dynamic_sampling and the reward term overlong
         "baseline": "grpo",
         "aggregation": "token_mean",
@@ -166,7 +166,7 @@ class AlgoConfig(Section):
     """Settings of the "snr" schedule."""
     updates_per_batch: int = Field(1, ge=1)
     """U, optimizer updates on the samples of a step, each on the next Q / U prompts, as with PPO's mini-batches. Above
-    1 the later updates are off-policy, and no norms are measured (docs/clipping.md)."""
+    1 the later updates are off-policy, and no norms are measured (docs/corrections.md)."""
     ratio: Literal["token", "sequence"] = "token"
     """Ratio of the policy to the policy before the first update, for the later ones: of each token, or the geometric
     mean over the response (GSPO)."""

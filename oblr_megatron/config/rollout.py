@@ -108,7 +108,7 @@ class RolloutConfig(Section):
     """Most sequences of an engine that are sampled with drafts. By default each engine measures where they pay."""
     vllm: dict[str, Any] = Field({})
     """Further options of vLLM's engine (the fields of its `EngineArgs`), passed on unchanged, e.g.
-    {enable_prefix_caching = false}. Options that this package sets are refused (docs/engine_options.md). Servers must
+    {enable_prefix_caching = false}. Options that this package sets are refused (docs/rollout.md). Servers must
     be started with the same --vllm."""
     max_staleness: int = Field(0, ge=0)
     """Weight updates that a sample may lag behind the trainer; older samples are refused. 0: strictly on-policy."""
@@ -166,7 +166,7 @@ class WeightsConfig(Section):
     """MiB of weights that the trainer's ranks gather with one message: a layer, or less (docs/weights.md). It grows to
     the largest parameter, and to one expert's matrix from each expert-parallel rank."""
     checksum: bool = True
-    """Check the bytes of every bucket on arrival (xxh3; cost in docs/benchmarks.md). CUDA IPC, to engines on the
+    """Check the bytes of every bucket on arrival (xxh3; cost in docs/results.md). CUDA IPC, to engines on the
     trainer's GPUs, has none: the bytes are not copied on the way."""
     verify: bool = False
     """After every push, read the weights back from the engine and compare them. Slow; for debugging."""

@@ -10,7 +10,7 @@ Modes are compared by the time they add to a plain step, as a share of it. With 
     two_pass    (2 + r) / 3        forward and input gradients once more, of the share `gradnorm.sample_fraction`
 
 The pipeline bubble adds (pp - 1) / m with m microbatches between flushes. These numbers only rank the modes;
-docs/benchmarks.md has measurements.
+docs/results.md has measurements.
 """
 
 from __future__ import annotations

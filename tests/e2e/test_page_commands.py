@@ -25,12 +25,11 @@ from tests.e2e.forked_processes import popen
 PAGES = {page.stem: page.read_text(encoding="utf-8") for page in sorted((ROOT / "docs").glob("*.md"))}
 ELSEWHERE = {
     "architecture": "an excerpt of step_loop.py, compared below",
-    "benchmarks": "`make bench` takes minutes and needs a quiet machine",
     "cluster": "a whole job: tests/e2e/test_slurm.py",
     "config": "a reference without commands",
     "evidence": "hours of training runs",
     "gpu": "`make gpu-env` installs the stack for GPUs",
-    "results": "a table; each row names its own command",
+    "results": "tables; each row names its own command",
     "servers": "a server that does not end: tests/e2e/test_servers.py",
 }
 QUICK = ("report", "plan", "doctor", "init")
@@ -59,9 +58,9 @@ samples_per_prompt = 2
 """
 
 
-def first_block(text: str) -> tuple[str, str]:
-    """(language, code) of a page's first block."""
-    found = re.search(r"^```(\w+)\n(.*?)^```", text, re.MULTILINE | re.DOTALL)
+def first_block(text: str, language: str = r"\w+") -> tuple[str, str]:
+    """(language, code) of a page's first block, or of its first one in a language."""
+    found = re.search(rf"^```({language})\n(.*?)^```", text, re.MULTILINE | re.DOTALL)
     return ("", "") if found is None else (found[1], found[2])
 
 
@@ -160,6 +159,6 @@ def test_a_command_runs(page: str, workplace: Path) -> None:
 
 
 @pytest.mark.nightly
-@pytest.mark.parametrize("page", pages_in("python"))
+@pytest.mark.parametrize("page", [*pages_in("python"), "first_run"])
 def test_a_block_of_python_runs(page: str, workplace: Path) -> None:
-    run([sys.executable, "-c", first_block(PAGES[page])[1]])
+    run([sys.executable, "-c", first_block(PAGES[page], "python")[1]])

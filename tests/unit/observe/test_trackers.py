@@ -26,7 +26,7 @@ from tests.unit.observe.following import ALARM, COLUMNS, ROWS, configured, follo
 
 pytestmark = pytest.mark.slow  # a process a tracker, which imports its package
 ROOT = Path(__file__).parents[3]
-DOCS = ROOT / "docs" / "trackers.md"
+DOCS = ROOT / "docs" / "metrics.md"
 
 
 def wandb_runs(run_dir: Path) -> list[dict[str, list[Any]]]:
@@ -253,7 +253,7 @@ except UserError as error:
 def test_names_are_verls_where_it_has_one() -> None:
     record: Record = {"step": 3, "lr": 1e-6, "loss": None, "snr/snr": 0.5, "eval/a/b/pass_at_k": 0.25}
     assert tracked(record, 8) == {STEP: 3, "actor/lr": 1e-6, "snr/snr": 0.5, "val-core/a/b/acc/best@8/mean": 0.25}
-    text = DOCS.read_text(encoding="utf-8")
-    rows = dict(line.split("`")[1::2][:2] for line in text.splitlines() if line.startswith("| `") and "/" in line)
+    table = DOCS.read_text(encoding="utf-8").partition("| metrics.jsonl | trackers |")[2].partition("\n\n")[0]
+    rows = dict(line.split("`")[1::2][:2] for line in table.splitlines() if line.startswith("| `"))
     evaluations = {f"eval/<set>/{name}": made.format(set="<set>", k="<k>") for name, made in EVALUATIONS.items()}
     assert {**VERL, **evaluations}.items() <= rows.items()
