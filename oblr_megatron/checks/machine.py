@@ -144,7 +144,7 @@ def check_pushable(hf_config: Mapping[str, Any], config: Config, *, on_gpu: bool
     Args:
         hf_config: the model's config.json.
         config: the run.
-        on_gpu: whether trainer and engines have GPUs. On a CPU experts keep the loaded layout (`engine/experts.py`).
+        on_gpu: whether trainer and engines have GPUs. On a CPU experts keep the loaded layout (`engine.cpu`).
 
     Raises:
         UserError: weights.verify is on for a mixture of experts on GPUs.

@@ -15,7 +15,7 @@ from numpy.typing import NDArray
 
 from oblr_megatron.errors import RunError
 
-WORKER = "oblr_megatron.engine.routes_cpu.RoutesWorker"
+WORKER = "oblr_megatron.engine.cpu.routes.RoutesWorker"
 UNKNOWN = -1
 """Expert of a position that has no route."""
 

@@ -141,7 +141,7 @@ def check_layers_read_parameters(model: nn.Module) -> None:
     Raises:
         WeightError: a layer computes with a packed copy, or would misread what is pushed.
     """
-    from oblr_megatron.engine.experts import UnpackedExperts
+    from oblr_megatron.engine.cpu.experts import UnpackedExperts
 
     for name, layer in model.named_modules():
         if hasattr(layer, "w13_weight"):

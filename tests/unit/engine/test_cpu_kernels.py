@@ -5,7 +5,7 @@ from importlib.util import find_spec, module_from_spec
 import pytest
 import torch
 
-from oblr_megatron.engine import cpu_kernels
+from oblr_megatron.engine.cpu import kernels
 
 dtypes = pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 
@@ -33,7 +33,7 @@ def test_norms(norm_of, dtype, width):
     heads = joint[:, : 3 * width].view(7, 3, width)  # as q in the joint projection: rows are not contiguous
     for x in (joint[:, :width].clone(), heads):
         expected = norm.forward_native(x.clone())
-        torch.testing.assert_close(cpu_kernels.rms_norm(norm, x), expected, rtol=1e-5, atol=1e-6)
+        torch.testing.assert_close(kernels.rms_norm(norm, x), expected, rtol=1e-5, atol=1e-6)
 
 
 @dtypes
@@ -41,7 +41,7 @@ def test_norms_with_a_residual(norm_of, dtype):
     norm, generator = norm_of(32, dtype), torch.Generator().manual_seed(3)
     x, residual = (torch.randn(7, 32, generator=generator).to(dtype) for _ in range(2))
     expected = norm.forward_native(x.clone(), residual.clone())
-    made = cpu_kernels.rms_norm(norm, x, residual)
+    made = kernels.rms_norm(norm, x, residual)
     for part, exact in zip(made, expected, strict=True):
         torch.testing.assert_close(part, exact, rtol=1e-5, atol=1e-6)
 
@@ -66,7 +66,7 @@ def test_draws_are_vllms_own(k, p):
             drawn.append(forward(vllms.TopKTopPSampler("processed_logprobs"), logits, generators, top_k, top_p))
         return [torch.stack(parts) for parts in zip(*drawn, strict=True)]
 
-    for made, expected in zip(draws(cpu_kernels.sample), draws(vllms.TopKTopPSampler.forward_cpu), strict=True):
+    for made, expected in zip(draws(kernels.sample), draws(vllms.TopKTopPSampler.forward_cpu), strict=True):
         assert torch.equal(made, expected)
 
 
@@ -76,10 +76,10 @@ def test_another_replacement_of_the_norm_stays(monkeypatch):
     from vllm.v1.sample.ops.topk_topp_sampler import TopKTopPSampler
 
     monkeypatch.setattr(TopKTopPSampler, "forward_cpu", TopKTopPSampler.forward_cpu)
-    for first, last in ((None, cpu_kernels.rms_norm), (print, print)):
+    for first, last in ((None, kernels.rms_norm), (print, print)):
         with monkeypatch.context() as patch:
             patch.setattr(RMSNorm, "forward_cpu", first, raising=False)
             if first is None:
                 patch.delattr(RMSNorm, "forward_cpu")
-            cpu_kernels.install()
+            kernels.install()
             assert RMSNorm.forward_cpu is last

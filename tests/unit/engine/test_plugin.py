@@ -11,6 +11,7 @@ import pytest
 import torch
 
 from oblr_megatron.engine import plugin as vllm_plugin
+from oblr_megatron.engine.cpu.packing import disable_for_experts, disable_for_layers
 from oblr_megatron.engine.transfer import check_layers_read_parameters
 from oblr_megatron.errors import WeightError
 
@@ -50,7 +51,7 @@ def test_vllm_computes_with_a_stale_copy_unless_the_plugin_ran(packing, plugin):
     if not ops._supports_onednn:
         pytest.skip("this vLLM was built without oneDNN: nothing is packed")
     if plugin:
-        vllm_plugin.disable_weight_packing()
+        disable_for_layers()
     layer = torch.nn.Linear(32, 48, bias=False).requires_grad_(False)
     layers.dispatch_cpu_unquantized_gemm(layer, remove_weight=False)
     inputs = torch.randn(3, 32)
@@ -76,7 +77,7 @@ def test_vllm_misreads_experts_that_were_pushed_unless_the_plugin_ran(plugin):
     if not hasattr(torch.ops._C, "prepack_moe_weight"):
         pytest.skip("this vLLM is for GPUs: it does not pack experts for a CPU")
     if plugin:
-        vllm_plugin.disable_expert_packing()
+        disable_for_experts()
     *_, kind = unquantized.backend_to_kernel_cls(unquantized.UnquantizedMoeBackend.CPU)
     sizes = SimpleNamespace(intermediate_size_per_partition=32, activation=MoEActivation.SILU)
     experts = kind.__new__(kind)
@@ -121,4 +122,4 @@ def test_a_vllm_without_the_switches_is_refused(packing, monkeypatch):
     monkeypatch.delattr(ops, "_supports_onednn")
     monkeypatch.delattr(layers, "check_cpu_sgl_kernel")
     with pytest.raises(RuntimeError, match=r"_supports_onednn.*check_cpu_sgl_kernel"):
-        vllm_plugin.disable_weight_packing()
+        disable_for_layers()
