@@ -19,9 +19,8 @@ from oblr_megatron.dryrun.dry_run_command import dry_run, dry_run_elsewhere
 from oblr_megatron.engine.serve_command import add_arguments as add_serve_arguments
 from oblr_megatron.errors import EXIT_OK, UserError
 from oblr_megatron.evaluation.eval_command import add_arguments as add_eval_arguments
+from oblr_megatron.extension import extension
 from oblr_megatron.init_command import add_arguments as add_init_arguments
-from oblr_megatron.planner.plan_command import add_arguments as add_plan_arguments
-from oblr_megatron.quantize.quantize_command import add_arguments as add_quantize_arguments
 from oblr_megatron.runtime.command_line import (
     Parser,
     add_run_arguments,
@@ -35,6 +34,13 @@ from oblr_megatron.runtime.garbage import no_collection
 
 if TYPE_CHECKING:
     from oblr_megatron.config import Config
+
+OPTIONAL = {
+    "quantize": "write an FP8 copy of a Hugging Face model for vLLM",
+    "plan": "list the layouts that fit, by predicted step time",
+    "study": "run experiments on the algorithm with tiny models",
+}
+"""Commands of `extras/` and `studies/`."""
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -67,9 +73,8 @@ def make_parser() -> Parser:
     add_eval_arguments(commands.add_parser("eval", help="measure the accuracy of a model on held-out sets"))
     add_convert_arguments(commands.add_parser("convert", help="convert between Hugging Face models and checkpoints"))
     add_serve_arguments(commands.add_parser("serve", help="start a vLLM API server for rollout.servers"))
-    add_quantize_arguments(commands.add_parser("quantize", help="write an FP8 copy of a Hugging Face model for vLLM"))
-    add_plan_arguments(commands.add_parser("plan", help="list the layouts that fit, by predicted step time"))
-    _add_study_arguments(commands.add_parser("study", help="run experiments on the algorithm with tiny models"))
+    for name, purpose in OPTIONAL.items():
+        _add_optional_arguments(f"oblr-megatron {name}", commands.add_parser(name, help=purpose))
     add_doctor_arguments(commands.add_parser("doctor", help="show what is installed and what a run uses because of it"))
 
     status = commands.add_parser("status", help="print whether a run goes on, and its step")
@@ -96,25 +101,18 @@ class _Version(argparse.Action):
         parser.exit()
 
 
-def _add_study_arguments(parser: argparse.ArgumentParser) -> None:
-    """Take the subcommands from the `studies` package, which lies next to this one and may be missing."""
+def _add_optional_arguments(command: str, parser: argparse.ArgumentParser) -> None:
+    """Take the arguments of a command whose folder may be missing; without it the command ends with that error."""
     try:
-        from studies.study_command import add_arguments
-    except ModuleNotFoundError as error:
-        if not (error.name or "").startswith("studies"):
-            raise
+        extension(command)(parser)
+    except UserError as error:
+        missing = error
+
+        def refuse(_: argparse.Namespace) -> int:
+            raise missing
+
         parser.add_argument("arguments", nargs=argparse.REMAINDER, help=argparse.SUPPRESS)
-        parser.set_defaults(function=_no_studies)
-    else:
-        add_arguments(parser)
-
-
-def _no_studies(options: argparse.Namespace) -> int:
-    raise UserError(
-        "the studies package cannot be imported",
-        where="oblr-megatron study",
-        fix="run `pip install -e . --no-deps` in the repository",
-    )
+        parser.set_defaults(function=refuse)
 
 
 def _train(options: argparse.Namespace) -> int:

@@ -25,7 +25,7 @@ from pathlib import Path
 from typing import Any
 
 from oblr_megatron.errors import EXIT_OK, RunError, UserError
-from oblr_megatron.planner.calibration import (
+from oblr_megatron.extras.planner.calibration import (
     CPU_TRAINING,
     Fitted,
     Observation,
@@ -34,8 +34,8 @@ from oblr_megatron.planner.calibration import (
     root_mean_square,
     write_constants,
 )
-from oblr_megatron.planner.constants import Machine, cpu_machine
-from oblr_megatron.planner.setting import Setting
+from oblr_megatron.extras.planner.constants import Machine, cpu_machine
+from oblr_megatron.extras.planner.setting import Setting
 from studies.scaling_cases import CASES, Case, case_named
 
 PHASES = ("gradient", "optimizer")  # "gradient" includes norms

@@ -15,7 +15,7 @@ if TYPE_CHECKING:
     from matplotlib.axes import Axes
     from matplotlib.figure import Figure
 
-    from oblr_megatron.planner.calibration import Fitted
+    from oblr_megatron.extras.planner.calibration import Fitted
     from studies.scaling import Ranking, Row
 
 ROOM = 1.15  # margin factor around the outermost points

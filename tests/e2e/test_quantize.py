@@ -25,9 +25,9 @@ from oblr_megatron.checkpoint.hf_dir import check_hf_dir
 from oblr_megatron.cli import main
 from oblr_megatron.config import DataConfig
 from oblr_megatron.errors import UserError
-from oblr_megatron.quantize import fp8
-from oblr_megatron.quantize.calibration import pack, read_rows
-from oblr_megatron.quantize.fidelity import LogitComparison
+from oblr_megatron.extras.quantize import fp8
+from oblr_megatron.extras.quantize.calibration import pack, read_rows
+from oblr_megatron.extras.quantize.fidelity import LogitComparison
 from tests.e2e.conftest import LIMIT_S, ROOT, environment
 from tests.e2e.forked import call_forked
 from tests.e2e.quantize_vllm import PROMPTS

@@ -1,8 +1,8 @@
 """The job scripts of slurm/, unchanged, under a real SLURM: two nodes of one CPU rank each, the demo's model, vLLM.
 
-`make test-slurm` starts the SLURM (tests/slurm/cluster.sh) and runs this file. tests/unit/cluster/test_requeue.py
-covers all ways in which an attempt may end. Not covered: containers, GPUs, NCCL, several machines, other versions of
-SLURM.
+`make test-slurm` starts the SLURM (tests/slurm/cluster.sh) and runs this file.
+tests/unit/extras/cluster/test_requeue.py covers all ways in which an attempt may end. Not covered: containers, GPUs,
+NCCL, several machines, other versions of SLURM.
 """
 
 from __future__ import annotations

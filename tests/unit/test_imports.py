@@ -18,28 +18,18 @@ from pathlib import Path
 import pytest
 
 import oblr_megatron
+from oblr_megatron.extension import EXTENSIONS
 
 PACKAGE = Path(oblr_megatron.__file__).parent
 ROOT = PACKAGE.parent
 
 ORDER = (
-    *(
-        "errors",
-        "formatting",
-        "types",
-        "timing",
-        "families",
-        "padding",
-        "config",
-        "checks",
-        "invariant",
-        "metrics",
-        "runtime",
-        "processes",
-    ),
+    *("errors", "extension", "formatting", "types", "timing", "families", "padding", "config", "checks", "invariant"),
+    *("metrics", "runtime", "processes"),
     *("algo", "rewards", "data", "memory", "model", "weights", "norms", "checkpoint", "engine", "environments"),
-    *("rollout", "gradient", "observe", "evaluation", "preflight", "planner", "dryrun", "quantize", "cluster"),
-    *("sampling", "opening", "policy_gradient", "run", "step_loop", "doctor", "init_command", "studies", "cli", "api"),
+    *("rollout", "gradient", "observe", "evaluation", "preflight", "dryrun"),
+    *("sampling", "opening", "policy_gradient", "run", "step_loop", "doctor", "init_command", "cli", "api"),
+    *("extras", "studies"),
 )
 """Folders and root modules from the bottom up: each imports only names to its left."""
 
@@ -108,6 +98,17 @@ def test_no_import_runs_upward() -> None:
     ]
     assert upward == []
     assert {room(name) for name in MODULES} - {"oblr_megatron"} == set(ORDER)
+
+
+def test_the_package_names_its_extras_only_in_the_registry() -> None:
+    assert {room(value) for value in EXTENSIONS.values()} == {"extras", "studies"}
+    assert {value.partition(":")[0] for value in EXTENSIONS.values()} <= MODULES.keys()
+    naming = {
+        name
+        for name, path in MODULES.items()
+        if room(name) not in ("extras", "studies", "extension") and "oblr_megatron.extras" in code(path)
+    }
+    assert naming == set()
 
 
 def test_no_modules_import_each_other() -> None:

@@ -19,11 +19,11 @@ from record import publish
 
 from oblr_megatron.config import load_config
 from oblr_megatron.errors import UserError
+from oblr_megatron.extras.planner.constants import Machine
+from oblr_megatron.extras.planner.search import Found, best_split, search
+from oblr_megatron.extras.planner.setting import Request, base_table
 from oblr_megatron.model.published import published
 from oblr_megatron.observe.performance.hardware import device_named
-from oblr_megatron.planner.constants import Machine
-from oblr_megatron.planner.search import Found, best_split, search
-from oblr_megatron.planner.setting import Request, base_table
 
 ROOT = Path(__file__).resolve().parents[2]
 GPUS = {8: 256, 64: 256, 1024: 4096}

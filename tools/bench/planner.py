@@ -26,13 +26,13 @@ from record import publish
 from scipy.optimize import least_squares
 
 from oblr_megatron.config import Config, parse_config
+from oblr_megatron.extras.planner.constants import DEFAULT, Constants, Machine
+from oblr_megatron.extras.planner.cost import hidden_seconds, predict
+from oblr_megatron.extras.planner.sampling_cost import rollout_phase
+from oblr_megatron.extras.planner.setting import Phase, Setting
+from oblr_megatron.extras.planner.stage import added, scaled
+from oblr_megatron.extras.planner.training_cost import log_prob_phase, training_phases
 from oblr_megatron.observe.performance.hardware import device_named
-from oblr_megatron.planner.constants import DEFAULT, Constants, Machine
-from oblr_megatron.planner.cost import hidden_seconds, predict
-from oblr_megatron.planner.sampling_cost import rollout_phase
-from oblr_megatron.planner.setting import Phase, Setting
-from oblr_megatron.planner.stage import added, scaled
-from oblr_megatron.planner.training_cost import log_prob_phase, training_phases
 
 HYBRID_S = 0.9e-3
 """`mixture_s` of a dispatcher that does not wait for counts; set from the row marked "mixture_s"."""

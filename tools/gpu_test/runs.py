@@ -19,11 +19,11 @@ import torch.distributed as dist
 from torch import multiprocessing
 
 from oblr_megatron.config import load_config
+from oblr_megatron.extras.planner.constants import Machine
+from oblr_megatron.extras.planner.setting import Setting
+from oblr_megatron.extras.planner.training_cost import training_phases
 from oblr_megatron.model.published import published
 from oblr_megatron.observe.performance.hardware import this_device
-from oblr_megatron.planner.constants import Machine
-from oblr_megatron.planner.setting import Setting
-from oblr_megatron.planner.training_cost import training_phases
 from oblr_megatron.rollout.step_file import SavedStep, write_step
 from oblr_megatron.runtime.collectives import Collectives
 from oblr_megatron.types import Prompt, Sample

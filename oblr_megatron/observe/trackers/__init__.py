@@ -4,5 +4,5 @@ The first rank starts one process a tracker (feed.py -> process.py). So a tracke
 cannot touch the run. A record passes through a bounded queue and a pipe, and counts as lost until the process has
 acknowledged it.
 
-registry.py (which trackers there are) <- base.py (what a tracker is) <- wandb.py, mlflow.py, trackio.py, tensorboard.py
+registry.py (which trackers there are) <- base.py (what a tracker is) <- wandb.py, tensorboard.py, extras
 """

@@ -11,18 +11,19 @@ from importlib.metadata import entry_points
 from importlib.util import find_spec
 
 from oblr_megatron.errors import UserError
+from oblr_megatron.extension import EXTENSIONS, check_extension, extension
 from oblr_megatron.observe.trackers.base import TrackedRun, Tracker
 
 GROUP = "oblr_megatron.trackers"
 TRACKERS = ("tensorboard", "wandb", "mlflow", "trackio")
-"""A name is also that of a module here, of the package that the tracker needs, and of the pip extra."""
+"""A name is also that of a module here or in `extras`, of the package that the tracker needs, and of the pip extra."""
 
 
 def check_trackers(names: Sequence[str]) -> None:
     """Check `log.trackers` before the run starts; imports no tracker.
 
     Raises:
-        UserError: a name is listed twice or unknown, or its package is not installed.
+        UserError: a name is listed twice or unknown, or its module or package is not installed.
     """
     where, others = "config: log.trackers", entry_points(group=GROUP).names
     for place, name in enumerate(names):
@@ -31,6 +32,8 @@ def check_trackers(names: Sequence[str]) -> None:
         if name not in TRACKERS and name not in others:
             known = ", ".join(sorted({*TRACKERS, *others}))
             raise UserError(f"there is no tracker {name!r}", where=where, fix=f"use one of {known}")
+        if f"log.trackers {name}" in EXTENSIONS:
+            check_extension(f"log.trackers {name}")
         if name in TRACKERS and find_spec(name) is None:
             raise UserError(
                 f"the tracker {name!r} needs the package {name}, which is not installed",
@@ -45,9 +48,11 @@ def open_tracker(run: TrackedRun) -> Tracker:
     Raises:
         Exception: whatever its package raises.
     """
-    if run.tracker in TRACKERS:
+    if (name := f"log.trackers {run.tracker}") in EXTENSIONS:
+        found: Callable[[TrackedRun], Tracker] = extension(name)
+    elif run.tracker in TRACKERS:
         module = importlib.import_module(f"oblr_megatron.observe.trackers.{run.tracker}")
-        found: Callable[[TrackedRun], Tracker] = getattr(module, f"{run.tracker.title()}Tracker")
+        found = getattr(module, f"{run.tracker.title()}Tracker")
     else:
         found = entry_points(group=GROUP)[run.tracker].load()
     return found(run)

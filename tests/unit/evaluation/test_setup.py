@@ -14,7 +14,7 @@ import pytest
 from oblr_megatron.checkpoint.hf_dir import HFDir, check_hf_dir
 from oblr_megatron.config import Config
 from oblr_megatron.evaluation.setup import config_of
-from oblr_megatron.quantize import accuracy
+from oblr_megatron.extras.quantize import accuracy
 from tests.tiny import make_hf_dir
 
 

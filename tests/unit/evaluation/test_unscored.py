@@ -23,8 +23,8 @@ from oblr_megatron.evaluation import session
 from oblr_megatron.evaluation.accuracy import metrics
 from oblr_megatron.evaluation.answers import evaluate
 from oblr_megatron.evaluation.items import Item, RunItems
+from oblr_megatron.extras.quantize import accuracy
 from oblr_megatron.observe.step_metrics import StepRecord
-from oblr_megatron.quantize import accuracy
 from oblr_megatron.rewards.base import Reward, RewardResult
 from oblr_megatron.rewards.combined import CombinedReward, Term
 from oblr_megatron.rewards.registry import build_reward

@@ -14,10 +14,10 @@ import pytest
 
 from oblr_megatron.checks.layout import check_layout
 from oblr_megatron.cli import main
+from oblr_megatron.extras.planner.calibration import Observation, predicted_phases
+from oblr_megatron.extras.planner.constants import CPU, cpu_machine, read_constants
+from oblr_megatron.extras.planner.setting import Setting
 from oblr_megatron.model.parallel import shutdown
-from oblr_megatron.planner.calibration import Observation, predicted_phases
-from oblr_megatron.planner.constants import CPU, cpu_machine, read_constants
-from oblr_megatron.planner.setting import Setting
 from oblr_megatron.preflight import check_dealing
 from studies.scaling import Ranking, Row, chain, noise_of, rows_of
 from studies.scaling_cases import CASES, Case, case_named

@@ -1,0 +1,53 @@
+"""The optional parts of the package by name, each imported when it is first used. Imports no torch.
+
+    add_arguments = extension("oblr-megatron plan")
+
+`oblr_megatron/extras/` and `studies/` may be deleted: nothing else imports them, and all else runs without them.
+"""
+
+from __future__ import annotations
+
+from importlib import import_module
+from importlib.util import find_spec
+from typing import Any
+
+from oblr_megatron.errors import UserError
+
+EXTENSIONS = {
+    "oblr-megatron plan": "oblr_megatron.extras.planner.plan_command:add_arguments",
+    "oblr-megatron quantize": "oblr_megatron.extras.quantize.quantize_command:add_arguments",
+    "oblr-megatron study": "studies.study_command:add_arguments",
+    "log.trackers mlflow": "oblr_megatron.extras.mlflow:MlflowTracker",
+    "log.trackers trackio": "oblr_megatron.extras.trackio:TrackioTracker",
+}
+"""What a user asks for -> "module:attribute" that provides it."""
+
+
+def check_extension(name: str) -> None:
+    """Check that an optional part is there, without importing it.
+
+    Raises:
+        UserError: its folder is missing.
+    """
+    module = EXTENSIONS[name].partition(":")[0]
+    try:
+        there = find_spec(module) is not None
+    except ModuleNotFoundError:  # its parent
+        there = False
+    if not there:
+        raise UserError(
+            f"{module} is not in this installation",
+            where=name,
+            fix="run `pip install -e . --no-deps` in a complete copy of the repository",
+        )
+
+
+def extension(name: str) -> Any:
+    """Import an optional part. Example: extension("log.trackers mlflow") is the class MlflowTracker.
+
+    Raises:
+        UserError: its folder is missing.
+    """
+    check_extension(name)
+    module, _, attribute = EXTENSIONS[name].partition(":")
+    return getattr(import_module(module), attribute)

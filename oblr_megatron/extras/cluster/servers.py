@@ -1,0 +1,130 @@
+"""Starts vLLM servers as tasks of a SLURM step, and waits until all are ready (slurm/lib.sh).
+
+    srun --ntasks-per-node=8 python -m oblr_megatron.extras.cluster.servers start CONFIG.toml --port 12002
+    python -m oblr_megatron.extras.cluster.servers wait http://gpu-07:12002 http://gpu-07:12003 --deadline 1800
+
+The run's config defines model and engine settings. Task k of a node uses port + k and the GPUs from
+k * tensor_parallel_size on. The API key is in the variable that rollout.api_key_env names.
+"""
+
+from __future__ import annotations
+
+import argparse
+import http.client
+import os
+import sys
+import time
+import urllib.request
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+
+from oblr_megatron.checks.lengths import max_model_len
+from oblr_megatron.checks.vllm_options import serve_words
+from oblr_megatron.config import Config, load_config
+from oblr_megatron.engine import serve_command as serve
+from oblr_megatron.errors import EXIT_OK, RunError
+from oblr_megatron.rollout.placement import engine_dtype
+from oblr_megatron.runtime.command_line import guarded, parse
+
+POLL_S, ANSWER_S = 1.0, 5.0
+_DIRECT = urllib.request.build_opener(urllib.request.ProxyHandler({}))  # a cluster's proxy does not reach its nodes
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Exit status. `start` becomes the server and returns only if that fails."""
+    options = parse(_parser(), arguments)
+    return guarded(lambda: options.function(options))
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(prog="oblr_megatron.extras.cluster.servers")
+    commands = parser.add_subparsers(required=True, metavar="COMMAND")
+    start = commands.add_parser("start", help="run the server of this SLURM task")
+    start.add_argument("config", type=Path)
+    start.add_argument("overrides", nargs="*", metavar="section.key=value")
+    start.add_argument("--port", type=int, required=True, help="port of the first server of a node")
+    start.add_argument("--tensor-parallel-size", type=int, default=1)
+    start.set_defaults(function=_start)
+    wait = commands.add_parser("wait", help="wait until all servers answer")
+    wait.add_argument("urls", nargs="+")
+    wait.add_argument("--deadline", type=float, required=True, help="seconds")
+    wait.set_defaults(function=_wait)
+    return parser
+
+
+def _start(options: argparse.Namespace) -> int:
+    config = load_config(options.config, options.overrides)
+    words = serve_arguments(config, os.environ, options.port, options.tensor_parallel_size)
+    devices = devices_of(os.environ, options.tensor_parallel_size)
+    if devices is not None:
+        os.environ["CUDA_VISIBLE_DEVICES"] = devices
+    parser = argparse.ArgumentParser()
+    serve.add_arguments(parser)
+    return serve.serve(parser.parse_args(words))
+
+
+def serve_arguments(config: Config, environment: Mapping[str, str], port: int, tensor_parallel_size: int) -> list[str]:
+    """Arguments of `oblr-megatron serve` for this task.
+
+    `rollout.gpu_memory_utilization` is for engines on the trainer's GPUs: a server keeps the default of `serve`.
+    """
+    rollout = config.rollout
+    values = {
+        "model": config.model.path,
+        "host": environment["SLURMD_NODENAME"],
+        "port": port + int(environment["SLURM_LOCALID"]),
+        "api-key-env": rollout.api_key_env,
+        "dtype": str(engine_dtype(config)).removeprefix("torch."),
+        "quantization": rollout.quantization,
+        "speculation": rollout.speculation,
+        "max-model-len": max_model_len(config),
+        "max-num-seqs": rollout.max_num_seqs,
+        "kv-cache-gib": rollout.kv_cache_gib,
+        "tensor-parallel-size": tensor_parallel_size,
+        "seed": config.seed,
+        "num-threads": rollout.num_threads,
+        "speculation-below": rollout.speculation_below,
+    }
+    words = [word for name, value in values.items() if value is not None for word in (f"--{name}", str(value))]
+    routes = ["--moe-routing-replay"] if config.model.moe_routing_replay else []
+    return [*words, *routes, *serve_words(rollout.vllm)]
+
+
+def devices_of(environment: Mapping[str, str], tensor_parallel_size: int) -> str | None:
+    """CUDA_VISIBLE_DEVICES of this task's server; None if SLURM assigned no GPUs.
+
+    >>> devices_of({"SLURM_LOCALID": "1", "SLURM_GPUS_ON_NODE": "8"}, 2)
+    '2,3'
+    """
+    first = int(environment["SLURM_LOCALID"]) * tensor_parallel_size
+    if "CUDA_VISIBLE_DEVICES" in environment:
+        visible = environment["CUDA_VISIBLE_DEVICES"].split(",")
+    elif "SLURM_GPUS_ON_NODE" in environment:
+        visible = [str(number) for number in range(int(environment["SLURM_GPUS_ON_NODE"]))]
+    else:
+        return None
+    return ",".join(visible[first : first + tensor_parallel_size])
+
+
+def _wait(options: argparse.Namespace) -> int:
+    begin, waiting = time.monotonic(), list(options.urls)
+    while waiting := [url for url in waiting if not healthy(url)]:
+        if time.monotonic() - begin > options.deadline:
+            count = f"{len(waiting)} of {len(options.urls)} servers"
+            raise RunError(f"{count} are not ready after {options.deadline:g} s: {', '.join(waiting)}")
+        time.sleep(POLL_S)
+    print(f"{len(options.urls)} servers are ready after {time.monotonic() - begin:.0f} s")
+    return EXIT_OK
+
+
+def healthy(url: str) -> bool:
+    """Whether a server answers its health check."""
+    try:
+        with _DIRECT.open(f"{url}/health", timeout=ANSWER_S) as answer:
+            return bool(answer.status == 200)
+    except (OSError, http.client.HTTPException):
+        return False
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,314 @@
+"""Search over all layouts that the checks of a run accept, with their memory and predicted time.
+
+    found = search(request)
+    found.plans[0].prediction.seconds, found.plans[0].sections       # the fastest that fits
+    found, request = best_split(request, "stream")                   # engines on GPUs of their own
+
+The checks are a run's own (`checks.layout.check_layout`, `preflight.check_dealing`, `memory.select_mode.resolve`).
+Tensor parallelism stays within a node. The distributed optimizer is on if several ranks hold the same weights, because
+it needs less memory and moves no more bytes. Sequence parallelism is tried on and off.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+from itertools import product
+from typing import Any
+
+from oblr_megatron.checks.layout import check_layout, heads_problem, num_experts
+from oblr_megatron.checks.lengths import max_model_len
+from oblr_megatron.config import Config, ParallelConfig
+from oblr_megatron.errors import UserError
+from oblr_megatron.extras.planner.cost import predict
+from oblr_megatron.extras.planner.sampling_cost import rollout_phase
+from oblr_megatron.extras.planner.setting import Phase, Prediction, Request, Setting
+from oblr_megatron.formatting import size
+from oblr_megatron.memory.engine import engine_bytes, push_bytes
+from oblr_megatron.memory.pass_plan import Layout, longest_sample
+from oblr_megatron.memory.select_mode import MODES, resolve
+from oblr_megatron.memory.training import MemoryEstimate
+from oblr_megatron.preflight import check_dealing, check_settings
+
+ROWS = (1, 2, 4)  # longest samples per microbatch
+MOST_STAGES, MOST_CONTEXT, MOST_SPLITS = 32, 8, 8
+KEEP_FREE = 2 * 2**30  # bytes per GPU for CUDA, NCCL and fragmentation
+UTILIZATIONS = tuple(step / 20 for step in range(18, 1, -1))  # 0.9 down to 0.1
+
+Sections = dict[str, Any]
+"""[parallel], [rollout], [gradnorm], [algo] of a config file."""
+
+
+@dataclass(frozen=True, slots=True)
+class Plan:
+    """One layout that fits."""
+
+    sections: Sections
+    config: Config
+    prediction: Prediction
+    memory: MemoryEstimate
+    training_bytes: int  # per GPU during training, with the sleeping engine
+    rollout_bytes: int  # per GPU during sampling, with what the trainer keeps
+
+    @property
+    def peak_bytes(self) -> int:
+        """The larger of the two."""
+        return max(self.training_bytes, self.rollout_bytes)
+
+    @property
+    def name(self) -> str:
+        """The name, e.g. "TP4 PP2 SP, vLLM TP4, full recompute, two_pass, 8192 tokens"."""
+        parallel = self.config.parallel
+        sizes = {
+            "TP": parallel.tensor_model_parallel_size,
+            "PP": parallel.pipeline_model_parallel_size,
+            "CP": parallel.context_parallel_size,
+            "EP": parallel.expert_model_parallel_size,
+        }
+        words = [f"{name}{count}" for name, count in sizes.items() if count > 1] or ["DP only"]
+        if parallel.expert_tensor_parallel_size:
+            words.append(f"ETP{parallel.expert_tensor_parallel_size}")
+        words += ["SP"] * parallel.sequence_parallel + ["short ends"] * parallel.account_for_embedding_and_loss
+        recompute = [f"{parallel.recompute_granularity} recompute"] * (parallel.recompute_granularity != "none")
+        norms = [self.config.gradnorm.mode] * self.config.measures_norms
+        rest = [f"vLLM TP{self.config.rollout.tensor_parallel_size}", *recompute, *norms]
+        return ", ".join([" ".join(words), *rest, f"{parallel.micro_batch_tokens} tokens"])
+
+
+@dataclass(frozen=True, slots=True)
+class Found:
+    """The result of a search."""
+
+    plans: list[Plan]  # the fastest first
+    refused: int  # layouts that the checks refuse
+    too_large: int
+
+
+def best_split(request: Request, overlap: str) -> tuple[Found, Request]:
+    """The division of GPUs between engines and trainer with the fastest step, and its layouts.
+
+    Args:
+        request: its `gpus` are those of trainer and engines together.
+        overlap: rollout.overlap, "stream" or "one_step".
+
+    Raises:
+        UserError: no division is possible, or nothing fits in any; the message of the last one.
+    """
+    found: list[tuple[Found, Request]] = []
+    refusal = UserError("one GPU cannot train and sample at the same time", where="plan", fix="use two or more GPUs")
+    for split in _splits(request, overlap):
+        try:
+            found.append((search(split), split))
+        except UserError as error:
+            refusal = error
+    if not found:
+        raise refusal
+    return min(found, key=lambda each: each[0].plans[0].prediction.seconds)
+
+
+def _splits(request: Request, overlap: str) -> Iterator[Request]:
+    """Up to MOST_SPLITS - 1 divisions, in whole nodes where there are two or more."""
+    node = request.machine.device.gpus_per_node
+    unit = node if request.gpus >= 2 * node else 1
+    rollout = {"overlap": overlap, "max_staleness": int(overlap == "one_step"), "sleep_level": 0}
+    table = {**request.table, "rollout": {**request.table.get("rollout", {}), **rollout}}
+    units = request.gpus // unit
+    for engines in sorted({max(1, units * part // MOST_SPLITS) for part in range(1, MOST_SPLITS)}):
+        if engines < units:
+            trainer = request.gpus - engines * unit
+            yield replace(request, gpus=trainer, engine_gpus=engines * unit, table=table)
+
+
+def search(request: Request) -> Found:
+    """All layouts that fit, the fastest first.
+
+    Raises:
+        UserError: the run or all its layouts are refused, or none fits; says by how much the smallest is too large.
+    """
+    per_node = min(request.machine.device.gpus_per_node, request.gpus)
+    check_settings(request.hf_config, request.config({}), request.gpus, per_node, on_gpu=True)
+    tally = _Tally(request)
+    plans = [plan for layout in layouts(request) for plan in tally.consider(layout)]
+    if not plans:
+        raise tally.nothing()
+    plans.sort(key=lambda plan: (plan.prediction.seconds, plan.peak_bytes))
+    return Found(plans, tally.refused, tally.too_large)
+
+
+def layouts(request: Request) -> Iterator[Sections]:
+    """Candidates for section [parallel]; the checks refuse most of them."""
+    hf, node = request.hf_config, request.machine.device.gpus_per_node
+    sequence = request.config({})
+    chunks = "virtual_pipeline_model_parallel_size"
+    unset = {chunks: None} if chunks in request.table.get("parallel", {}) else {}
+    shards = sequence.optimizer.name == "adam" and sequence.model.dtype != "float64"  # others are refused
+    experts, longest = num_experts(hf), longest_sample(sequence)
+    widths = powers(min(node, request.gpus))
+    depths = [depth for depth in range(1, MOST_STAGES + 1) if not request.gpus % depth]
+    spreads = powers(min(experts, request.gpus)) if experts else [1]
+    for tp, pp, cp, ep in product(widths, depths, powers(min(MOST_CONTEXT, request.gpus)), spreads):
+        if request.gpus % (tp * pp * cp) or request.gpus % (ep * pp):
+            continue
+        ends = bool(hf["num_hidden_layers"] % pp)
+        if ends and (hf["num_hidden_layers"] + 2) % pp:
+            continue
+        replicas = request.gpus // (tp * pp * cp)
+        splits = sorted({1, tp}) if experts else [None]
+        parallel = ([True] if experts else [True, False]) if tp > 1 else [False]
+        for etp, sp, granularity, rows in product(splits, parallel, ("none", "full"), ROWS):
+            fields = {
+                "tensor_model_parallel_size": tp,
+                "pipeline_model_parallel_size": pp,
+                "context_parallel_size": cp,
+                "expert_model_parallel_size": ep,
+                "sequence_parallel": sp,
+                "recompute_granularity": granularity,
+                "micro_batch_tokens": rows * longest,
+                "use_distributed_optimizer": shards and replicas * cp > 1,
+                "account_for_embedding_and_loss": ends,
+            }
+            yield fields | unset | ({"expert_tensor_parallel_size": etp} if etp is not None else {})
+
+
+def powers(most: int) -> list[int]:
+    """1, 2, 4, ... up to `most`."""
+    return [2**exponent for exponent in range(most.bit_length())]
+
+
+class _Tally:
+    """Checks one layout after another and counts the refused ones."""
+
+    def __init__(self, request: Request) -> None:
+        self.request, self.run = request, request.config({})
+        self.memory_bytes = request.machine.device.memory_bytes
+        self.limit = self.memory_bytes - KEEP_FREE
+        self.refused = self.too_large = 0
+        self.nearest: tuple[int, str] | None = None
+        self.reasons: dict[str, str] = {}
+        self._rollouts: dict[tuple[int, float], Phase] = {}
+
+    def consider(self, parallel: Sections) -> list[Plan]:
+        """The plans of a layout: one for each norm mode that is possible and fits; one if no norms are measured."""
+        request, found = self.request, []
+        longest = longest_sample(self.run)
+        for mode in MODES[::-1] if self.run.measures_norms else ("",):
+            if mode not in ("", "two_pass") and parallel["micro_batch_tokens"] > longest:
+                continue  # Transformer Engine's layers need one sample per microbatch, so a larger budget is pointless
+            try:
+                norms = {"gradnorm": {"mode": mode}} if mode else {}
+                sections = {"parallel": parallel, **norms, "algo": self.folds(parallel)}
+                config = request.config(sections)
+                check_layout(request.hf_config, config, request.gpus)
+                check_dealing(request.hf_config, config, request.gpus)
+                choice = resolve(request.hf_config, config, request.gpus, on_gpu=True, transformer_engine=True)
+            except UserError as error:
+                self.refused += 1
+                self.reasons.setdefault(error.where, str(error))
+                continue
+            plan = self.placed(sections, config, choice.estimate)
+            found += [plan] if plan else []
+        return found
+
+    def folds(self, parallel: Sections) -> Sections:
+        """Section [algo] with num_folds raised to the next number that divides among the replicas."""
+        request, algo = self.request, self.request.table.get("algo", {})
+        own = dict(algo.get("snr", {}))
+        config = self.run.model_copy(update={"parallel": ParallelConfig.model_validate(parallel)})
+        layout = Layout.of(request.hf_config, config, request.gpus)
+        step, prompts = max(1, layout.replicas // layout.block), request.table["num_prompts"]
+        wanted = own.get("num_folds", 4)
+        fits = [count for count in range(step, prompts + 1, step) if prompts % count == 0]
+        large = [count for count in fits if count >= wanted]
+        return {**algo, "snr": {**own, "num_folds": (large or fits or [wanted])[0]}}
+
+    def placed(self, sections: Sections, config: Config, memory: MemoryEstimate) -> Plan | None:
+        """The layout with the engine size at which sampling is fastest; None if nothing fits."""
+        request = self.request
+        self.note(memory.total, config)
+        apart = bool(request.engine_gpus)
+        held, training = (0, 0) if apart else (memory.between_steps, memory.total)
+        widths = powers(min(request.machine.device.gpus_per_node, request.engine_gpus or request.gpus))
+        engines = (self.engine(config, width, held, training) for width in widths if memory.total <= self.limit)
+        fits = [fit for fit in engines if fit is not None]
+        if not fits:
+            self.too_large += 1
+            return None
+        config, sampling, training = min(fits, key=lambda fit: self.rollout(fit[0]).seconds)
+        keys = ("tensor_parallel_size", "gpu_memory_utilization", *(("overlap", "max_staleness") if apart else ()))
+        return Plan(
+            sections | {"rollout": {key: getattr(config.rollout, key) for key in keys}},
+            config,
+            predict(self.setting(config), self.rollout(config)),
+            memory,
+            memory.total if apart else training,
+            sampling,
+        )
+
+    def engine(self, config: Config, width: int, held: int, training: int) -> tuple[Config, int, int] | None:
+        """(run, bytes during sampling, bytes during training) with engines of `width` GPUs and as much memory as fits.
+
+        None if the heads do not divide, `rollout.num_engines` do not fit, or the KV cache does not hold one longest
+        sequence.
+        """
+        request, hf = self.request, self.request.hf_config
+        gpus, engines = request.engine_gpus or request.gpus, config.rollout.num_engines or 1
+        if heads_problem(hf, width, "tensor_parallel_size") or gpus % width or engines * width > gpus:
+            return None
+        for share in UTILIZATIONS:
+            rollout = {"tensor_parallel_size": width, "gpu_memory_utilization": share}
+            tried = config.model_copy(update={"rollout": config.rollout.model_copy(update=rollout)})
+            engine = engine_bytes(hf, tried, device_bytes=self.memory_bytes)
+            asleep = engine.asleep(config.rollout.sleep_level)
+            sampling = held + engine.total + push_bytes(hf, tried)
+            if max(sampling, training + asleep) > self.limit:
+                continue
+            if engine.kv_tokens < max_model_len(config):
+                return None
+            return tried, sampling, training + asleep
+        return None
+
+    def setting(self, config: Config) -> Setting:
+        """The input of the cost model."""
+        request = self.request
+        return Setting(
+            request.hf_config,
+            config,
+            request.gpus,
+            request.machine,
+            request.mean_response_tokens,
+            transformer_engine=True,
+            engine_gpus=request.engine_gpus,
+            speculation_acceptance=request.speculation_acceptance,
+        )
+
+    def rollout(self, config: Config) -> Phase:
+        """Sampling; cached, because it depends only on the engines."""
+        key = config.rollout.tensor_parallel_size, config.rollout.gpu_memory_utilization
+        if key not in self._rollouts:
+            self._rollouts[key] = rollout_phase(self.setting(config))
+        return self._rollouts[key]
+
+    def note(self, num_bytes: int, config: Config) -> None:
+        """Remember the layout that needs the least memory."""
+        if self.nearest is None or num_bytes < self.nearest[0]:
+            parallel = config.parallel
+            sizes = f"TP{parallel.tensor_model_parallel_size} PP{parallel.pipeline_model_parallel_size} "
+            sizes += f"CP{parallel.context_parallel_size} EP{parallel.expert_model_parallel_size}"
+            norms = f", {config.gradnorm.mode}" * config.measures_norms
+            self.nearest = num_bytes, f"{sizes}, {parallel.recompute_granularity} recompute{norms}"
+
+    def nothing(self) -> UserError:
+        """The error that says why there is no plan."""
+        request = self.request
+        where = f"{request.model} on {request.gpus} x {size(self.memory_bytes)}"
+        if self.nearest is None:
+            reason = next(iter(self.reasons.values()), "there are no candidates")
+            return UserError(f"no layout is allowed; for example: {reason}", where=where, fix="change the sizes")
+        smallest, name = self.nearest
+        excess = smallest - self.limit
+        lack = f"{size(excess)} too much" if excess > 0 else "which leaves too little for a vLLM engine"
+        return UserError(
+            f"no layout fits: the smallest ({name}) needs {size(smallest)} per GPU, {lack}",
+            where=where,
+            fix="use more GPUs, GPUs with more memory, or a smaller --sequence-length",
+        )

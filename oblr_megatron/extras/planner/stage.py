@@ -1,0 +1,163 @@
+"""Predicted seconds of one microbatch on one rank of a pipeline stage, by term. Imports no torch.
+
+docs/planner.md has the formula of each term. Symbols: n tokens of the rank's part of a microbatch; x bytes per element;
+h hidden size. The factor 2.5 of attention's backward pass is FlashAttention-2's.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from oblr_megatron.memory.rank_shapes import RankSizes, Tokens
+
+if TYPE_CHECKING:
+    from oblr_megatron.config import Config
+    from oblr_megatron.extras.planner.constants import Machine
+    from oblr_megatron.extras.planner.exchange import Links
+
+Terms = dict[str, float]
+"""Seconds by purpose."""
+
+BACKWARD = {
+    "products": 2.0,
+    "attention": 2.5,
+    "elementwise": 2.0,
+    "host": 2.0,
+    "tensor": 1.5,
+    "context": 2.0,
+    "experts": 2.0,
+}
+"""Backward over forward seconds."""
+
+
+@dataclass(frozen=True, slots=True)
+class Stage:
+    """A rank of one pipeline stage."""
+
+    sizes: RankSizes
+    config: Config
+    links: Links
+    machine: Machine
+
+    def forward(self, tokens: Tokens) -> Terms:
+        """Seconds of a microbatch's forward pass, output layer and loss included."""
+        return added(self.layers(tokens), self.head(tokens))
+
+    def layers(self, tokens: Tokens) -> Terms:
+        """Seconds of the forward pass through the stage's layers."""
+        sizes, links = self.sizes, self.links
+        matrices = sizes.matrices[: -1 if sizes.is_last else None]  # without the output layer
+        products = sum(self.product(tokens.count, p, d) * count for p, d, count in matrices)
+        products += sizes.layers * self._experts(tokens)
+        hidden = sizes.hidden * tokens.count * sizes.element
+        return {
+            "products": products,
+            "attention": sizes.layers * self._attention(tokens),
+            "elementwise": sizes.layers * self._moved(self.elementwise_bytes(tokens)),
+            "host": sizes.layers * self.machine.constants.layer_s,
+            "tensor": sizes.layers * 4 * links.tensor(hidden),  # two all-reduces cost the same
+            "context": sizes.layers * links.context(2 * sizes.kv * tokens.count * sizes.element * sizes.cp),
+            "experts": sizes.layers * self._routing(tokens),
+        }
+
+    def head(self, tokens: Tokens) -> Terms:
+        """Seconds of embedding, output layer and loss, if the stage has them."""
+        sizes = self.sizes
+        hidden = sizes.hidden * tokens.count * sizes.element
+        tensor = self.links.tensor(hidden) * (int(sizes.is_first) * 2 + int(sizes.is_last))
+        if not sizes.is_last:
+            return {"tensor": tensor}
+        loss = 3 * tokens.count * sizes.columns * sizes.wide
+        return {
+            "products": self.product(tokens.count, sizes.columns, sizes.hidden, head=True),
+            "elementwise": self._moved(loss),
+            "tensor": tensor + 6 * self.links.tensor(tokens.count * sizes.wide),  # 3 all-reduces of a number per token
+        }
+
+    def backward(self, tokens: Tokens) -> Terms:
+        """Seconds of a microbatch's backward pass, with recomputation."""
+        parallel = self.config.parallel
+        factors = BACKWARD | ({} if parallel.sequence_parallel else {"tensor": 1.0})
+        found = {name: factors[name] * seconds for name, seconds in self.forward(tokens).items()}
+        if parallel.recompute_granularity == "full":
+            share = 1.0
+            if parallel.recompute_method == "block":
+                share = min(1.0, parallel.recompute_num_layers / self.sizes.layers)
+            return added(found, {name: share * seconds for name, seconds in self.layers(tokens).items()})
+        if parallel.recompute_granularity == "selective" and "core_attn" in parallel.recompute_modules:
+            found["attention"] += self.layers(tokens)["attention"]
+        return found
+
+    def product(self, count: float, outputs: int, inputs: int, *, head: bool = False) -> float:
+        """Seconds of a matrix product with a shard [outputs, inputs]."""
+        constants, narrow = self.machine.constants, min(outputs, inputs)
+        efficiency = count / (count + constants.half_tokens) * narrow / (narrow + constants.half_width)
+        return 2.0 * count * outputs * inputs / (self._peak(head) * max(efficiency, 1e-9))
+
+    def elementwise_bytes(self, tokens: Tokens) -> float:
+        """Bytes that a layer's forward pass moves besides products, if fused kernels write and read each tensor once.
+
+        Elements: 8 n' h (two norms, two residuals), 4 n (q + 2 kv) (norms of q and k, rotary embedding), 3 n f (gated
+        unit), with n' = n / tp with sequence parallelism. Each token routed to an expert adds 4 h for both ways.
+        """
+        sizes = self.sizes
+        elements = 8 * tokens.split * sizes.hidden + 4 * tokens.count * sizes.qkv
+        elements += 3 * tokens.count * sizes.ffn
+        if sizes.experts:
+            elements += sizes.routed(tokens) * (3 * sizes.expert_ffn + 4 * sizes.hidden)
+        return float(elements * sizes.element) * self.machine.constants.passes
+
+    def _peak(self, head: bool = False) -> float:
+        """FLOP/s of large products; the output layer stays in bf16 under FP8."""
+        device, constants = self.machine.device, self.machine.constants
+        if self.config.model.fp8 != "none" and not head and device.fp8_tflops is not None:
+            return device.fp8_tflops * 1e12 * constants.product_fp8
+        return device.bf16_tflops * 1e12 * constants.product
+
+    def _moved(self, num_bytes: float) -> float:
+        return num_bytes / (self.machine.device.memory_gb_s * 1e9 * self.machine.constants.memory)
+
+    def _experts(self, tokens: Tokens) -> float:
+        """Seconds of the products of a layer's experts, with tokens spread evenly, and of its router."""
+        sizes = self.sizes
+        if not sizes.experts:
+            return 0.0
+        each = sizes.routed(tokens) / sizes.local_experts
+        expert = self.product(each, 2 * sizes.expert_ffn, sizes.hidden) + self.product(
+            each, sizes.hidden, sizes.expert_ffn
+        )
+        return sizes.local_experts * expert + self.product(tokens.split, sizes.experts, sizes.hidden, head=True)
+
+    def _attention(self, tokens: Tokens) -> float:
+        """Seconds of causal attention: half of all pairs of tokens, divided over the context-parallel ranks."""
+        sizes, whole = self.sizes, tokens.length * self.sizes.cp
+        flops = 4.0 * tokens.rows * sizes.query * whole * (whole + 1) / 2 / sizes.cp
+        return flops / (self.machine.device.bf16_tflops * 1e12 * self.machine.constants.attention)
+
+    def _routing(self, tokens: Tokens) -> float:
+        sizes = self.sizes
+        if not sizes.experts:
+            return 0.0
+        sent = tokens.split * sizes.top_k * sizes.hidden * sizes.element
+        shared = sizes.routed(tokens) * sizes.hidden * sizes.element
+        exchanged = self.links.expert(sent) + self.links.expert_tensor(shared)
+        return 2 * exchanged + self.machine.constants.mixture_s
+
+
+def added(*terms: Terms) -> Terms:
+    """Sum terms by name."""
+    return {name: sum(part.get(name, 0.0) for part in terms) for part in terms for name in part}
+
+
+def scaled(terms: Terms, factor: float) -> Terms:
+    """Multiply every term by a factor."""
+    return {name: factor * seconds for name, seconds in terms.items()}
+
+
+def device_seconds(terms: Terms, machine: Machine) -> Terms:
+    """Count launch time only where it exceeds the other terms, because a GPU's host runs ahead."""
+    if not machine.on_gpu:
+        return terms
+    rest = sum(seconds for name, seconds in terms.items() if name != "host")
+    return terms | {"host": max(0.0, terms.get("host", 0.0) - rest)}

@@ -1,0 +1,211 @@
+"""The preflight's conclusions from the nodes' reports, and the rendezvous of the nodes.
+
+tests/e2e/test_slurm.py runs the whole preflight on several nodes. Not covered: GPUs, NCCL.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import socket
+import sys
+import time
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import asdict
+from pathlib import Path
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from oblr_megatron.errors import RunError
+from oblr_megatron.extras.cluster import all_reduce, preflight, rendezvous
+from oblr_megatron.extras.cluster.all_reduce import ReduceError
+from oblr_megatron.extras.cluster.node import Report, examine, versions
+from oblr_megatron.extras.cluster.rendezvous import Rendezvous
+from tests.distributed.launch import run_ranks
+from tests.ports import free_port
+
+NODES = ["a", "b", "c"]
+SMI = """#!/bin/sh
+echo "570.86.15, 4, 81559, 9.0, NVIDIA H100 80GB HBM3"
+echo "570.86.15, 40213, 81559, 9.0, NVIDIA H100 80GB HBM3"
+"""
+
+
+def reports(**versions: str) -> dict[int, Report]:
+    return {index: Report(name, same={"torch": versions.get(name, "2.13.0")}) for index, name in enumerate(NODES)}
+
+
+def compared(found: dict[int, Report], offsets: dict[int, float] | None = None) -> list[str]:
+    preflight.compare(found, offsets or {}, NODES, 60.0)
+    return preflight.lines(found, NODES)
+
+
+def test_equal_nodes_are_ready() -> None:
+    found = reports()
+    assert compared(found, {0: 0.0, 1: 4.9, 2: -4.9}) == [] and preflight.outcome_of(found) == preflight.GOOD
+
+
+def test_a_node_finds_its_index() -> None:
+    assert [preflight.index_of(NODES, {"SLURMD_NODENAME": name, "SLURM_NODEID": "0"}) for name in NODES] == [0, 1, 2]
+    assert preflight.index_of(NODES, {"SLURMD_NODENAME": "elsewhere", "SLURM_NODEID": "2"}) == 2
+
+
+def test_the_differing_node_is_named_even_if_it_is_the_first() -> None:
+    for odd, other in (("a", "b"), ("c", "a")):
+        found = reports(**{odd: "2.12.0"})
+        assert len(compared(found)) == 1
+        ((what, fix),) = found[NODES.index(odd)].problems
+        assert what == f"torch is 2.12.0, but 2.13.0 on {other}" and fix
+
+
+def test_a_wrong_clock_and_a_missing_node() -> None:
+    found = reports()
+    del found[1]
+    silent, late = compared(found, {0: 0.0, 2: -61.2})
+    assert silent.startswith("node b: ") and "60 s" in silent and "--exclude" in silent
+    assert late.startswith("node c: ") and "61 s behind that of a" in late
+    rows = preflight.table(found, NODES).splitlines()
+    assert [(row.split()[0], row.split()[-1]) for row in rows[1:4]] == [("a", "ok"), ("b", "FAILS"), ("c", "FAILS")]
+
+
+def test_a_report_survives_json() -> None:
+    report = Report("a", {"GPUs": "CPU"}, {"torch": "2.13.0"}, [("what", "fix")])
+    assert Report.load(json.dumps(asdict(report))) == report
+
+
+def test_gpus_that_are_missing_or_in_use(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """With a fake nvidia-smi, on a machine where torch sees no GPU, and a torch without CUDA, which fits any driver."""
+    monkeypatch.setattr(torch.version, "cuda", None)
+    (tmp_path / "nvidia-smi").write_text(SMI)
+    (tmp_path / "nvidia-smi").chmod(0o755)
+    monkeypatch.setenv("PATH", f"{tmp_path}:{os.environ['PATH']}")
+    found = examine("a", tmp_path / "none.toml", [], expect_gpus=8, ports=())
+    said = [what for what, _ in found.problems]
+    assert f"torch sees {torch.cuda.device_count()} GPUs, not 8" in said
+    assert "GPUs are in use (GPU 1: 40213 MiB)" in said
+    assert any("cannot read the config" in what for what in said)
+    assert found.same["driver"] == "570.86.15" and found.same["compute capability"] == "9.0"
+    assert found.same["GPU kind"] == "NVIDIA H100 80GB HBM3"
+
+
+def test_a_gpu_that_names_no_memory_is_no_error(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "nvidia-smi").write_text('#!/bin/sh\necho "580.65.06, [N/A], [N/A], 12.1, NVIDIA GB10"\n')
+    (tmp_path / "nvidia-smi").chmod(0o755)
+    monkeypatch.setenv("PATH", f"{tmp_path}:{os.environ['PATH']}")
+    found = examine("a", tmp_path / "none.toml", [], expect_gpus=8, ports=())
+    assert found.facts["GPU free"] == "unknown" and found.same["GPU memory, MiB"] == "[N/A]"
+    assert not [what for what, _ in found.problems if "in use" in what]
+
+
+def test_an_old_driver_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "nvidia-smi").write_text(SMI)
+    (tmp_path / "nvidia-smi").chmod(0o755)
+    monkeypatch.setenv("PATH", f"{tmp_path}:{os.environ['PATH']}")
+    monkeypatch.setattr(torch.version, "cuda", "13.0")
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 0)
+    found = examine("a", tmp_path / "none.toml", [], expect_gpus=8, ports=())
+    said = [what for what, _ in found.problems]
+    assert [what for what in said if "570.86.15" in what and "580" in what and "13.0" in what]
+    assert not [what for what in said if "torch sees" in what]
+
+
+def test_no_driver_is_one_problem(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("PATH", str(tmp_path))
+    found = examine("a", tmp_path / "none.toml", [], expect_gpus=8, ports=())
+    assert "nvidia-smi does not answer" in [what for what, _ in found.problems]
+
+
+def test_a_port_in_use_is_found(tmp_path: Path) -> None:
+    with socket.create_server(("", 0)) as taken:
+        port = taken.getsockname()[1]
+        found = examine("a", tmp_path / "none.toml", [], expect_gpus=0, ports=(port,))
+    assert any(f"cannot listen on port {port}" in what for what, _ in found.problems)
+
+
+def test_versions_are_those_installed() -> None:
+    found = versions()
+    assert found["torch"] == torch.__version__ or found["torch"] in torch.__version__
+    assert found["oblr-megatron"] != "none" and found["vllm"] != "none" and len(found["code"]) == 12
+
+
+def test_the_first_node_gathers_and_the_others_hear_it() -> None:
+    port = free_port()
+
+    def take_part(index: int) -> tuple[dict[int, str], dict[int, float], str]:
+        with Rendezvous(["127.0.0.1", "127.0.0.2"], index, port, 20.0) as meeting:
+            heard = meeting.gather("report", f"from {index}")
+            return heard, meeting.clock_offsets(heard), meeting.tell("outcome", f"outcome of {index}")
+
+    with ThreadPoolExecutor(2) as pool:
+        first, second = pool.map(take_part, range(2))
+    assert first[0] == {0: "from 0", 1: "from 1"} and second[0] == {1: "from 1"}
+    assert first[2] == second[2] == "outcome of 0"
+    assert first[1][0] == 0 and abs(first[1][1]) < 5
+
+
+def test_a_silent_node_delays_no_report_of_the_others(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(rendezvous, "FAREWELL_S", 0.5)
+    nodes, port, deadline_s = [f"127.0.0.{1 + index}" for index in range(5)], free_port(), 8.0
+
+    def take_part(index: int) -> tuple[dict[int, float], str]:
+        with Rendezvous(nodes, index, port, deadline_s) as meeting:
+            time.sleep(0.5 if index == 0 else 0.0)  # the first node examines itself longest
+            found = {node: Report(text) for node, text in meeting.gather("report", nodes[index]).items()}
+            offsets = meeting.clock_offsets(found)
+            if index == 0:
+                preflight.compare(found, offsets, nodes, deadline_s)
+                assert preflight.lines(found, nodes)[0].startswith(f"node {nodes[4]}: no report within 8 s")
+            return offsets, meeting.tell("outcome", preflight.outcome_of(found), 2 * deadline_s)
+
+    with ThreadPoolExecutor(4) as pool:
+        outcomes = list(pool.map(take_part, range(4)))
+    assert [outcome for _, outcome in outcomes] == [preflight.BAD] * 4 and sorted(outcomes[0][0]) == [0, 1, 2, 3]
+
+
+def test_every_wait_has_a_deadline() -> None:
+    begin = time.monotonic()
+    with pytest.raises(RunError, match=r"node b .* 127\.0\.0\.1:\d+ in 1 s"):
+        Rendezvous(["127.0.0.1", "b"], 1, free_port(), 1.0)
+    first = Rendezvous(["127.0.0.1", "b"], 0, free_port(), 0.5)
+    assert first.gather("report", "own") == {0: "own"}
+    assert time.monotonic() - begin < 30
+
+
+@pytest.mark.slow
+def test_sums_are_checked(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert all(speed.over_nodes > 0 == speed.within_node for speed in run_ranks(_measured, 2))
+    monkeypatch.setattr(dist, "all_reduce", lambda tensor: tensor[5:6].add_(1))
+    with pytest.raises(ReduceError, match=r"here: 1 of 262144 sums .* cpu"):
+        all_reduce._one(dist.HashStore(), 0, 1, "here", 10.0)
+    assert not dist.is_initialized()
+
+
+def test_what_nccl_prints_blocks_no_gpu_and_hides_no_answer(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """GPU 0 ends after GPU 1, which prints more than a pipe holds; GPU 2 gives no answer."""
+    fake = tmp_path / "python"
+    fake.write_text(f"""#!/bin/sh
+for local; do :; done
+case $local in
+    0) while [ ! -e {tmp_path}/done ]; do sleep 0.05; done ;;
+    1) head -c 200000 /dev/zero | tr '\\0' x && echo && touch {tmp_path}/done ;;
+    2) echo "node:7:7 [2] NCCL INFO Bootstrap" && echo "no device" >&2 && exit ;;
+esac
+echo '{{"within_node": 30'$local'.5, "over_nodes": 0.0}}'
+echo "node:7:7 [0] NCCL INFO comm - Destroy COMPLETE"
+""")
+    fake.chmod(0o755)
+    monkeypatch.setattr(sys, "executable", str(fake))
+    monkeypatch.setattr(all_reduce, "GRACE_S", 10.0)
+    speed, failures = all_reduce.measure_gpus("127.0.0.1:1", 0, 1, 3, 0.0)
+    assert speed == all_reduce.Speed(300.5, 0.0)
+    assert failures == ["GPU 2: the all-reduce process exited with status 0: no device"]
+
+
+def _measured() -> all_reduce.Speed:
+    rank, size = dist.get_rank(), dist.get_world_size()
+    store = dist.PrefixStore("again", dist.distributed_c10d._get_default_store())
+    dist.barrier()  # the other rank has connected
+    dist.destroy_process_group()
+    return all_reduce.measure(store, rank, size, 0, 1, 60.0)

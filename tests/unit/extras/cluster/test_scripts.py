@@ -1,0 +1,217 @@
+"""The job scripts as text: equal except for settings, with headers that fit the configs.
+
+tests/e2e/test_slurm.py executes them under a real SLURM.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+import subprocess
+import time
+from datetime import UTC, datetime
+from pathlib import Path
+
+import pytest
+
+from oblr_megatron.checks.layout import check_world_size
+from oblr_megatron.config import Config, load_config
+
+ROOT = Path(__file__).resolve().parents[4]
+SIZES = ("0.6b", "1.7b", "4b", "8b", "14b", "32b", "30b_a3b", "235b_a22b")
+NAMES = (*(f"qwen3_{size}" for size in SIZES), "qwen2.5_7b", "qwen2.5_32b", "llama3.1_8b")
+BASH = [*sorted((ROOT / "slurm").glob("*.sh")), *sorted((ROOT / "tests/slurm").glob("*.sh"))]
+CALLED = """#!/bin/sh
+echo "${0##*/} $*" >>"$0.calls"
+printenv >"$0.env"
+case "$*" in "$SIGNAL_AT"*) kill -USR1 "$SCRIPT" ;; esac
+"""  # a fake command; it may send the script's signal, as SLURM would
+SCONTROL = """[ "$2" = hostnames ] && echo node
+exit 0
+"""
+OWN = re.compile(r"#SBATCH --(job-name|nodes|time|signal)=|# (?:Qwen|Llama)|OBLR_CONFIG=")  # lines that differ by size
+
+
+def script(name: str) -> Path:
+    return ROOT / "slurm" / f"oblr_{name}.sh"
+
+
+def header(name: str) -> dict[str, str]:
+    return dict(re.findall(r"^#SBATCH --([\w-]+)=(\S+)$", script(name).read_text(), re.MULTILINE))
+
+
+def config(name: str) -> Config:
+    return load_config(ROOT / "slurm" / "configs" / f"{name}.toml")
+
+
+def test_there_is_one_script_per_model() -> None:
+    found = {path.stem.removeprefix("oblr_") for path in (ROOT / "slurm").glob("oblr_*.sh")}
+    assert found == {*NAMES, "servers"}
+
+
+def test_scripts_differ_only_in_settings() -> None:
+    common = {
+        "\n".join(line for line in script(name).read_text().splitlines() if not OWN.match(line)) for name in NAMES
+    }
+    assert len(common) == 1
+    assert all(len(OWN.findall(line)) <= 1 for line in common)
+    assert all(re.findall(r"[\w.]+b\w*\.toml", script(name).read_text()) == [f"{name}.toml"] for name in NAMES)
+    assert all(header(name)["job-name"] == script(name).stem for name in NAMES)
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_the_nodes_asked_for_are_those_of_the_config(name: str) -> None:
+    nodes, gpus = int(header(name)["nodes"]), int(header(name)["gpus-per-node"])
+    loaded = config(name)
+    check_world_size(loaded.parallel, nodes * gpus)
+    assert gpus % loaded.rollout.tensor_parallel_size == 0
+    first = (ROOT / "slurm" / "configs" / f"{name}.toml").read_text().splitlines()[0]
+    assert re.findall(r"on (\d+) nodes? of 8", first) == [str(nodes)]
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_a_job_gets_a_signal_and_may_be_requeued(name: str) -> None:
+    lines = script(name).read_text()
+    assert re.fullmatch(r"B:USR1@\d+", header(name)["signal"])
+    assert "#SBATCH --requeue\n" in lines and header(name)["open-mode"] == "append" and "%j" in header(name)["output"]
+    hours, minutes, seconds = map(int, header(name)["time"].split(":"))
+    assert int(header(name)["signal"].partition("@")[2]) < (60 * hours + minutes) * 60 + seconds
+
+
+@pytest.mark.parametrize("given", [(), ("8b",), ("../configs/no",)])
+def test_servers_refuse_what_is_no_preset_and_list_them(given: tuple[str, ...]) -> None:
+    environment = {"PATH": os.environ["PATH"], "OBLR_HOME": str(ROOT)}
+    found = subprocess.run(
+        ["bash", script("servers"), *given], env=environment, capture_output=True, text=True, check=False
+    )
+    assert found.returncode == 2
+    assert found.stderr.startswith("error: no preset") and all(name in found.stderr for name in NAMES)
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_servers_take_every_preset(name: str) -> None:
+    """Past the preset, outside a job, the script stops at the missing SLURM_JOB_ID."""
+    environment = {"PATH": os.environ["PATH"], "OBLR_HOME": str(ROOT)}
+    found = subprocess.run(
+        ["bash", script("servers"), name], env=environment, capture_output=True, text=True, check=False
+    )
+    assert found.returncode == 2 and "SLURM_JOB_ID is not set" in found.stderr
+
+
+@pytest.mark.parametrize("path", BASH, ids=lambda path: path.name)
+def test_bash_syntax(path: Path) -> None:
+    subprocess.run(["bash", "-n", str(path)], check=True)
+    assert path.name == "lib.sh" or os.access(path, os.X_OK)
+
+
+@pytest.mark.parametrize(
+    ("variables", "message"),
+    [
+        ({"OBLR_HOME": "/nowhere"}, "/nowhere"),
+        ({}, "SLURM_JOB_ID"),
+        ({"SLURM_JOB_ID": "1", "OBLR_CONFIG": "none.toml"}, "none.toml"),
+    ],
+)
+def test_a_wrong_start_is_refused_in_one_line(variables: dict[str, str], message: str) -> None:
+    kept = {name: value for name, value in os.environ.items() if not name.startswith(("SLURM_", "OBLR_"))}
+    done = subprocess.run(
+        ["bash", str(script("qwen3_8b"))], cwd=ROOT, env=kept | variables, capture_output=True, text=True, check=False
+    )
+    assert done.returncode == 2 and done.stderr.startswith("error: ") and message in done.stderr, done.stderr
+    assert done.stderr.count("\n") == 1
+
+
+def started(
+    directory: Path, name: str, *words: str, srun: str = "exit 3", **settings: str
+) -> subprocess.CompletedProcess[str]:
+    """Start a script by a relative path in a job of two components, where every srun fails unless `srun` says more."""
+    for command, text in (("scontrol", SCONTROL), ("srun", srun), ("git", ""), ("cat", 'exec /bin/cat "$@"')):
+        (directory / command).write_text(CALLED + text)
+        (directory / command).chmod(0o755)
+    own = {"SLURM_JOB_ID": "5", "SLURM_JOB_NODELIST": "node", "SLURM_JOB_NODELIST_HET_GROUP_1": "node"}
+    own |= {"SLURM_JOB_END_TIME": f"{time.time() + 300:.0f}", "PATH": f"{directory}:{os.environ['PATH']}"}
+    own |= {"OBLR_HOME": str(ROOT), "OBLR_LOGS": str(directory), "OBLR_DRY_RUN": "0", "OBLR_PREFLIGHT": "0"}
+    own |= {"SIGNAL_AT": "never"}
+    kept = {name: value for name, value in os.environ.items() if not name.startswith(("SLURM_", "SBATCH_", "OBLR_"))}
+    command = ["bash", "-c", 'export SCRIPT=$$; exec bash "$@"', "job", f"./{script(name).name}", *words]
+    return subprocess.run(
+        command, cwd=ROOT / "slurm", env=kept | own | settings, capture_output=True, text=True, check=False, timeout=60
+    )
+
+
+def test_a_script_with_a_relative_path_finds_its_own_signal(tmp_path: Path) -> None:
+    """As under salloc: oblr_run changes to OBLR_HOME before it reads the script's header."""
+    said = started(tmp_path, "qwen3_8b").stdout
+    assert "asks for a signal 600 s before the end" in said and "oblr: job 5, attempt 0" in said
+
+
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [
+        ({"OBLR_GPUS_PER_NODE": "abc"}, "OBLR_GPUS_PER_NODE is 'abc'. Fix: set it to a whole number from 0 to 64"),
+        ({"OBLR_GPUS_PER_NODE": "h100:8"}, "OBLR_GPUS_PER_NODE is 'h100:8'"),
+        ({"OBLR_GPUS_PER_NODE": "08"}, "OBLR_GPUS_PER_NODE is '08'"),
+        ({"OBLR_GPUS_PER_NODE": "-1"}, "OBLR_GPUS_PER_NODE is '-1'"),
+        ({"OBLR_GPUS_PER_NODE": "0", "OBLR_RANKS_PER_NODE": "0"}, "OBLR_RANKS_PER_NODE is '0'"),
+        ({"OBLR_SERVER_TP": "0"}, "OBLR_SERVER_TP is '0'. Fix: set it to a whole number from 1 to 8"),
+        ({"OBLR_SERVER_TP": "16"}, "OBLR_SERVER_TP is '16'"),
+        ({"OBLR_SERVER_TP": "2", "OBLR_GPUS_PER_NODE": "0"}, "OBLR_SERVER_TP is '2'"),
+        ({"OBLR_DRY_RUN": "no"}, "OBLR_DRY_RUN is 'no'. Fix: set it to a whole number from 0 to 1"),
+        ({"OBLR_PREFLIGHT": "2"}, "OBLR_PREFLIGHT is '2'"),
+        ({"OBLR_REQUEUE": "false"}, "OBLR_REQUEUE is 'false'"),
+        ({"OBLR_REQUEUE_FAILED": "yes"}, "OBLR_REQUEUE_FAILED is 'yes'"),
+    ],
+)
+def test_numbers_are_checked(tmp_path: Path, settings: dict[str, str], message: str) -> None:
+    done = started(tmp_path, "servers", "qwen3_8b", **settings)
+    assert done.returncode == 2 and done.stderr.startswith(f"error: {message}"), done.stderr
+    assert done.stderr.count("\n") == 1
+
+
+def test_tasks_inherit_the_scripts_environment(tmp_path: Path) -> None:
+    """sbatch --export=NONE sets SLURM_EXPORT_ENV, which srun reads."""
+    started(tmp_path, "servers", "qwen3_8b", SLURM_EXPORT_ENV="NONE", NCCL_DEBUG="INFO")
+    found = (tmp_path / "srun.env").read_text().splitlines()
+    assert {"SLURM_EXPORT_ENV=ALL", "TORCH_FR_BUFFER_SIZE=2000", "NCCL_DEBUG=INFO"} < set(found)
+    assert any(line.startswith("OBLR_API_KEY=") for line in found)
+
+
+@pytest.mark.parametrize("at", ["show hostnames", "show config", "rev-parse", "runs/"])
+def test_a_signal_while_no_task_runs_starts_no_training(tmp_path: Path, at: str) -> None:
+    """The last one comes while the script reads status.json, just before it starts the ranks."""
+    srun = 'for _ in $(seq 50); do sleep 0.1; done; touch "$0.done"\n'
+    done = started(tmp_path, "qwen3_8b", srun=srun, SIGNAL_AT=at, SLURM_JOB_END_TIME=f"{time.time() + 5000:.0f}")
+    assert done.returncode == 0 and "the job is requeued" in done.stdout, done.stderr
+    assert "scontrol requeue 5" in (tmp_path / "scontrol.calls").read_text()
+    assert not (tmp_path / "srun.done").exists()
+
+
+def test_a_signal_before_the_margin_is_known_came_at_once(tmp_path: Path) -> None:
+    done = started(tmp_path, "qwen3_8b", SIGNAL_AT="show hostnames")
+    assert done.returncode == 2 and "--time is not longer than the margin of --signal (600 s)" in done.stderr
+
+
+def test_the_wait_for_servers_ends_with_the_servers(tmp_path: Path) -> None:
+    srun = 'case "$*" in *"servers start"*) exit 1 ;; *"servers wait"*) exec sleep 50 ;; esac\n'
+    done = started(tmp_path, "servers", "qwen3_8b", srun=srun)
+    assert done.returncode == 1 and done.stderr.splitlines()[-1].startswith("error: all servers have ended, see ")
+    assert "oblr_megatron.step_loop" not in (tmp_path / "srun.calls").read_text()
+
+
+def test_the_wait_for_servers_goes_on_while_one_runs(tmp_path: Path) -> None:
+    srun = 'case "$*" in *"servers start"*) exec sleep 50 ;; *"servers wait"*) sleep 3 ;; *) exit 3 ;; esac\n'
+    started(tmp_path, "servers", "qwen3_8b", srun=srun)
+    assert "oblr_megatron.step_loop" in (tmp_path / "srun.calls").read_text()
+
+
+@pytest.mark.parametrize("form", [None, "relative", "%a %T"])
+def test_the_end_of_the_job_is_read_in_every_format_of_times(tmp_path: Path, form: str | None) -> None:
+    """SLURM 22.05 does not set SLURM_JOB_END_TIME; scontrol's times follow SLURM_TIME_FORMAT."""
+    times = '[ "${SLURM_TIME_FORMAT:-standard}" = standard ] && at=2026-11-27T15:00:00 || at="Fri 15:00:00"\n'
+    (tmp_path / "scontrol").write_text(f'#!/bin/sh\n{times}echo "   StartTime=$at EndTime=$at Deadline=N/A"\n')
+    (tmp_path / "scontrol").chmod(0o755)
+    own = {"SLURM_JOB_ID": "5", "PATH": f"{tmp_path}:{os.environ['PATH']}", "TZ": "UTC"}
+    own |= {} if form is None else {"SLURM_TIME_FORMAT": form}
+    command = ["bash", "-c", 'source slurm/lib.sh; oblr_time; echo "$SLURM_JOB_END_TIME"']
+    done = subprocess.run(command, cwd=ROOT, env=own, capture_output=True, text=True, check=True)
+    assert datetime.fromtimestamp(int(done.stdout), UTC) == datetime(2026, 11, 27, 15, tzinfo=UTC)

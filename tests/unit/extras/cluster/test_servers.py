@@ -1,0 +1,66 @@
+"""Arguments and devices of a server's task, and the wait for servers; tests/e2e/test_slurm.py starts a real one."""
+
+from __future__ import annotations
+
+import argparse
+import http.server
+import socket
+import threading
+
+import pytest
+
+from oblr_megatron.config import parse_config
+from oblr_megatron.engine import serve_command as serve
+from oblr_megatron.extras.cluster import servers
+
+
+def test_each_task_has_its_port_and_its_gpus() -> None:
+    config = parse_config(
+        {
+            "run_dir": "unused",
+            "model": {"path": "models/q", "dtype": "bfloat16", "moe_routing_replay": True},
+            "data": {"train": "unused", "max_prompt_tokens": 100},
+            "rollout": {"max_response_tokens": 400, "max_num_seqs": 7, "api_key_env": "KEY"},
+        }
+    )
+    environment = {"SLURMD_NODENAME": "gpu-07", "SLURM_LOCALID": "1", "SLURM_GPUS_ON_NODE": "8"}
+    parser = argparse.ArgumentParser()
+    serve.add_arguments(parser)
+    given = parser.parse_args(servers.serve_arguments(config, environment, 12002, 4))
+    assert (given.host, given.port, given.tensor_parallel_size) == ("gpu-07", 12003, 4)
+    assert given.moe_routing_replay
+    assert (given.dtype, given.max_model_len, given.max_num_seqs, given.api_key_env) == ("bfloat16", 500, 7, "KEY")
+    assert servers.devices_of(environment, 4) == "4,5,6,7"
+    assert servers.devices_of(environment | {"CUDA_VISIBLE_DEVICES": "3,2,1,0"}, 2) == "1,0"
+    assert servers.devices_of({"SLURM_LOCALID": "1"}, 4) is None
+
+
+@pytest.fixture(autouse=True)
+def dead_proxy(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Clusters set a proxy for the network outside, which cannot reach their nodes."""
+    monkeypatch.setenv("http_proxy", "http://127.0.0.1:9")
+    monkeypatch.delenv("no_proxy", raising=False)
+    monkeypatch.delenv("NO_PROXY", raising=False)
+
+
+class Healthy(http.server.BaseHTTPRequestHandler):
+    def do_GET(self) -> None:
+        self.send_response(200 if self.path == "/health" else 404)
+        self.end_headers()
+
+    def log_message(self, *_: object) -> None:
+        pass
+
+
+def test_servers_are_waited_for_until_the_deadline(capsys: pytest.CaptureFixture[str]) -> None:
+    with http.server.ThreadingHTTPServer(("127.0.0.1", 0), Healthy) as server:
+        threading.Thread(target=server.serve_forever, daemon=True).start()
+        url = f"http://127.0.0.1:{server.server_port}"
+        assert servers.main(["wait", url, "--deadline", "30"]) == 0
+        assert servers.main(["wait", url, "http://127.0.0.1:9", "--deadline", "0.1"]) == 1
+        server.shutdown()
+    said = capsys.readouterr().err
+    with socket.create_server(("127.0.0.1", 0)) as other:
+        threading.Thread(target=lambda: other.accept()[0].sendall(b"SSH-2.0\r\n"), daemon=True).start()
+        assert not servers.healthy(f"http://127.0.0.1:{other.getsockname()[1]}"), "another service has the port"
+    assert "1 of 2 servers" in said and "http://127.0.0.1:9" in said and url not in said

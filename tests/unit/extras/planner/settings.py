@@ -1,0 +1,40 @@
+"""Runs of published models for the planner's tests."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from oblr_megatron.config import Config, parse_config
+from oblr_megatron.extras.planner.constants import Machine
+from oblr_megatron.extras.planner.setting import Setting
+from oblr_megatron.model.published import published
+from oblr_megatron.observe.performance.hardware import device_named
+
+
+def run_config(sections: dict[str, dict[str, Any]] | None = None, **parallel: Any) -> Config:
+    """16 prompts of 8 responses, 512 + 1536 tokens, bf16, by default without norms."""
+    table: dict[str, Any] = {
+        "run_dir": "unused",
+        "num_prompts": 16,
+        "group_size": 8,
+        "model": {"path": "unused", "dtype": "bfloat16"},
+        "data": {"train": "unused", "max_prompt_tokens": 512},
+        "rollout": {"max_response_tokens": 1536},
+        "algo": {"baseline": "rloo", "snr": {"num_folds": 1}},
+        "parallel": {"micro_batch_tokens": 2048, **parallel},
+    }
+    more = sections or {}
+    return parse_config(table | {name: table.get(name, {}) | fields for name, fields in more.items()})
+
+
+def setting(
+    world_size: int,
+    sections: dict[str, dict[str, Any]] | None = None,
+    *,
+    model: str = "Qwen3-8B",
+    machine: Machine | None = None,
+    **parallel: Any,
+) -> Setting:
+    """A run of a published model on H100s."""
+    found = machine or Machine(device_named("h100"))
+    return Setting(published(model), run_config(sections, **parallel), world_size, found)
