@@ -13,14 +13,14 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from oblr_megatron.checkpoint.convert_command import add_arguments as add_convert_arguments
-from oblr_megatron.doctor import add_arguments as add_doctor_arguments
-from oblr_megatron.dryrun.dry_run_command import add_arguments as add_dry_run_arguments
-from oblr_megatron.dryrun.dry_run_command import dry_run, dry_run_elsewhere
 from oblr_megatron.engine.serve_command import add_arguments as add_serve_arguments
 from oblr_megatron.errors import EXIT_OK, UserError
 from oblr_megatron.evaluation.eval_command import add_arguments as add_eval_arguments
 from oblr_megatron.extension import extension
-from oblr_megatron.init_command import add_arguments as add_init_arguments
+from oblr_megatron.preflight.doctor import add_arguments as add_doctor_arguments
+from oblr_megatron.preflight.dry_run_command import add_arguments as add_dry_run_arguments
+from oblr_megatron.preflight.dry_run_command import dry_run, dry_run_elsewhere
+from oblr_megatron.preflight.init_command import add_arguments as add_init_arguments
 from oblr_megatron.runtime.command_line import (
     Parser,
     add_run_arguments,
@@ -141,7 +141,7 @@ def _train(options: argparse.Namespace) -> int:
             from oblr_megatron.step_loop import run_training
 
         return run_training(config)
-    from oblr_megatron.preflight import preflight
+    from oblr_megatron.preflight.checklist import preflight
 
     preflight(config, ranks)  # before torchrun, so that a mistake starts no process
     port = options.master_port

@@ -20,7 +20,7 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 from torch.utils._pytree import tree_leaves
 
-from oblr_megatron.model import attention
+from oblr_megatron.model.cpu import attention
 
 
 class LiveBytes(TorchDispatchMode):

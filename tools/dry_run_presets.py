@@ -23,13 +23,13 @@ from rich.console import Console
 from rich.table import Table
 
 from oblr_megatron.config import Config, load_config
-from oblr_megatron.dryrun.device_memory import Device
-from oblr_megatron.dryrun.examine import Found, check_fits, examine, model_of
 from oblr_megatron.extras.planner.constants import Machine
 from oblr_megatron.extras.planner.cost import predict
 from oblr_megatron.extras.planner.setting import Setting
 from oblr_megatron.memory.pass_plan import Layout
 from oblr_megatron.observe.performance.hardware import device_named
+from oblr_megatron.preflight.device_memory import Device
+from oblr_megatron.preflight.examine import Found, check_fits, examine, model_of
 from oblr_megatron.runtime.command_line import guarded
 
 PRESETS = Path(__file__).parent.parent / "slurm" / "configs"

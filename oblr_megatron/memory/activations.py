@@ -1,6 +1,6 @@
 """Bytes of activations that each layer keeps for backward, counted tensor by tensor. Imports no torch.
 
-The counts hold for one rank with megatron-core's local layers and the attention of `model/attention.py`. Symbols:
+The counts hold for one rank with megatron-core's local layers and the attention of `model/cpu/attention.py`. Symbols:
 h hidden size; q, kv widths of queries and keys; f feed-forward width; n = b t tokens; n' = n / tp with sequence
 parallelism, else n.
 

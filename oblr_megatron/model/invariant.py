@@ -16,7 +16,7 @@ from torch import Tensor
 from torch.nn import functional
 
 from oblr_megatron import invariant
-from oblr_megatron.model.attention import SdpaAttention
+from oblr_megatron.model.cpu.attention import SdpaAttention
 from oblr_megatron.model.megatron_versions import flash_attention_3
 
 if TYPE_CHECKING:

@@ -29,8 +29,8 @@ from torch import nn
 from oblr_megatron.checks.layout import check_attention, check_model
 from oblr_megatron.config import ModelConfig, ParallelConfig
 from oblr_megatron.model import moe
-from oblr_megatron.model.attention import RMSNorm, SdpaAttention
-from oblr_megatron.model.cpu_ops import SwiGLU
+from oblr_megatron.model.cpu.attention import RMSNorm, SdpaAttention
+from oblr_megatron.model.cpu.operations import SwiGLU
 from oblr_megatron.model.invariant import InvariantAttention
 from oblr_megatron.model.megatron_versions import mlp_submodules
 from oblr_megatron.model.parallel import Parallel

@@ -35,7 +35,7 @@ from megatron.core.tensor_parallel.mappings import (
 from torch import Tensor, nn
 
 from oblr_megatron import invariant
-from oblr_megatron.model.cpu import Replacements
+from oblr_megatron.model.cpu.shim import Replacements
 from oblr_megatron.model.megatron_versions import linear_forward
 from oblr_megatron.model.norm_taps import torch_norms
 

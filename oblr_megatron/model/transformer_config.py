@@ -69,7 +69,7 @@ def transformer_config_of(
         **{"activation_func": nn.functional.silu} | mode_of(config, parallel.device),
         **precision_fields(config, transformer_engine=by_transformer_engine),
         **_kernels(parallel.device, transformer_engine=by_transformer_engine),
-        use_te_activation_func=own_swiglu,  # that of cpu_ops.py, not Transformer Engine's
+        use_te_activation_func=own_swiglu,  # that of cpu/operations.py, not Transformer Engine's
         **moe.moe_fields(hf_config, parallel, DTYPES[config.dtype], transformer_engine=by_transformer_engine),
         # megatron-core must not divide the loss: run_schedule's loss function returns (loss, 1, metrics).
         calculate_per_token_loss=True,

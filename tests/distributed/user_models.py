@@ -30,7 +30,7 @@ from megatron.core.transformer.transformer_config import TransformerConfig
 from torch import Tensor, nn
 
 from oblr_megatron.model import cpu
-from oblr_megatron.model.attention import SdpaAttention
+from oblr_megatron.model.cpu.attention import SdpaAttention
 from oblr_megatron.norms import TokenBatch
 
 VOCAB = 24

@@ -17,13 +17,13 @@ from torch import Tensor
 from torch.nn import functional
 from transformers import AutoConfig
 
-from oblr_megatron import doctor
 from oblr_megatron.checks.machine import RECIPES
 from oblr_megatron.checks.packages import installed
 from oblr_megatron.data.packing import microbatches
 from oblr_megatron.model.policy import Policy
 from oblr_megatron.model.precision import this_machine
 from oblr_megatron.model.step import run_schedule
+from oblr_megatron.preflight import doctor
 from oblr_megatron.types import MicroBatch
 from tests.gpu.test_gradnorm_gpu import config_of, load, make_samples, needs_te, parallel, path, step_norms
 

@@ -27,8 +27,8 @@ ORDER = (
     *("errors", "extension", "formatting", "types", "timing", "families", "padding", "config", "checks", "invariant"),
     *("metrics", "runtime", "processes"),
     *("algo", "rewards", "data", "memory", "model", "weights", "norms", "checkpoint", "engine", "environments"),
-    *("rollout", "gradient", "observe", "evaluation", "preflight", "dryrun"),
-    *("sampling", "opening", "policy_gradient", "run", "step_loop", "doctor", "init_command", "cli", "api"),
+    *("rollout", "gradient", "observe", "evaluation", "preflight"),
+    *("sampling", "opening", "policy_gradient", "run", "step_loop", "cli", "api"),
     *("extras", "studies"),
 )
 """Folders and root modules from the bottom up: each imports only names to its left."""

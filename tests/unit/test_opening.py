@@ -13,7 +13,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from oblr_megatron import opening, preflight
+from oblr_megatron import opening
 from oblr_megatron.checkpoint.resume import find
 from oblr_megatron.checkpoint.store import NoSpaceError
 from oblr_megatron.config import Config, parse_config
@@ -21,6 +21,7 @@ from oblr_megatron.errors import RunError, UserError
 from oblr_megatron.memory.select_mode import with_mode
 from oblr_megatron.model.published import published
 from oblr_megatron.opening import open_sampling
+from oblr_megatron.preflight import checklist
 from tests.distributed.launch import run_ranks
 from tests.distributed.replayed import config_of, train_here
 from tests.tiny import make_hf_dir
@@ -41,13 +42,13 @@ TOTAL = 80 * 10**9
 def test_a_resumed_run_keeps_its_mode_if_other_settings_allow_it(
     saved: str, changed: dict[str, Any], mode: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(preflight, "free_memory", lambda _: 2**45)
+    monkeypatch.setattr(checklist, "free_memory", lambda _: 2**45)
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     table = {"run_dir": "run", "model": {"path": "model"}, "data": {"train": "rows.jsonl"}}
     before = with_mode(Config.model_validate(table), saved).model_dump(mode="json")
     checkpoints: Any = [SimpleNamespace(state={"config": before})]
     model: Any = SimpleNamespace(config=published("Qwen3-0.6B"))
-    assert preflight.choose_mode(model, Config.model_validate(table | changed), checkpoints, 1).mode == mode
+    assert checklist.choose_mode(model, Config.model_validate(table | changed), checkpoints, 1).mode == mode
 
 
 @pytest.mark.parametrize(
@@ -62,13 +63,13 @@ def test_a_resumed_run_keeps_its_mode_if_other_settings_allow_it(
 def test_a_run_that_saves_for_any_reason_needs_room(
     checkpoint: dict[str, Any], refused: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(preflight, "check_space", Mock(side_effect=NoSpaceError("1 GiB needed, 0 GiB free")))
-    monkeypatch.setattr(preflight, "checkpoint_bytes", Mock())
+    monkeypatch.setattr(checklist, "check_space", Mock(side_effect=NoSpaceError("1 GiB needed, 0 GiB free")))
+    monkeypatch.setattr(checklist, "checkpoint_bytes", Mock())
     table = {"run_dir": str(tmp_path), "model": {"path": "model"}, "data": {"train": "rows.jsonl"}}
     evaluate = {"data": {"held": "held.jsonl"}, "every_steps": 1}
     config = parse_config(table | {"checkpoint": checkpoint, "evaluate": evaluate})
     with pytest.raises(UserError, match="1 GiB needed") if refused else nullcontext():
-        preflight.check_room(config, Mock())
+        checklist.check_room(config, Mock())
 
 
 def test_a_run_does_not_begin_without_the_checkpoint_it_names(tmp_path: Path) -> None:
@@ -106,8 +107,8 @@ def test_a_rank_selects_its_gpu_before_any_other_cuda_call(monkeypatch: pytest.M
         calls.append(("resolve", free_bytes))
         raise UserError("enough was seen")
 
-    monkeypatch.setattr(preflight, "resolve", resolve)
-    monkeypatch.setattr(opening, "preflight", lambda config, ranks: preflight.select_mode(model, config, ranks))
+    monkeypatch.setattr(checklist, "resolve", resolve)
+    monkeypatch.setattr(opening, "preflight", lambda config, ranks: checklist.select_mode(model, config, ranks))
     monkeypatch.setattr(opening, "check_run_dir", lambda *_, **__: None)
     monkeypatch.setattr(opening, "run_lock", lambda _: pytest.MonkeyPatch.context())
     model: Any = SimpleNamespace(config={})

@@ -28,7 +28,7 @@ from oblr_megatron.memory.select_mode import with_mode
 from oblr_megatron.model.optimizer import PolicyOptimizer
 from oblr_megatron.model.parallel import Parallel
 from oblr_megatron.model.policy import Policy, build_policy
-from oblr_megatron.preflight import select_mode
+from oblr_megatron.preflight.checklist import select_mode
 
 PLAIN, INLINE, PLAIN_TORCH, GHOST = "plain", "inline", "plain_torch", "opacus_ghost"
 GRADNORM: dict[str, dict[str, Any]] = {  # mode -> [gradnorm] section

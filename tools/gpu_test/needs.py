@@ -11,8 +11,8 @@ import torch
 
 from oblr_megatron.checks.machine import compiler_problem
 from oblr_megatron.checks.packages import installed, installed_version
-from oblr_megatron.doctor import DRIVER_FILE, driver_version
 from oblr_megatron.model.precision import this_machine
+from oblr_megatron.preflight.doctor import DRIVER_FILE, driver_version
 from tools.gpu_test.report import Report
 
 SHOWN = ("torch", "megatron-core", "vllm", "transformers", "transformer-engine", "flash-attn")

@@ -14,8 +14,8 @@ from typing import Any
 import pytest
 
 from oblr_megatron.config import ParallelConfig
-from oblr_megatron.doctor import examine
 from oblr_megatron.model.parallel import initialize
+from oblr_megatron.preflight.doctor import examine
 from tools.gpu_test.report import ROOT, Report
 
 BENCH = ROOT / "tools" / "bench"

@@ -24,7 +24,7 @@ from oblr_megatron.checks.packages import installed, problems
 from oblr_megatron.config import Config, load_config
 from oblr_megatron.errors import Problem, UserError
 from oblr_megatron.formatting import size
-from oblr_megatron.preflight import check_room
+from oblr_megatron.preflight.checklist import check_room
 
 T = TypeVar("T")
 

@@ -4,7 +4,8 @@
     found.plans[0].prediction.seconds, found.plans[0].sections       # the fastest that fits
     found, request = best_split(request, "stream")                   # engines on GPUs of their own
 
-The checks are a run's own (`checks.layout.check_layout`, `preflight.check_dealing`, `memory.select_mode.resolve`).
+The checks are a run's own (`checks.layout.check_layout`, `preflight.checklist.check_dealing`,
+`memory.select_mode.resolve`).
 Tensor parallelism stays within a node. The distributed optimizer is on if several ranks hold the same weights, because
 it needs less memory and moves no more bytes. Sequence parallelism is tried on and off.
 """
@@ -28,7 +29,7 @@ from oblr_megatron.memory.engine import engine_bytes, push_bytes
 from oblr_megatron.memory.pass_plan import Layout, longest_sample
 from oblr_megatron.memory.select_mode import MODES, resolve
 from oblr_megatron.memory.training import MemoryEstimate
-from oblr_megatron.preflight import check_dealing, check_settings
+from oblr_megatron.preflight.checklist import check_dealing, check_settings
 
 ROWS = (1, 2, 4)  # longest samples per microbatch
 MOST_STAGES, MOST_CONTEXT, MOST_SPLITS = 32, 8, 8

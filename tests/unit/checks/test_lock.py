@@ -9,9 +9,9 @@ from pathlib import Path
 
 import pytest
 
-from oblr_megatron import doctor
 from oblr_megatron.checks.lock import differences, pins
 from oblr_megatron.errors import EXIT_OK, EXIT_USER, UserError
+from oblr_megatron.preflight import doctor
 
 
 def lock(tmp_path: Path, *lines: str) -> Path:

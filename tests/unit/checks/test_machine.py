@@ -11,7 +11,7 @@ from oblr_megatron.checks.machine import CPU_HEAD_SIZES, check_compiler, check_h
 from oblr_megatron.config import parse_config
 from oblr_megatron.errors import UserError
 from oblr_megatron.model.published import published
-from oblr_megatron.preflight import check_settings
+from oblr_megatron.preflight.checklist import check_settings
 
 
 @pytest.mark.parametrize(

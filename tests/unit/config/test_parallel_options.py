@@ -20,11 +20,11 @@ from oblr_megatron.checks.machine import Machine, check_machine
 from oblr_megatron.config import Config, ModelConfig, ParallelConfig, parse_config
 from oblr_megatron.config.algo import SnrConfig
 from oblr_megatron.config.removed import REMOVED
-from oblr_megatron.dryrun.fake_ranks import standing_as
 from oblr_megatron.errors import UserError
 from oblr_megatron.model.optimizer import optimizer_implementation
 from oblr_megatron.model.shards import put_back, rectangles
 from oblr_megatron.model.transformer_config import _recompute, transformer_config_of
+from oblr_megatron.preflight.fake_ranks import standing_as
 from oblr_megatron.types import GradientStats
 from tests.tiny import tiny_config
 

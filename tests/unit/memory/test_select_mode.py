@@ -10,10 +10,10 @@ from typing import Any
 import pytest
 
 from oblr_megatron.config import Config, parse_config
-from oblr_megatron.dryrun.device_memory import Device, rank_memory
 from oblr_megatron.errors import UserError
 from oblr_megatron.memory.engine import outside_training
 from oblr_megatron.memory.select_mode import ModeChoice, free_memory, resolve, with_mode
+from oblr_megatron.preflight.device_memory import Device, rank_memory
 
 DENSE: dict[str, Any] = {
     "model_type": "qwen3",

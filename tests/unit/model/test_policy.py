@@ -16,7 +16,7 @@ from transformers.models.qwen3.modeling_qwen3 import Qwen3RMSNorm
 
 from oblr_megatron.config import ModelConfig, ParallelConfig
 from oblr_megatron.model import cpu
-from oblr_megatron.model.attention import RMSNorm
+from oblr_megatron.model.cpu.attention import RMSNorm
 from oblr_megatron.model.parallel import Parallel, initialize, shutdown
 from oblr_megatron.model.policy import build_model
 from oblr_megatron.model.published import published

@@ -22,15 +22,15 @@ from torch.overrides import TorchFunctionMode
 
 from oblr_megatron.checks.machine import Machine
 from oblr_megatron.config import Config, load_config
-from oblr_megatron.dryrun.examine import model_of
-from oblr_megatron.dryrun.fake_ranks import META, standing_as
-from oblr_megatron.dryrun.models import rank_positions
 from oblr_megatron.model import moe, precision, te_taps
 from oblr_megatron.model.parallel import Parallel
 from oblr_megatron.model.policy import Policy, build_policy
 from oblr_megatron.model.precision import this_machine
 from oblr_megatron.model.transformer_config import HFConfig, hf_config_of
 from oblr_megatron.norms.rules import Kind, classify
+from oblr_megatron.preflight.examine import model_of
+from oblr_megatron.preflight.fake_ranks import META, standing_as
+from oblr_megatron.preflight.models import rank_positions
 from oblr_megatron.weights.names import ModelShape, entry, shard_shape, table
 from tools.dry_run_presets import PER_NODE, PRESETS, nodes_of
 

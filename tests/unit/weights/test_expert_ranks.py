@@ -14,10 +14,10 @@ import pytest
 from transformers import Qwen3MoeConfig
 
 from oblr_megatron.config import ModelConfig, ParallelConfig
-from oblr_megatron.dryrun.fake_ranks import standing_as
 from oblr_megatron.model.policy import Policy, build_model
 from oblr_megatron.model.published import published
 from oblr_megatron.model.transformer_config import transformer_config_of
+from oblr_megatron.preflight.fake_ranks import standing_as
 from oblr_megatron.weights.names import ModelShape, entry, shard_shape
 
 LAYERS, EXPERTS, VOCAB = 4, 128, 151_936

@@ -14,7 +14,6 @@ import pytest
 from oblr_megatron.checks.layout import check_layout
 from oblr_megatron.cli import main, make_parser
 from oblr_megatron.config import load_config, parse_config
-from oblr_megatron.dryrun.device_memory import Device, rank_memory
 from oblr_megatron.errors import EXIT_USER, UserError
 from oblr_megatron.extras.planner.constants import Machine
 from oblr_megatron.extras.planner.plan_command import request_of
@@ -24,6 +23,7 @@ from oblr_megatron.memory.engine import CONTEXT, engine_bytes
 from oblr_megatron.memory.pass_plan import longest_sample
 from oblr_megatron.model.published import published
 from oblr_megatron.observe.performance.hardware import device_named
+from oblr_megatron.preflight.device_memory import Device, rank_memory
 
 GB = 10**9
 

@@ -11,10 +11,10 @@ import pytest
 
 from oblr_megatron.checks.layout import num_experts
 from oblr_megatron.config import load_config
-from oblr_megatron.dryrun.device_memory import rank_memory
-from oblr_megatron.dryrun.examine import check_fits, check_run, model_of
 from oblr_megatron.model.published import NAMES
 from oblr_megatron.observe.performance.flops import total_parameters
+from oblr_megatron.preflight.device_memory import rank_memory
+from oblr_megatron.preflight.examine import check_fits, check_run, model_of
 from tools.dry_run_presets import DEVICE, PER_NODE, PRESETS, at_size, examined, nodes_of
 
 ALL = sorted(path.stem for path in PRESETS.glob("*.toml"))

@@ -16,14 +16,14 @@ from megatron.core import parallel_state
 from transformers import AutoModelForCausalLM
 
 from oblr_megatron.config import Config, ParallelConfig, parse_config
-from oblr_megatron.dryrun.device_memory import RankMemory
-from oblr_megatron.dryrun.fake_ranks import META, standing_as
-from oblr_megatron.dryrun.models import Models, build_models, rank_positions
-from oblr_megatron.dryrun.table import Kind, memory_table
 from oblr_megatron.memory.rank_shapes import RankSizes
 from oblr_megatron.memory.training import MemoryEstimate
 from oblr_megatron.model.published import NAMES, published
 from oblr_megatron.model.transformer_config import hf_config_of
+from oblr_megatron.preflight.device_memory import RankMemory
+from oblr_megatron.preflight.fake_ranks import META, standing_as
+from oblr_megatron.preflight.models import Models, build_models, rank_positions
+from oblr_megatron.preflight.table import Kind, memory_table
 from tests.tiny import tiny_config, tiny_config_of, tiny_moe_config
 
 WORLD = 16

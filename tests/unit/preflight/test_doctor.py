@@ -12,13 +12,13 @@ from pathlib import Path
 import pytest
 from rich.console import Console
 
-from oblr_megatron import doctor
 from oblr_megatron.checks import packages
 from oblr_megatron.checks.machine import Machine
 from oblr_megatron.errors import EXIT_OK, EXIT_USER
 from oblr_megatron.model import precision
+from oblr_megatron.preflight import doctor
 
-REPO = Path(__file__).parents[2]
+REPO = Path(__file__).parents[3]
 NOTHING = dict.fromkeys((package.name for package in packages.PACKAGES), None)
 HOPPER = Machine((9, 0), "13.0", "2.11.0")
 

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 
-from oblr_megatron.model.attention import SdpaAttention
+from oblr_megatron.model.cpu.attention import SdpaAttention
 from oblr_megatron.model.sequence import PackedRows, packed_params
 from oblr_megatron.model.transformer_config import _kernels
 from oblr_megatron.types import MicroBatch

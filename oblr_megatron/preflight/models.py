@@ -18,13 +18,13 @@ from megatron.core.models.gpt import GPTModel
 
 from oblr_megatron.checks.layout import num_experts
 from oblr_megatron.config import Config, ModelConfig, ParallelConfig
-from oblr_megatron.dryrun.fake_ranks import standing_as
 from oblr_megatron.model import moe
 from oblr_megatron.model.optimizer import counted_here
 from oblr_megatron.model.parallel import Parallel, Position, positions
 from oblr_megatron.model.policy import build_model
 from oblr_megatron.model.transformer_config import HFConfig, hf_config_of, transformer_config_of
 from oblr_megatron.padding import padded_vocab_size
+from oblr_megatron.preflight.fake_ranks import standing_as
 
 KERNELS_OFF = {
     "recompute_granularity": "none",

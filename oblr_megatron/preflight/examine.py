@@ -21,15 +21,15 @@ from oblr_megatron.checks.run_dir import check_run_dir
 from oblr_megatron.config import Config
 from oblr_megatron.config.data import SourceConfig
 from oblr_megatron.data.sources import convention_of, kind_of
-from oblr_megatron.dryrun.device_memory import Device, RankMemory, rank_memory
-from oblr_megatron.dryrun.models import Models, build_models
 from oblr_megatron.errors import UserError
 from oblr_megatron.memory.pass_plan import Layout, idle_replicas
 from oblr_megatron.memory.rank_shapes import RankSizes
 from oblr_megatron.memory.select_mode import resolve, with_mode
 from oblr_megatron.model.published import published
 from oblr_megatron.observe.performance.flops import total_parameters
-from oblr_megatron.preflight import check_dealing, check_settings, find_saved, open_inputs
+from oblr_megatron.preflight.checklist import check_dealing, check_settings, find_saved, open_inputs
+from oblr_megatron.preflight.device_memory import Device, RankMemory, rank_memory
+from oblr_megatron.preflight.models import Models, build_models
 from oblr_megatron.rollout.replay import check_replay
 
 

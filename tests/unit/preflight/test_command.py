@@ -14,10 +14,10 @@ import pytest
 
 from oblr_megatron.cli import main
 from oblr_megatron.config import Config, parse_config
-from oblr_megatron.dryrun.device_memory import Device, RankMemory, rank_memory
-from oblr_megatron.dryrun.examine import check_fits
 from oblr_megatron.errors import UserError
 from oblr_megatron.model.published import published
+from oblr_megatron.preflight.device_memory import Device, RankMemory, rank_memory
+from oblr_megatron.preflight.examine import check_fits
 from tests.tiny import make_hf_dir
 
 GPU = Device(on_gpu=True, num_bytes=80 * 10**9, transformer_engine=True)

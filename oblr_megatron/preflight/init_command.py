@@ -73,7 +73,7 @@ def init(options: argparse.Namespace) -> int:
     text = document(settings(model, data, out))
     config = parse_config(tomllib.loads(text), str(out))
 
-    from oblr_megatron.preflight import preflight
+    from oblr_megatron.preflight.checklist import preflight
 
     preflight(config, 1)
     try:

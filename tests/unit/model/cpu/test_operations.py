@@ -5,7 +5,7 @@ from functools import partial
 import pytest
 import torch
 
-from oblr_megatron.model.cpu_ops import SwiGLU, apply_rotary
+from oblr_megatron.model.cpu.operations import SwiGLU, apply_rotary
 
 
 def by_operations(x: torch.Tensor) -> torch.Tensor:

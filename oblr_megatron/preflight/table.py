@@ -9,9 +9,9 @@ from typing import Any
 
 from rich.table import Table
 
-from oblr_megatron.dryrun.device_memory import RankMemory
-from oblr_megatron.dryrun.models import Holding, Models
 from oblr_megatron.formatting import fixed, number
+from oblr_megatron.preflight.device_memory import RankMemory
+from oblr_megatron.preflight.models import Holding, Models
 
 GB = 1e9
 

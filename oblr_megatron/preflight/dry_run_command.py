@@ -15,8 +15,8 @@ from oblr_megatron.runtime.command_line import amount, count
 
 if TYPE_CHECKING:
     from oblr_megatron.config import Config
-    from oblr_megatron.dryrun.device_memory import Device
-    from oblr_megatron.dryrun.examine import Found
+    from oblr_megatron.preflight.device_memory import Device
+    from oblr_megatron.preflight.examine import Found
 
 TABLE_WIDTH = 120  # minimum; a log file has no terminal width
 
@@ -40,9 +40,9 @@ def dry_run(config: Config, ranks: int) -> int:
     Raises:
         UserError: the first problem.
     """
-    from oblr_megatron.dryrun.examine import examine
     from oblr_megatron.memory.select_mode import with_mode
-    from oblr_megatron.preflight import preflight
+    from oblr_megatron.preflight.checklist import preflight
+    from oblr_megatron.preflight.examine import examine
 
     norms = preflight(config, ranks).norms
     decided = config if norms is None else with_mode(config, norms.mode)  # a resumed run keeps its mode
@@ -56,7 +56,7 @@ def dry_run_elsewhere(config: Config, nnodes: int, per_node: int, gpu_memory_gb:
     Raises:
         UserError: the first problem.
     """
-    from oblr_megatron.dryrun.examine import check_files, examine
+    from oblr_megatron.preflight.examine import check_files, examine
 
     found = examine(config, nnodes * per_node, per_node, device_of(config, per_node, gpu_memory_gb))
     return _show(found, check_files(config, found.hf_config))
@@ -66,8 +66,8 @@ def _show(found: Found, unchecked: Sequence[str]) -> int:
     """Print model, memory, and what was not checked; the last line is JSON."""
     from rich.console import Console
 
-    from oblr_megatron.dryrun.examine import check_fits
-    from oblr_megatron.dryrun.table import json_line, kinds_of, memory_table
+    from oblr_megatron.preflight.examine import check_fits
+    from oblr_megatron.preflight.table import json_line, kinds_of, memory_table
 
     models, memory = found.models, found.memory
     print(found.model)
@@ -93,9 +93,9 @@ def device_of(config: Config, per_node: int, gpu_memory_gb: float | None) -> Dev
     """
     import torch
 
-    from oblr_megatron.dryrun.device_memory import Device
     from oblr_megatron.memory.select_mode import free_memory
     from oblr_megatron.model.precision import this_machine
+    from oblr_megatron.preflight.device_memory import Device
 
     wanted = config.model.transformer_impl != "local"
     here = torch.cuda.is_available()

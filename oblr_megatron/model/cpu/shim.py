@@ -128,10 +128,10 @@ def _replace_random_state() -> None:
 
 
 def _replace_rotary() -> None:
-    """Turn queries and keys by `cpu_ops.apply_rotary`."""
+    """Turn queries and keys by `operations.apply_rotary`."""
     import megatron.core.models.common.embeddings.rope_utils as megatron_rope
 
-    from oblr_megatron.model.cpu_ops import apply_rotary
+    from oblr_megatron.model.cpu.operations import apply_rotary
 
     name = "_apply_rotary_pos_emb_bshd"
     _SHIM.replace(megatron_rope, name, partial(apply_rotary, getattr(megatron_rope, name)))
