@@ -18,46 +18,39 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import replace
 from functools import partial
-from typing import Any, Literal, get_args
+from itertools import accumulate
+from typing import Any, Literal, get_args, overload
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
 from oblr_megatron.errors import UserError
-from oblr_megatron.memory.buffer_sizes import KEPT_BYTES
 from oblr_megatron.model.sequence import single_samples
-from oblr_megatron.model.step import LossFn, reduce_model_parallel_grads, run_schedule
+from oblr_megatron.model.step import reduce_model_parallel_grads, run_schedule
 from oblr_megatron.model.tapped import TappedModel
 from oblr_megatron.norms.attach import tapped
-from oblr_megatron.norms.bookkeep import keep_factors
-from oblr_megatron.norms.buffer import GradientBuffer, add_weighted
-from oblr_megatron.norms.inline import add_inline
 from oblr_megatron.norms.own_gradients import OwnGradients, gradient_space
-from oblr_megatron.norms.reduce import Reducer
-from oblr_megatron.norms.rules import classify
-from oblr_megatron.norms.stash import stash_gradients
-from oblr_megatron.norms.two_pass import pipeline_runs, rules_need_single_samples, sq_grad_norms
+from oblr_megatron.norms.sample_gradients import GradSum, GroupWeights, Mode, SampleGradients, checked_weights
 from oblr_megatron.runtime.collectives import all_reduce
 from oblr_megatron.types import TokenBatch
 
-Mode = Literal["two_pass", "bookkeep", "stash", "inline"]
-Loss = Callable[[Tensor, Any], Tensor]
+Records = dict[str, Tensor]
+Loss = Callable[[Tensor, Any], Tensor | tuple[Tensor, Records]]
 """(output [b, t, V / tp] of the model, this rank's part of the microbatch) -> losses [n] of its samples.
 
 Called on the last pipeline stage. Tensor-parallel ranks return the same losses. Under context parallelism each rank has
 a part of the tokens. It returns their part of the loss: for a sum over tokens, the sum over its own tokens.
+
+It may also return (losses, record): detached tensors of its own, which `weighted_grad_sum` returns with `records`.
 """
 Weights = Callable[[Tensor], Tensor]
 """Squared norms [n] fp64 -> weights [n]."""
+Model = nn.Module | Sequence[nn.Module] | TappedModel
 
 
 def per_sample_sq_grad_norms(
-    model: nn.Module | Sequence[nn.Module] | TappedModel,
-    microbatches: Sequence[TokenBatch],
-    loss: Loss,
-    *,
-    mode: Mode = "two_pass",
+    model: Model, microbatches: Sequence[TokenBatch], loss: Loss, *, mode: Mode = "two_pass"
 ) -> Tensor:
     """||grad_theta loss_i||^2 of every sample, over all trainable parameters of the whole model.
 
@@ -78,23 +71,53 @@ def per_sample_sq_grad_norms(
         UserError: the model or its layout is not supported; the handle's `with` block has ended; a token id is outside
             the vocabulary; or the loss has another shape.
     """
-    with _prepared(model, microbatches, mode, summed=False) as (handle, batches):
+    with _prepared(model, microbatches, mode, summed=False) as (_, gradients, given):
         loss_of = partial(_total, loss, None)
         if mode != "stash":
-            return sq_grad_norms(handle, batches, loss_of)
-        rules, reducer, work = classify(handle), Reducer(handle.parallel), GradientBuffer(handle)
-        runs = (stash_gradients(handle, [batch], loss_of, rules, reducer, [work], None)[0] for batch in batches)
-        return torch.cat([_none(handle), *runs])
+            return gradients.sq_norms(given.batches, loss_of)
+        nothing = torch.zeros(len(given.tokens), dtype=torch.float64)
+        return gradients.add(given, range(len(nothing)), loss_of, nothing, 1).sq_norms
+
+
+@overload
+def weighted_grad_sum(
+    model: Model,
+    microbatches: Sequence[TokenBatch],
+    loss: Loss,
+    weights: Tensor | Weights | GroupWeights,
+    *,
+    mode: Mode = ...,
+    groups: int | None = ...,
+    window_tokens: int | None = ...,
+    records: Literal[False] = ...,
+) -> Tensor: ...
+
+
+@overload
+def weighted_grad_sum(
+    model: Model,
+    microbatches: Sequence[TokenBatch],
+    loss: Loss,
+    weights: Tensor | Weights | GroupWeights,
+    *,
+    mode: Mode = ...,
+    groups: int | None = ...,
+    window_tokens: int | None = ...,
+    records: Literal[True],
+) -> tuple[Tensor, list[Records]]: ...
 
 
 def weighted_grad_sum(
-    model: nn.Module | Sequence[nn.Module] | TappedModel,
+    model: Model,
     microbatches: Sequence[TokenBatch],
     loss: Loss,
-    weights: Tensor | Weights,
+    weights: Tensor | Weights | GroupWeights,
     *,
     mode: Mode = "two_pass",
-) -> Tensor:
+    groups: int | None = None,
+    window_tokens: int | None = None,
+    records: bool = False,
+) -> Tensor | tuple[Tensor, list[Records]]:
     """Add sum_i c_i grad_theta loss_i to the gradients; returns the squared norms as `per_sample_sq_grad_norms` does.
 
     Inside DistributedDataParallel the sum is added to `main_grad`, as by a backward pass without reductions; call
@@ -104,10 +127,17 @@ def weighted_grad_sum(
         model, microbatches, loss: as in `per_sample_sq_grad_norms`.
         weights: c [n] of all samples, or a function of their squared norms. A sample with c = 0 is left out, even if
             its gradient is not finite. Where replicas share experts, its logits must be finite.
-        mode: see above. "stash" keeps n gradients, "bookkeep" the factors of all microbatches.
+        mode: see above. "stash" keeps the gradients of a group, "bookkeep" the factors of a window.
+        groups: G; each G samples in order are a group, and a function of the norms is a `GroupWeights`: it gets the
+            norms of some groups as soon as they are known. None: all samples are one group.
+        window_tokens: a window of mode "bookkeep" has whole groups, at least one, otherwise at most so many tokens.
+            None: all samples.
+        records: also return the loss's records, for each microbatch in the order of the pass, on the last stage.
+            "two_pass" returns those of the second pass, which leaves out samples with c = 0.
 
     Raises:
-        UserError: mode "inline" with a function, a weight is not finite, or as in `per_sample_sq_grad_norms`.
+        UserError: mode "inline" with a function, a weight is not finite, the samples are not whole groups, or as in
+            `per_sample_sq_grad_norms`.
     """
     if mode == "inline" and not isinstance(weights, torch.Tensor):
         raise UserError(
@@ -115,20 +145,26 @@ def weighted_grad_sum(
             where="weighted_grad_sum",
             fix="use 'bookkeep', 'stash' or 'two_pass'",
         )
-    with _prepared(model, microbatches, mode, summed=True) as (handle, batches):
-        norms = _SUMS[mode](handle, batches, loss, weights)
+    with _prepared(model, microbatches, mode, summed=True, window_tokens=window_tokens) as (handle, gradients, given):
+        count = len(given.tokens)
+        size = max(1, count) if groups is None else groups
+        if size < 1 or count % size:
+            what = f"{count} samples are not whole groups of {size}"
+            raise UserError(what, where="groups", fix="give every group all its samples on each replica")
+        c = _rule(weights, grouped=groups is not None)
+        if isinstance(c, torch.Tensor):
+            c = checked_weights(c, (count,)).cpu()
+        if mode == "two_pass":
+            total = _two_pass(handle, gradients, given, loss, c, size)
+        else:
+            total = gradients.add(given, range(count), partial(_total, loss, None), c, size)
         if any(isinstance(chunk, OwnGradients) for chunk in handle.chunks):
             reduce_model_parallel_grads(handle)
-        return norms
+        return (total.sq_norms, total.records) if records else total.sq_norms
 
 
 def clipped_grad_sum(
-    model: nn.Module | Sequence[nn.Module] | TappedModel,
-    microbatches: Sequence[TokenBatch],
-    loss: Loss,
-    max_norm: float,
-    *,
-    mode: Mode = "two_pass",
+    model: Model, microbatches: Sequence[TokenBatch], loss: Loss, max_norm: float, *, mode: Mode = "two_pass"
 ) -> Tensor:
     """`weighted_grad_sum` with c_i = min(1, max_norm / ||grad_i||), as in DP-SGD (arXiv 1607.00133, Algorithm 1).
 
@@ -147,66 +183,89 @@ def clipped_grad_sum(
     return weighted_grad_sum(model, microbatches, loss, clipped, mode=mode)
 
 
-def _two_pass(model: TappedModel, batches: Sequence[Any], loss: Loss, weights: Tensor | Weights) -> Tensor:
-    norms = sq_grad_norms(model, batches, partial(_total, loss, None))
-    factors = _factors(weights, len(norms), norms).to(norms.device)
-    run_schedule(model, _used(model, batches, factors), partial(_total, loss, factors))
-    return norms
+class _Given:
+    """The microbatches of a call, with its samples numbered in order (`Samples` of sample_gradients.py)."""
+
+    def __init__(self, batches: Sequence[TokenBatch]) -> None:
+        starts = accumulate((batch.num_samples for batch in batches), initial=0)
+        self.batches = [
+            replace(batch, sample_index=torch.arange(start, start + batch.num_samples, device=batch.input_ids.device))
+            for batch, start in zip(batches, starts, strict=False)
+        ]
+        self.tokens = [tokens for batch in batches for tokens in _lengths(batch)]
+
+    def microbatches(self, numbers: Sequence[int], *, single: bool) -> list[TokenBatch]:
+        """The microbatches as they are; single samples of those that also hold others."""
+        chosen, found = set(numbers), list[TokenBatch]()
+        for batch in self.batches:
+            assert batch.sample_index is not None, "set above"
+            own = batch.sample_index.tolist()
+            if chosen.issuperset(own) and not (single and len(own) > 1):
+                found.append(batch)
+            elif not chosen.isdisjoint(own):
+                found += [part for n, part in zip(own, single_samples(batch), strict=True) if n in chosen]
+        return found
 
 
-def _bookkeep(model: TappedModel, batches: Sequence[Any], loss: Loss, weights: Tensor | Weights) -> Tensor:
-    loss_of: LossFn = partial(_total, loss, None)
-    norms, _, sink = keep_factors(model, batches, loss_of, classify(model), Reducer(model.parallel))
-    sink.add_gradient(_factors(weights, len(norms), norms).cpu())
-    return norms
+def _lengths(batch: TokenBatch) -> list[int]:
+    """Tokens of each sample, padding included."""
+    if batch.cu_seqlens is not None:
+        return [int(length) for length in batch.cu_seqlens.diff().tolist()]
+    return [batch.input_ids.shape[1]] * batch.num_samples
 
 
-def _stash(model: TappedModel, batches: Sequence[Any], loss: Loss, weights: Tensor | Weights) -> Tensor:
-    kept = [GradientBuffer(model) for _ in batches]
-    loss_of: LossFn = partial(_total, loss, None)
-    norms, _ = stash_gradients(model, batches, loss_of, classify(model), Reducer(model.parallel), kept, None)
-    add_weighted(model, kept, _factors(weights, len(norms), norms).tolist())
-    return norms
+def _rule(weights: Tensor | Weights | GroupWeights, *, grouped: bool) -> Tensor | GroupWeights:
+    """The weights, or a function of groups; without groups all samples are one."""
+    if isinstance(weights, torch.Tensor) or grouped:
+        return weights  # type: ignore[return-value]  # `groups` says which of the two functions it is
+    return lambda _, norms: weights(norms[0])[None]  # type: ignore[call-arg]
 
 
-def _inline(model: TappedModel, batches: Sequence[Any], loss: Loss, weights: Tensor | Weights) -> Tensor:
-    rules, reducer, norms = classify(model), Reducer(model.parallel), [_none(model)]
-    factors = _factors(weights, sum(batch.num_samples for batch in batches)).cpu()
-    loss_of: LossFn = partial(_total, loss, None)
-    for run in pipeline_runs(model, batches, rules, KEPT_BYTES):
-        own = factors[torch.cat([batch.sample_index for batch in run]).cpu()]
-        norms.append(add_inline(model, run, loss_of, own, rules, reducer)[0])
-    return torch.cat(norms)
+def _two_pass(
+    model: TappedModel,
+    gradients: SampleGradients,
+    given: _Given,
+    loss: Loss,
+    weights: Tensor | GroupWeights,
+    size: int,
+) -> GradSum:
+    """A pass for the norms, then an ordinary one with the weights in the loss.
 
-
-_SUMS = {"two_pass": _two_pass, "bookkeep": _bookkeep, "stash": _stash, "inline": _inline}
+    It leaves out samples with weight 0: their loss may not be finite, and 0 * NaN is NaN. Replicas that share experts
+    need the same number of microbatches and keep all, here of one sample each; `_total` gives these a gradient of 0.
+    """
+    norms = gradients.sq_norms(given.batches, partial(_total, loss, None))
+    if not isinstance(weights, torch.Tensor):
+        shape = (len(norms) // size, size)
+        weights = checked_weights(weights(range(shape[0]), norms.view(shape)), shape).flatten().cpu()
+    used = range(len(norms)) if model.parallel.block_size > 1 else weights.nonzero().flatten().tolist()
+    loss_of = partial(_total, loss, weights.to(norms.device))
+    return GradSum(norms, weights, run_schedule(model, given.microbatches(used, single=False), loss_of))
 
 
 @contextmanager
 def _prepared(
-    model: nn.Module | Sequence[nn.Module] | TappedModel,
+    model: Model,
     microbatches: Sequence[TokenBatch],
     mode: Mode,
     *,
     summed: bool,
-) -> Iterator[tuple[TappedModel, list[TokenBatch]]]:
-    """The tapped model, with room for gradients, and its microbatches with numbered samples."""
+    window_tokens: int | None = None,
+) -> Iterator[tuple[TappedModel, SampleGradients, _Given]]:
+    """The tapped model, with room for gradients, the passes of the mode, and the numbered samples."""
     with nullcontext(model) if isinstance(model, TappedModel) else tapped(model) as handle:
         if not handle.tap.installed:
             fix = "call it inside the block, or give it the model"
             raise UserError("the handle is used after its `with tapped(...)` block", where="model", fix=fix)
         _check_mode(mode, handle)
-        batches, count = list(microbatches), 0
+        batches = list(microbatches)
         _check_ids(handle, batches)
-        if mode == "stash" or rules_need_single_samples(classify(handle)):
+        gradients = SampleGradients(handle, mode, window_tokens=window_tokens)
+        if gradients.single:
             batches = [single for batch in batches for single in single_samples(batch)]
-        for index, batch in enumerate(batches):
-            numbers = torch.arange(count, count + batch.num_samples, device=batch.input_ids.device)
-            batches[index] = replace(batch, sample_index=numbers)
-            count += batch.num_samples
         _check_counts(handle, len(batches))
         with gradient_space(handle, summed=summed):
-            yield handle, batches
+            yield handle, gradients, _Given(batches)
 
 
 def _check_ids(model: TappedModel, batches: Sequence[TokenBatch]) -> None:
@@ -234,9 +293,10 @@ def _check_counts(model: TappedModel, count: int) -> None:
         )
 
 
-def _total(loss: Loss, factors: Tensor | None, output: Tensor, batch: TokenBatch) -> tuple[Tensor, dict[str, Tensor]]:
+def _total(loss: Loss, factors: Tensor | None, output: Tensor, batch: TokenBatch) -> tuple[Tensor, Records]:
     """The sum of the samples' losses, each times its factor; samples with factor 0 are left out."""
-    values = loss(output, batch)
+    returned = loss(output, batch)
+    values, record = returned if isinstance(returned, tuple) else (returned, {})
     if values.shape != (batch.num_samples,):
         raise UserError(
             f"the loss has shape {tuple(values.shape)} for {batch.num_samples} samples",
@@ -244,53 +304,10 @@ def _total(loss: Loss, factors: Tensor | None, output: Tensor, batch: TokenBatch
             fix="return one value a sample: [n]",
         )
     if factors is None:
-        return values.sum(), {}
-    if not bool(factors[batch.sample_index].any()):  # kept by `_used`; the loss may be NaN, and 0 * NaN is NaN
-        return 0 * output.sum(), {}
-    return (values * factors[batch.sample_index]).sum(), {}
-
-
-def _used(model: TappedModel, batches: Sequence[TokenBatch], factors: Tensor) -> list[TokenBatch]:
-    """The microbatches without the samples with factor 0: their loss may not be finite, and 0 * NaN is NaN.
-
-    Replicas that share experts need the same number of microbatches and keep all, here of one sample each. `_total`
-    gives those with factor 0 a gradient of 0.
-    """
-    if model.parallel.block_size > 1:
-        return list(batches)
-    found: list[TokenBatch] = []
-    for batch in batches:
-        assert batch.sample_index is not None, "set by _prepared"
-        used = factors[batch.sample_index] != 0
-        if bool(used.all()):
-            found.append(batch)
-        else:
-            found += [single for single, kept in zip(single_samples(batch), used.tolist(), strict=True) if kept]
-    return found
-
-
-def _factors(weights: Tensor | Weights, count: int, norms: Tensor | None = None) -> Tensor:
-    """c [n] fp64 of `count` samples; a function is called with their squared norms."""
-    if isinstance(weights, torch.Tensor):
-        found = weights.to(torch.float64)
-    else:
-        assert norms is not None, "mode inline was refused"
-        found = weights(norms).to(torch.float64)
-    if found.shape != (count,):
-        raise UserError(
-            f"the weights have shape {tuple(found.shape)} for {count} samples",
-            where="weights",
-            fix="give one weight a sample: [n]",
-        )
-    wrong = found.isfinite().logical_not().nonzero().flatten().tolist()
-    if wrong:
-        what = f"the weight of sample {wrong[0]} is {float(found[wrong[0]])}"
-        raise UserError(what, where="weights", fix="give finite weights; 0 leaves a sample out")
-    return found
-
-
-def _none(model: TappedModel) -> Tensor:
-    return torch.zeros(0, dtype=torch.float64, device=model.parallel.device)
+        return values.sum(), record
+    if not bool(factors[batch.sample_index].any()):  # kept for other replicas; the loss may be NaN, and 0 * NaN is NaN
+        return 0 * output.sum(), record
+    return (values * factors[batch.sample_index]).sum(), record
 
 
 def _check_mode(mode: str, model: TappedModel) -> None:

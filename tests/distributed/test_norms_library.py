@@ -1,7 +1,8 @@
 """The norms' library on models that a user builds equals autograd, sample by sample: fp64, relative 1e-10.
 
-Each case compares, in every mode: the norms, a weighted sum, and a sum of clipped gradients. With megatron-core's
-data-parallel wrapper the sums are those after `finalize_model_grads`; without it those in `.grad`.
+Each case compares, in every mode: the norms, a weighted sum, a sum of clipped gradients, and a sum with weights that
+are asked for group by group. With megatron-core's data-parallel wrapper the sums are those after
+`finalize_model_grads`; without it those in `.grad`.
 
 Not covered: Transformer Engine's layers, CUDA.
 """
@@ -41,6 +42,7 @@ from tests.distributed.user_models import (
 RTOL = 1e-10
 ROUTER_RTOL = 1e-6
 """megatron-core's router has a softmax in fp32: its backward of c times a loss is not c times that of the loss."""
+ROUTED = ("two_pass: clipped", "two_pass: by groups", "no handle")
 MODES = ("two_pass", "bookkeep", "stash", "inline")
 FACTORS = torch.tensor([0.5, -1.0, 0.0, 2.0], dtype=torch.float64)
 Case = tuple[str, str, str, dict[str, Any]]
@@ -165,9 +167,36 @@ def case_of(
                 if mode != "inline":
                     call = partial(clipped_grad_sum, handle, batches, per_sample, limit, mode=mode)
                     summed(f"{mode}: clipped", clips, call)
+                    seen: list[int] = []
+                    call = partial(by_groups, handle, batches, per_sample, limit, mode, seen)
+                    summed(f"{mode}: by groups", clips * torch.tensor(NUMBERS[replicas]), call)
+                    last = parallel_state.is_pipeline_last_stage(ignore_virtual=True)
+                    errors[f"{mode}: records of {seen}"] = float(sorted(seen) != list(range(len(mine))) * last)
         summed("no handle", clips, partial(clipped_grad_sum, given, batches, per_sample, limit))
         plain(chunks, bare, errors)
     return errors
+
+
+NUMBERS = {1: [1, 1, 2, 2], 2: [1, 1, 1, 1]}
+"""1 + the number of each sample's group on its replica, by the number of replicas."""
+
+
+def by_groups(handle: Any, batches: list[Batch], loss: Any, limit: float, mode: Any, seen: list[int]) -> Tensor:
+    """Groups of two samples, a window for each; `seen` gets the samples of the loss's records."""
+
+    def recorded(logits: Tensor, batch: Batch) -> tuple[Tensor, dict[str, Tensor]]:
+        assert batch.sample_index is not None
+        return loss(logits, batch), {"samples": batch.sample_index}
+
+    def rule(groups: Any, norms: Tensor) -> Tensor:
+        assert norms.shape == (len(groups), 2)
+        return (limit / norms.sqrt()).clamp(max=1) * (1 + torch.tensor(list(groups))[:, None])
+
+    norms, records = weighted_grad_sum(
+        handle, batches, recorded, rule, mode=mode, groups=2, window_tokens=1, records=True
+    )
+    seen += [n for record in records for n in record["samples"].tolist()]
+    return norms
 
 
 def plain(chunks: list[Any], bare: bool, errors: dict[str, float]) -> None:
@@ -199,7 +228,7 @@ def oracles(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def tolerance(name: str, what: str) -> float:
-    return ROUTER_RTOL if name.startswith("moe") and what in ("two_pass: clipped", "no handle") else RTOL
+    return ROUTER_RTOL if name.startswith("moe") and what in ROUTED else RTOL
 
 
 @pytest.mark.parametrize("world_size", CASES)

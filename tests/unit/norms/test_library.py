@@ -125,6 +125,9 @@ def scalar(logits: Tensor, batch: Batch) -> Tensor:
         ("loss", {"loss": scalar}),
         ("weights", {"weights": ONES / torch.tensor([1.0, 0.0, 1.0, 1.0])}),
         ("weights", {"weights": lambda w: w * math.nan, "mode": "stash"}),
+        ("weights", {"weights": lambda groups, w: w[:, :1], "mode": "stash", "groups": 2}),
+        ("groups", {"groups": 3}),
+        ("groups", {"groups": 0, "mode": "bookkeep"}),
     ],
 )
 def test_wrong_arguments_are_refused(where: str, options: dict[str, Any]) -> None:
@@ -181,6 +184,27 @@ def test_gradients_are_added_and_norms_leave_them_alone(mode: Any) -> None:
         weighted_grad_sum(model, [rows(samples())], mean_cross_entropy, ONES, mode=mode)
         for param, grad in zip(model.parameters(), once, strict=True):
             torch.testing.assert_close(param.main_grad, 2 * grad, rtol=1e-10, atol=1e-12)
+
+
+@pytest.mark.parametrize(
+    ("window_tokens", "asked"), [(None, [[0, 1, 2, 3]]), (20, [[0, 1], [2, 3]]), (1, [[0], [1], [2], [3]])]
+)
+def test_a_window_holds_whole_groups_up_to_its_tokens(window_tokens: int | None, asked: list[list[int]]) -> None:
+    """Mode bookkeep asks for the weights of a window at a time; the rows are padded to nine tokens."""
+    calls: list[list[int]] = []
+
+    def rule(groups: Any, norms: Tensor) -> Tensor:
+        calls.append(list(groups))
+        return torch.ones_like(norms)
+
+    gradients = []
+    for weights, options in ((ONES, {}), (rule, {"groups": 1, "window_tokens": window_tokens})):
+        model = ddp(build("qwen2")[0])
+        weighted_grad_sum(model, [rows(samples())], mean_cross_entropy, weights, mode="bookkeep", **options)
+        gradients.append([param.main_grad.clone() for param in model.parameters()])
+    assert calls == asked
+    for one, other in zip(*gradients, strict=True):
+        torch.testing.assert_close(one, other, rtol=1e-10, atol=1e-12)
 
 
 @pytest.mark.parametrize("mode", ["two_pass", "stash", "bookkeep", "inline"])
