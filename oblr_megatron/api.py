@@ -181,7 +181,7 @@ def _run(arguments: Sequence[str]) -> None:
         except KeyboardInterrupt:
             interrupted = True
             child.send_signal(signal.SIGINT)
-        except BaseException:
+        except BaseException:  # the command must not outlive its caller
             child.terminate()
             raise
     if interrupted or status in (-signal.SIGINT, EXIT_SIGNAL + signal.SIGINT):

@@ -72,7 +72,9 @@ def make_parser() -> Parser:
 
     add_eval_arguments(commands.add_parser("eval", help="measure the accuracy of a model on held-out sets"))
     add_convert_arguments(commands.add_parser("convert", help="convert between Hugging Face models and checkpoints"))
-    add_serve_arguments(commands.add_parser("serve", help="start a vLLM API server for rollout.servers"))
+    what = "start a rollout server, for runs with rollout.servers"
+    limits = "It answers no completions and no chat; for those start `vllm serve RUN_DIR/hf`."
+    add_serve_arguments(commands.add_parser("serve", help=what, description=f"{what}. {limits}"))
     for name, purpose in OPTIONAL.items():
         _add_optional_arguments(f"oblr-megatron {name}", commands.add_parser(name, help=purpose))
     add_doctor_arguments(commands.add_parser("doctor", help="show what is installed and what a run uses because of it"))

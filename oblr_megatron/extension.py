@@ -3,12 +3,15 @@
     add_arguments = extension("oblr-megatron plan")
 
 `oblr_megatron/extras/` and `studies/` may be deleted: nothing else imports them, and all else runs without them.
+`studies/` is not installed. It is found next to the package, in a clone, or in the current directory.
 """
 
 from __future__ import annotations
 
+import sys
 from importlib import import_module
 from importlib.util import find_spec
+from pathlib import Path
 from typing import Any
 
 from oblr_megatron.errors import UserError
@@ -30,16 +33,23 @@ def check_extension(name: str) -> None:
         UserError: its folder is missing.
     """
     module = EXTENSIONS[name].partition(":")[0]
+    if module.startswith("studies."):
+        _reach_studies()
     try:
         there = find_spec(module) is not None
     except ModuleNotFoundError:  # its parent
         there = False
     if not there:
-        raise UserError(
-            f"{module} is not in this installation",
-            where=name,
-            fix="run `pip install -e . --no-deps` in a complete copy of the repository",
-        )
+        studies = module.startswith("studies.")
+        what = "the studies live in the repository" if studies else f"{module} is not in this installation"
+        raise UserError(what, where=name, fix="run it from a complete clone of the repository")
+
+
+def _reach_studies() -> None:
+    roots = (Path(__file__).resolve().parents[1], Path())
+    found = next((str(root.absolute()) for root in roots if (root / "studies" / "study_command.py").is_file()), None)
+    if found is not None and found not in sys.path:
+        sys.path.append(found)
 
 
 def extension(name: str) -> Any:

@@ -15,6 +15,10 @@ from typing import Any
 
 from oblr_megatron.errors import UserError
 
+EMBEDDING = "embedding.word_embeddings.weight"
+OUTPUT = "output_layer.weight"
+"""megatron-core's names of the parameters of vocabulary size, which a model may tie."""
+
 
 @dataclass(frozen=True, slots=True)
 class Family:

@@ -28,6 +28,7 @@ from studies.results import ASKED_FILE, Key, asked_of, first_difference, is_whol
 LOG_FILE = "log.txt"
 POLL_S = 0.05
 WORKER = (sys.executable, "-m", "studies.worker")
+ROOT = Path(__file__).resolve().parents[1]
 FORKED = ("toy", "trl_grpo", "trl_rloo")  # for these backends, imports take as long as a short run
 
 
@@ -117,9 +118,15 @@ def spawned(command: Sequence[str], log: Path) -> subprocess.Popen[bytes]:
             stdin=subprocess.DEVNULL,
             stdout=file,
             stderr=subprocess.STDOUT,
-            env=os.environ | {"OMP_NUM_THREADS": "1"},
+            env=child_environment(),
             start_new_session=True,
         )
+
+
+def child_environment() -> dict[str, str]:
+    """The environment of a process with one thread that imports `studies`, which is not installed, from anywhere."""
+    path = filter(None, (str(ROOT), os.environ.get("PYTHONPATH")))
+    return os.environ | {"OMP_NUM_THREADS": "1", "PYTHONPATH": os.pathsep.join(path)}
 
 
 class Running:

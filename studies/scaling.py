@@ -14,7 +14,6 @@ from __future__ import annotations
 
 import argparse
 import json
-import os
 import subprocess
 import sys
 from collections.abc import Callable, Iterator, Sequence
@@ -36,6 +35,7 @@ from oblr_megatron.extras.planner.calibration import (
 )
 from oblr_megatron.extras.planner.constants import Machine, cpu_machine
 from oblr_megatron.extras.planner.setting import Setting
+from studies.jobs import child_environment
 from studies.scaling_cases import CASES, Case, case_named
 
 PHASES = ("gradient", "optimizer")  # "gradient" includes norms
@@ -141,7 +141,7 @@ def on_ranks(ranks: int, cases: Sequence[Case], file: Path, *, steps: int, memor
     launcher = ["-m", "oblr_megatron.runtime.launch", "--standalone", "--nproc-per-node", str(ranks)]
     script = ["-m", "studies.scaling_rank", str(file), *(case.name for case in cases)]
     options = ["--steps", str(steps), *(["--memory"] if memory else [])]
-    environment = os.environ | {"OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo"}
+    environment = child_environment() | {"GLOO_SOCKET_IFNAME": "lo"}
     log_file = file.with_suffix(".log")
     with log_file.open("w", encoding="utf-8") as output:
         try:

@@ -11,6 +11,7 @@ from __future__ import annotations
 import argparse
 import json
 import random
+import sys
 import time
 from collections.abc import Sequence
 from pathlib import Path
@@ -22,6 +23,7 @@ from tiny_model import EOS, build_model, build_tokenizer
 from transformers import PreTrainedTokenizerFast
 from transformers.utils import logging as transformers_logging
 
+sys.path.insert(0, str(Path(__file__).resolve().parents[2]))  # studies/ is not installed
 from studies.imitate import answered, imitate, padded
 
 NUM_HELDOUT = 256

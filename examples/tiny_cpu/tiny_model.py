@@ -6,9 +6,13 @@ and pipeline parallelism 2 therefore divide it.
 
 from __future__ import annotations
 
+import sys
+from pathlib import Path
+
 import torch
 from transformers import PreTrainedTokenizerFast, Qwen3Config, Qwen3ForCausalLM, Qwen3MoeConfig, Qwen3MoeForCausalLM
 
+sys.path.insert(0, str(Path(__file__).resolve().parents[2]))  # studies/ is not installed
 from studies.start import character_tokenizer
 
 EOS = "<eos>"

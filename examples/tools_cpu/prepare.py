@@ -22,10 +22,12 @@ from transformers.utils import get_json_schema
 from transformers.utils import logging as transformers_logging
 
 from oblr_megatron.environments.episode import observation_text
-from studies.imitate import IGNORED, imitate, padded
 
+sys.path.insert(0, str(Path(__file__).resolve().parents[2]))  # studies/ is not installed
 sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "tiny_cpu"))
 from tiny_model import build_model
+
+from studies.imitate import IGNORED, imitate, padded
 
 NUM_HELDOUT = 128
 HIDDEN, LAYERS, POSITIONS = 128, 2, 96

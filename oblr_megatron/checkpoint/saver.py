@@ -221,7 +221,7 @@ class Saver:
         return saved
 
     def _result(self) -> Saved:
-        assert self._pending is not None
+        assert self._pending is not None, "a save is in progress"
         with self._within_deadline():
             return self._pending.result(self._left())
 

@@ -27,7 +27,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from oblr_megatron.rewards.verifier.votes import answer_classes
+from oblr_megatron.rewards.votes import answer_classes
 
 Array = NDArray[np.float64]
 

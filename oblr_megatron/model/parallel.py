@@ -239,7 +239,7 @@ def end_process(main: Callable[[], int]) -> NoReturn:
     """
     try:
         status = main()
-    except Exception:
+    except Exception:  # any error: this rank must end without Python's teardown
         if not dist.is_initialized():
             raise
         traceback.print_exc()

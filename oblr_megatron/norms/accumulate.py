@@ -12,9 +12,10 @@ from typing import TYPE_CHECKING
 
 import torch
 
+from oblr_megatron.families import EMBEDDING
 from oblr_megatron.model.sq_norms import sq_norm
 from oblr_megatron.norms.embedding_rows import EmbeddingRows
-from oblr_megatron.norms.rules import EMBEDDING, Kind, Rule
+from oblr_megatron.norms.rules import Kind, Rule
 
 if TYPE_CHECKING:
     from torch import Tensor

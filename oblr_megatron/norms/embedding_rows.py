@@ -17,7 +17,8 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from oblr_megatron.norms.rules import EMBEDDING, OUTPUT, Kind, Rule
+from oblr_megatron.families import EMBEDDING, OUTPUT
+from oblr_megatron.norms.rules import Kind, Rule
 
 if TYPE_CHECKING:
     from torch import Tensor

@@ -13,9 +13,10 @@ from typing import TYPE_CHECKING
 
 import torch
 
+from oblr_megatron.families import OUTPUT
 from oblr_megatron.norms.embedding_rows import needs_rows
 from oblr_megatron.norms.products import product, sum_dtype
-from oblr_megatron.norms.rules import OUTPUT, Kind, Rule
+from oblr_megatron.norms.rules import Kind, Rule
 from oblr_megatron.norms.segments import (
     Segments,
     product_rows,
@@ -82,7 +83,7 @@ class NormSink:
         rule = self.rules[id(weight)]
         sample, row, grads = row_grads(rows, dy, self.segments)
         if needs_rows(rule, self.accumulator.parallel):
-            assert self.accumulator.rows is not None
+            assert self.accumulator.rows is not None, f"the rows of {rule.name} are not buffered"
             self.accumulator.rows.add_embedding(sample + self.slot, row, grads)
         elif self.accumulator.counts(rule):
             self.accumulator.own.index_add_(0, sample + self.slot, grads.to(torch.float64).square().sum(dim=1))

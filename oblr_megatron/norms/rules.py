@@ -34,6 +34,7 @@ from typing import TYPE_CHECKING
 from torch import nn
 
 from oblr_megatron.errors import UserError
+from oblr_megatron.families import EMBEDDING, OUTPUT
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -42,8 +43,6 @@ if TYPE_CHECKING:
     from oblr_megatron.model.tapped import TappedModel
 
 HEAD_NORMS = ("q_layernorm", "k_layernorm")  # children of megatron's attention modules, applied to the rank's own heads
-EMBEDDING = "embedding.word_embeddings.weight"
-OUTPUT = "output_layer.weight"
 EXPERT = ".experts."
 
 
@@ -167,7 +166,7 @@ def untapped_aside(rules: Sequence[Rule]) -> Iterator[None]:
         grad.zero_()
     try:
         yield
-    except BaseException:
+    except BaseException:  # the caller may catch it and go on
         for grad, value in zip(grads, before, strict=True):
             grad.copy_(value)
         raise

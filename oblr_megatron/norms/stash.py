@@ -10,12 +10,13 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
+from oblr_megatron.families import EMBEDDING, OUTPUT
 from oblr_megatron.model.step import run_schedule
 from oblr_megatron.model.taps import add_product, add_rows
 from oblr_megatron.norms.accumulate import NormAccumulator
 from oblr_megatron.norms.buffer import GradientBuffer
 from oblr_megatron.norms.products import product
-from oblr_megatron.norms.rules import EMBEDDING, OUTPUT, Kind, Rule, untapped_aside
+from oblr_megatron.norms.rules import Kind, Rule, untapped_aside
 from oblr_megatron.norms.segments import Segments, scale_grads
 
 if TYPE_CHECKING:

@@ -32,7 +32,7 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 from rich.table import Table
 from rich.text import Text
 
-from oblr_megatron.checks.lengths import max_model_len
+from oblr_megatron.checks.packages import installed_version
 from oblr_megatron.checks.run_dir import CONFIG_FILE, ROLLOUTS
 from oblr_megatron.formatting import duration, fixed, number, scientific
 from oblr_megatron.metrics import describe
@@ -360,10 +360,12 @@ def closing_lines(config: Config, report: Path | None) -> list[str]:
     if not model.is_dir():
         return places
     sets = "" if config.evaluate.data else " --data SET"
+    # `vllm` needs a distribution of this name, and vLLM's CPU build has another one.
+    server = "vllm serve" if installed_version("vllm") else "python -m vllm.entrypoints.openai.api_server --model"
     return [
         ", ".join([*places, f"model {model}"]),
         f"next: oblr-megatron eval --model {word(model)} --config {word(run_dir / CONFIG_FILE)}{sets}",
-        f"  or: oblr-megatron serve --model {word(model)} --max-model-len {max_model_len(config)}",
+        f"  or: {server} {word(model)}",
     ]
 
 

@@ -178,7 +178,7 @@ def _logged(run: Observed) -> Iterator[None]:
     """Append the traceback of a failure to RUN_DIR/logs/rank-R.log; the console gets one line."""
     try:
         yield
-    except Exception:
+    except Exception:  # the log names every error, then it goes on
         with suppress(OSError):  # a full disk
             folder = run.config.run_dir / LOGS
             folder.mkdir(exist_ok=True)

@@ -29,7 +29,7 @@ from oblr_megatron.checks.machine import (
     check_pushable,
     transformer_engine_chosen,
 )
-from oblr_megatron.checks.run_dir import CHECKPOINTS, CONFIG_FILE, check_run_dir
+from oblr_megatron.checks.run_dir import CHECKPOINTS, CONFIG_FILE
 from oblr_megatron.checks.vllm_options import check_processor, check_routes, check_vllm_options
 from oblr_megatron.data.packing import check_folds
 from oblr_megatron.data.prompts import PromptStream
@@ -77,15 +77,14 @@ class Inputs:
 def preflight(config: Config, world_size: int, *, owns_run_dir: bool = True) -> Inputs:
     """Check a run and open its inputs.
 
-    One rank `owns_run_dir`: it also checks the run directory and the servers, because no other rank uses them.
+    One rank `owns_run_dir`: it also checks what only this rank uses, such as the servers. The caller has checked the
+    run directory itself (`check_run_dir`), because the lock in it is taken before.
 
     Raises:
         UserError: the first problem.
     """
     check_time_left(config.checkpoint)
     check_trackers(config.log.trackers)
-    if owns_run_dir:
-        check_run_dir(config.run_dir, holds_run=config.checkpoint.resume != "none")
     model = check_hf_dir(config.model.path)
     model.hf_config()  # raises if transformers cannot read it
     check_layout(model.config, config, world_size)

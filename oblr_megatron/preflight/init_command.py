@@ -73,8 +73,10 @@ def init(options: argparse.Namespace) -> int:
     text = document(settings(model, data, out))
     config = parse_config(tomllib.loads(text), str(out))
 
+    from oblr_megatron.checks.run_dir import check_run_dir
     from oblr_megatron.preflight.checklist import preflight
 
+    check_run_dir(config.run_dir)
     preflight(config, 1)
     try:
         with out.open("x", encoding="utf-8") as file:

@@ -80,8 +80,8 @@ class ColocatedEngines(RecoveringEngines):
         if self._on_gpu:
             try:
                 self.until_done(lambda: None)
-            except BaseException:
-                self.close()  # an engine that did start holds GPU memory, and no one else can end it yet
+            except BaseException:  # an engine that did start holds GPU memory, and no one else can end it yet
+                self.close()
                 raise
 
     def sleep(self, level: int = 1) -> None:

@@ -77,7 +77,7 @@ class NcclTransport:
         try:
             # Shielded: a thread cannot be cancelled, and what it returns later must still be freed.
             await asyncio.gather(opened, asyncio.shield(joined))
-        except BaseException as error:
+        except BaseException as error:  # whatever ended the wait, the thread's group must be freed
             opened.cancel()
             joined.add_done_callback(_free)
             if isinstance(error, ServerRefusedError):

@@ -45,7 +45,7 @@ class ReplayEngine(RolloutEngine):
 
     def __init__(self, config: Config, parallel: Parallel) -> None:
         """Start before the first step of `rollout.replay`, which `check_replay` has checked."""
-        assert config.rollout.replay is not None
+        assert config.rollout.replay is not None, "only a replay has this engine"
         self._directory, self._rank = config.rollout.replay, parallel.rank
         self._with_routes = config.model.moe_routing_replay
         self._version = 0
@@ -87,7 +87,8 @@ class ReplayEngine(RolloutEngine):
     def generate(self, prompts: Sequence[Prompt], request: SamplingRequest) -> list[Sample]:
         """The saved responses to the last prompts taken. `check_replay` has compared sizes and temperature."""
         assert self._saved is not None and list(prompts) == self._saved.prompts, "only saved prompts have samples"
-        assert request.group_size * request.siblings == self._saved.group_size and not request.greedy
+        size = request.group_size * request.siblings
+        assert size == self._saved.group_size and not request.greedy, f"saved were groups of {self._saved.group_size}"
         return self._saved.samples
 
     def begin(self, prompts: Sequence[Prompt], request: SamplingRequest, reward: Reward | None = None) -> Complete:

@@ -29,7 +29,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from oblr_megatron.weights.names import EMBEDDING, OUTPUT, Entry, ModelShape, entry, layer_of, table, views
+from oblr_megatron.families import EMBEDDING, OUTPUT
+from oblr_megatron.weights.names import Entry, ModelShape, entry, layer_of, table, views
 from oblr_megatron.weights.pieces import Piece, pieces
 
 if TYPE_CHECKING:

@@ -28,7 +28,7 @@ from functools import lru_cache
 from typing import TYPE_CHECKING, Any, Literal, Protocol
 
 from oblr_megatron.checks.layout import num_experts
-from oblr_megatron.families import family_of, head_dim
+from oblr_megatron.families import EMBEDDING, OUTPUT, family_of, head_dim
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -105,9 +105,7 @@ class Entry:
     expert: int | None = None  # number of its expert, counted over all expert-parallel ranks
 
 
-EMBEDDING = "embedding.word_embeddings.weight"
 FINAL_NORM = "decoder.final_layernorm.weight"
-OUTPUT = "output_layer.weight"
 HF_EMBEDDING = "model.embed_tokens.weight"
 HF_OUTPUT = "lm_head.weight"
 

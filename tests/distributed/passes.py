@@ -17,13 +17,14 @@ from transformers import AutoConfig
 
 from oblr_megatron.checkpoint.hf import load_hf_weights
 from oblr_megatron.config import ModelConfig, ParallelConfig
+from oblr_megatron.families import OUTPUT
 from oblr_megatron.model.logprobs import vocab_parallel_logprobs
 from oblr_megatron.model.optimizer import grad_sq_norm
 from oblr_megatron.model.parallel import Parallel
 from oblr_megatron.model.policy import Policy, build_policy
 from oblr_megatron.model.step import reduce_data_parallel_grads, reduce_model_parallel_grads, run_schedule
 from oblr_megatron.types import MicroBatch, Sample
-from oblr_megatron.weights.names import OUTPUT, Entry, ModelShape, entry, views
+from oblr_megatron.weights.names import Entry, ModelShape, entry, views
 from tests.tiny import VOCAB
 
 TEMPERATURE = 0.7

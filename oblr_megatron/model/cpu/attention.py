@@ -50,7 +50,7 @@ class SdpaAttention(nn.Module):
         **_: Any,
     ) -> None:
         super().__init__()
-        assert config.kv_channels is not None
+        assert config.kv_channels is not None, "megatron-core's config sets the size of a head"
         assert pg_collection is not None, "megatron-core's attention passes its process groups"
         self.scale = softmax_scale if softmax_scale is not None else 1.0 / math.sqrt(config.kv_channels)
         self.cp_group = pg_collection.cp

@@ -151,7 +151,7 @@ class Feed:
             self._queue.put_nowait(json.dumps(message).encode() + b"\n")
 
     def _write(self) -> None:
-        assert self._process is not None and self._process.stdin is not None
+        assert self._process is not None and self._process.stdin is not None, "started with pipes"
         with suppress(OSError), self._process.stdin as stdin:  # the process has ended
             while not (self._ending.is_set() and self._queue.empty()):
                 line = self._queue.get()
@@ -160,7 +160,7 @@ class Feed:
                     stdin.flush()
 
     def _read(self) -> None:
-        assert self._process is not None and self._process.stdout is not None
+        assert self._process is not None and self._process.stdout is not None, "started with pipes"
         for line in self._process.stdout:
             error = json.loads(line)["error"]
             if error is None:

@@ -152,7 +152,7 @@ def _with_argument(gold_name: str, given: Named) -> Node:
 def _equal_relation(gold: Node, given: Node, symbolic: Symbolic) -> bool:
     if isinstance(gold, Relation):
         return isinstance(given, Relation) and symbolic(gold.text, given.text)
-    assert isinstance(given, Relation)
+    assert isinstance(given, Relation), "one of the two is a relation"
     if set(given.signs) != {"="} or not isinstance(gold, Leaf) or has_variable(gold.text):
         return False
     stated = [part for part in given.parts[:-1] if not has_variable(part)]  # "2 + 3 = 5" states its left side too

@@ -6,6 +6,7 @@ Not covered: whether the accepted versions work. docs/architecture.md says how t
 from __future__ import annotations
 
 import runpy
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
@@ -23,12 +24,12 @@ BOUNDED = [package for package in PACKAGES if package.accepted and package.name 
 
 @pytest.fixture
 def asked(monkeypatch: pytest.MonkeyPatch) -> dict[str, SpecifierSet]:
-    """The versions that setup.py asks for, over all its extras."""
+    """The versions that setup.py asks for, in an install and in all its extras."""
     arguments: dict[str, Any] = {}
     monkeypatch.setattr(setuptools, "setup", lambda **given: arguments.update(given))
     runpy.run_path(str(ROOT / "setup.py"))
-    found = [Requirement(text) for extra in arguments["extras_require"].values() for text in extra]
-    return {requirement.name: requirement.specifier for requirement in found}
+    texts = chain(arguments["install_requires"], *arguments["extras_require"].values())
+    return {requirement.name: requirement.specifier for requirement in map(Requirement, texts)}
 
 
 @pytest.mark.parametrize("package", BOUNDED, ids=lambda package: package.name)

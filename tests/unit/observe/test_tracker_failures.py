@@ -44,7 +44,7 @@ def test_an_address_that_refuses_costs_the_run_its_deadline_at_most(
     assert time.monotonic() - start < 20
     assert [record["step"] for record in read_metrics(config.run_dir)] == [1, 2, 3]
     assert said and said[-1].startswith(f"tracker {name}: ")
-    assert set(children_of(os.getpid())) == before
+    assert set(children_of(os.getpid())) <= before, "a child of earlier tests may end meanwhile"
 
 
 TRACKER = """

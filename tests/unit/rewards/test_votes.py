@@ -8,7 +8,7 @@ from fractions import Fraction
 import pytest
 
 from oblr_megatron.rewards.verifier.compare import canonical
-from oblr_megatron.rewards.verifier.votes import answer_classes
+from oblr_megatron.rewards.votes import answer_classes
 
 
 @pytest.mark.parametrize(

@@ -8,7 +8,10 @@ from __future__ import annotations
 
 import fcntl
 import json
+import os
 import random
+import shutil
+import subprocess
 import sys
 from pathlib import Path
 
@@ -24,7 +27,7 @@ from studies.study_command import STUDIES
 from studies.summary import summarise
 from studies.tasks import TASKS
 from tests.unit.studies.runs import key_of, worker
-from tests.unit.test_imports import loaded_by
+from tests.unit.test_imports import ROOT, loaded_by
 
 SHAPE = (4, 2)
 PLAN = """
@@ -159,10 +162,20 @@ def test_the_command_line_needs_no_torch() -> None:
     assert loaded_by(names, ("torch", "transformers", "matplotlib", "scipy", "vllm")) == []
 
 
-def test_a_missing_studies_package_is_one_line(monkeypatch, capsys) -> None:
-    monkeypatch.setitem(sys.modules, "studies.study_command", None)  # as if it were not installed
-    assert main(["study", "curves", "plan.toml", "--out", "x"]) == EXIT_USER
-    assert "Fix: run `pip install" in capsys.readouterr().err
+def test_an_installed_package_finds_the_studies_of_a_clone_only(tmp_path: Path) -> None:
+    """The package alone is copied, as pip installs it."""
+    shutil.copytree(ROOT / "oblr_megatron", tmp_path / "site" / "oblr_megatron")
+
+    def study(place: Path) -> subprocess.CompletedProcess[str]:
+        command = [sys.executable, "-m", "oblr_megatron.cli", "study", "curves", "--help"]
+        environment = os.environ | {"PYTHONPATH": str(tmp_path / "site"), "PYTHONSAFEPATH": "1"}
+        return subprocess.run(command, cwd=place, env=environment, capture_output=True, text=True, check=False)
+
+    refused = study(tmp_path)
+    assert refused.returncode == EXIT_USER and refused.stderr.count("\n") == 1
+    assert "the studies live in the repository" in refused.stderr and "a complete clone" in refused.stderr
+    found = study(ROOT)
+    assert found.returncode == 0 and "--out" in found.stdout, found.stderr
 
 
 @pytest.mark.parametrize("study", STUDIES)
