@@ -20,10 +20,12 @@ EXTENSIONS = {
     "oblr-megatron plan": "oblr_megatron.extras.planner.plan_command:add_arguments",
     "oblr-megatron quantize": "oblr_megatron.extras.quantize.quantize_command:add_arguments",
     "oblr-megatron study": "studies.study_command:add_arguments",
+    "data reasoning_gym": "oblr_megatron.extras.gym.rows",
+    "reward reasoning_gym": "oblr_megatron.extras.gym.reward",
     "log.trackers mlflow": "oblr_megatron.extras.mlflow:MlflowTracker",
     "log.trackers trackio": "oblr_megatron.extras.trackio:TrackioTracker",
 }
-"""What a user asks for -> "module:attribute" that provides it."""
+"""What a user asks for -> the module, or "module:attribute", that provides it."""
 
 
 def check_extension(name: str) -> None:
@@ -60,4 +62,5 @@ def extension(name: str) -> Any:
     """
     check_extension(name)
     module, _, attribute = EXTENSIONS[name].partition(":")
-    return getattr(import_module(module), attribute)
+    found = import_module(module)
+    return getattr(found, attribute) if attribute else found

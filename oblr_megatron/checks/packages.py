@@ -102,16 +102,3 @@ def require_scipy() -> None:
     """
     if find_spec("scipy") is None:
         raise UserError("scipy is not installed", where="study", fix="pip install 'oblr-megatron[study]'")
-
-
-def require_reasoning_gym(where: str) -> None:
-    """Refuse a source or reward that needs reasoning-gym if it is not installed, or in a version that is not accepted.
-
-    Raises:
-        UserError: see above.
-    """
-    found = REASONING_GYM.found
-    if found is None or not REASONING_GYM.accepts(found[1]):
-        what = f"reasoning-gym {found[1]} is installed" if found else "reasoning-gym is not installed"
-        what += f", {REASONING_GYM.accepted} is accepted" if found else ""
-        raise UserError(what, where=where, fix="pip install 'oblr-megatron[gym]'")

@@ -28,7 +28,7 @@ CONVENTION_NAMES = (
 GYM_PREFIX = "reasoning_gym:"
 MOST_ROWS = 1_000_000
 LONGEST_NAME = 200  # of a set, in bytes: it is a part of file names
-"""Most rows of a generated source; each seed has a range of its own (data/gym.py)."""
+"""Most rows of a generated source; each seed has a range of its own (extras/gym/rows.py)."""
 STORED_KEYS = ("convention", "subset", "split", "revision", "question_column", "answer_column")
 GENERATED_KEYS = ("size", "seed", "options")
 

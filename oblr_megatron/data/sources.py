@@ -2,7 +2,7 @@
 
 JSONL has its own line reader, so that a malformed line costs only that line; the JSON loader of `datasets` would refuse
 the whole file. Everything else (parquet, directories, hub data sets) goes through `datasets`, which streams local files
-without a copy in its cache. Tasks of reasoning-gym are generated (gym.py).
+without a copy in its cache. Tasks of reasoning-gym are generated (extras/gym/).
 """
 
 from __future__ import annotations
@@ -21,11 +21,11 @@ from typing import Any, Literal, NamedTuple
 from oblr_megatron.config.data import SourceConfig
 from oblr_megatron.config.run import validated
 from oblr_megatron.data.conventions import CONVENTIONS, GENERATED, PLAIN, Convention
-from oblr_megatron.data.gym import gym_rows
 from oblr_megatron.errors import UserError
+from oblr_megatron.extension import extension
 from oblr_megatron.formatting import searched_from
-from oblr_megatron.rewards.gym import make_task
 
+GYM = "data reasoning_gym"
 _HUB_NAME = re.compile(r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*")
 _FILE_SUFFIXES = (".json", ".jsonl", ".parquet", ".csv", ".arrow", ".txt", ".gz")
 _NOT_READ = (".csv", ".tsv", ".arrow", ".gz", ".bz2", ".xz", ".zst", ".zip")
@@ -106,7 +106,7 @@ def open_source(source: SourceConfig, *, training: bool = False) -> Iterator[Rec
     """
     path, kind = Path(source.path), kind_of(source)
     if kind == "generated":
-        for number, row in enumerate(gym_rows(source, training=training)):
+        for number, row in enumerate(extension(GYM).gym_rows(source, training=training)):
             yield Record(source.gym_task, number, row, source.path)
     elif kind == "file":
         yield from _file(path)
@@ -126,7 +126,7 @@ def kind_of(source: SourceConfig) -> Literal["file", "pattern", "directory", "hu
         UserError: nothing has this name, or rows cannot be generated as asked.
     """
     if source.gym_task:
-        make_task(source.gym_task, source.options, where=source.path)  # raises if it cannot generate rows
+        extension(GYM).make_task(source.gym_task, source.options, where=source.path)  # raises
         return "generated"
     if os.path.isfile(source.path):
         return "file"

@@ -1,7 +1,7 @@
 """Rewards: score responses. `registry` builds a reward from its name; The processes of `processes/` run untrusted code.
 
 registry.py   rewards by name, and "exact_match": base.py (the interface), math.py, format.py, overlong.py,
-              function.py (the user's), http.py (a service), gym.py (reasoning-gym's tasks), combined.py (weighted sum)
+              function.py (the user's), http.py (a service), combined.py (weighted sum)
 shared.py     divides the scoring among the replicas of a run
 votes.py      groups equal answers for majority votes
 verifier/     exact comparison of mathematical answers:

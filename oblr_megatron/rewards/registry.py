@@ -8,14 +8,13 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Sequence
 from typing import TYPE_CHECKING
 
-from oblr_megatron.checks.packages import require_reasoning_gym
 from oblr_megatron.config.reward import RewardConfig, RewardTermConfig
 from oblr_megatron.errors import UserError
+from oblr_megatron.extension import extension
 from oblr_megatron.rewards.base import Fault, Reward, RewardResult, SampleReward, pair
 from oblr_megatron.rewards.combined import CombinedReward, Term
 from oblr_megatron.rewards.format import PatternFormatReward, check_pattern, keeps_to_box
 from oblr_megatron.rewards.function import FunctionReward, check_function
-from oblr_megatron.rewards.gym import GYM_REWARDS, GymReward
 from oblr_megatron.rewards.http import HttpReward, bearer_key, check_service, is_url
 from oblr_megatron.rewards.math import MathReward
 from oblr_megatron.rewards.overlong import check_overlong, punishment
@@ -66,17 +65,23 @@ def _fault(sample: Sample) -> Fault | None:
     return None
 
 
+GYM = "reward reasoning_gym"
+GYM_REWARDS = ("reasoning_gym", "reasoning_gym:whole")
 Make = Callable[[RewardConfig, int], Reward]  # from the section [reward] and rollout.max_response_tokens
 
 
-def _by_answer(kind: type[MathReward | GymReward], extract: Callable[[str], str | None]) -> Make:
-    return lambda config, tokens: kind(extract, num_workers=config.num_workers, deadline_s=config.timeout_s)
+def _by_answer(extract: Callable[[str], str | None]) -> Make:
+    return lambda config, tokens: MathReward(extract, num_workers=config.num_workers, deadline_s=config.timeout_s)
+
+
+def _by_task(name: str) -> Make:
+    return lambda config, tokens: extension(GYM).GymReward(name, config)
 
 
 REWARDS: dict[str, Make] = {
     "exact_match": lambda config, tokens: ExactMatchReward(),
-    **{name: _by_answer(MathReward, extract) for name, extract in EXTRACTIONS.items()},
-    **{name: _by_answer(GymReward, extract) for name, extract in GYM_REWARDS.items()},
+    **{name: _by_answer(extract) for name, extract in EXTRACTIONS.items()},
+    **{name: _by_task(name) for name in GYM_REWARDS},
     "format": lambda config, _: PatternFormatReward(config) if config.format_pattern else SampleReward(keeps_to_box),
     "environment": lambda config, tokens: EnvironmentReward(),
     "overlong": lambda config, tokens: SampleReward(
@@ -148,7 +153,7 @@ def takes_rows(config: RewardConfig) -> bool:
     """
     functions = [name for name in config.names if ":" in name and name not in REWARDS and not is_url(name)]
     kinds = [check_function(name, "config: reward") for name in functions]
-    generated = not GYM_REWARDS.keys().isdisjoint(config.names)
+    generated = not set(GYM_REWARDS).isdisjoint(config.names)
     sent = config.send_rows and any(map(is_url, config.names))
     return generated or sent or any(kind.takes_row for kind in kinds)
 
@@ -171,7 +176,7 @@ def _check(name: str, config: RewardConfig, max_response_tokens: int, where: str
     if name == "format":
         check_pattern(config.format_pattern)
     elif name in GYM_REWARDS:
-        require_reasoning_gym(where)
+        extension(GYM).check_package(where)
     elif name == "overlong":
         check_overlong(max_response_tokens, config.overlong_buffer_tokens)
     elif is_url(name):

@@ -23,7 +23,7 @@ import string
 from functools import cache
 from typing import Any
 
-from oblr_megatron.rewards.gym import make_task
+from oblr_megatron.extras.gym.reward import make_task
 from studies.tasks.base import Row, Skill, Task
 
 SKILLS: dict[Skill, float] = {"low": 0.1, "middle": 0.35, "high": 0.7}

@@ -15,8 +15,7 @@ import pytest
 from oblr_megatron.config import RewardConfig
 from oblr_megatron.errors import UserError
 from oblr_megatron.rewards.base import Reward
-from oblr_megatron.rewards.gym import GYM_REWARDS
-from oblr_megatron.rewards.registry import REWARDS, build_reward, check_reward, one_line
+from oblr_megatron.rewards.registry import GYM_REWARDS, REWARDS, build_reward, check_reward, one_line
 from tests.unit.processes.conftest import unhurried
 from tests.unit.rewards.conftest import batch
 

@@ -5,7 +5,7 @@ The text of the last <answer>...</answer> is scored, as in the package; a respon
 tasks.
 
 The package reasoning-gym is imported on first use. This takes two seconds and imports sympy and matplotlib. Ranks
-import it to check a source (data/sources.py). Other processes do the work: one generates rows (data/gym.py), and
+import it to check a source (data/sources.py). Other processes do the work: one generates rows (rows.py), and
 workers score answers under a deadline.
 """
 
@@ -15,19 +15,20 @@ import ast
 import difflib
 import re
 import sys
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import MISSING, fields
 from functools import lru_cache
 from typing import Any
 
-from oblr_megatron.checks.packages import require_reasoning_gym
+from oblr_megatron.checks.packages import REASONING_GYM
 from oblr_megatron.config.data import GYM_PREFIX
+from oblr_megatron.config.reward import RewardConfig
 from oblr_megatron.errors import UserError
 from oblr_megatron.processes.pool import Pool
 from oblr_megatron.rewards.base import PooledReward, RewardResult, pair, score_answers
 from oblr_megatron.types import Prompt, Sample
 
-COLUMN = "reasoning_gym"  # of a generated row; see data/gym.py
+COLUMN = "reasoning_gym"  # of a generated row; see rows.py
 NOT_TASKS = ("composite",)  # it mixes other tasks, as several sources of data.train do
 OWN_OPTIONS = ("seed", "size")  # of every task; keys of a source
 MAX_CAUSE = 200  # characters of the package's own message
@@ -55,6 +56,19 @@ _READ = ("algorithmic.binary_matrix", "algorithmic.spiral_matrix", "algorithmic.
 """Modules that read an answer in Python's notation for lists with `eval`."""
 
 
+def check_package(where: str) -> None:
+    """Refuse a source or reward if reasoning-gym is not installed, or in a version that is not accepted.
+
+    Raises:
+        UserError: see above.
+    """
+    found = REASONING_GYM.found
+    if found is None or not REASONING_GYM.accepts(found[1]):
+        what = f"reasoning-gym {found[1]} is installed" if found else "reasoning-gym is not installed"
+        what += f", {REASONING_GYM.accepted} is accepted" if found else ""
+        raise UserError(what, where=where, fix="pip install 'oblr-megatron[gym]'")
+
+
 def make_task(name: str, options: Mapping[str, Any], *, seed: int = 0, size: int = 1, where: str = "") -> Any:
     """The package's data set for a task: `size` items, each a function of the seed and its index.
 
@@ -68,7 +82,7 @@ def make_task(name: str, options: Mapping[str, Any], *, seed: int = 0, size: int
     Raises:
         UserError: the package is not installed, has no task of this name, or the task refuses its options.
     """
-    require_reasoning_gym(where)
+    check_package(where)
     from reasoning_gym.factory import DATASETS
 
     names = sorted(DATASETS.keys() - set(NOT_TASKS))
@@ -106,21 +120,20 @@ def extracted(response: str) -> str | None:
     return next((answer.strip() for _, mark, answer in reversed(pieces) if mark), None)
 
 
-GYM_REWARDS: dict[str, Callable[[str], str | None]] = {
-    "reasoning_gym": extracted,
-    "reasoning_gym:whole": lambda response: response.strip() or None,
-}
-"""Rewards by name, each with the text that it scores."""
+def whole(response: str) -> str | None:
+    """The response, trimmed; None if nothing is left."""
+    return response.strip() or None
 
 
 class GymReward(PooledReward):
     """Scores a batch; identical answers to the same question are scored once."""
 
-    def __init__(self, extract: Callable[[str], str | None], *, num_workers: int, deadline_s: float) -> None:
-        """`extract` returns the answer in a response, or None."""
+    def __init__(self, name: str, config: RewardConfig) -> None:
+        """`name` is "reasoning_gym" or "reasoning_gym:whole"."""
         target, prepare = f"{__name__}:score", f"{__name__}:warm_up"
-        super().__init__(Pool(target, num_workers=num_workers, deadline_s=deadline_s, prepare=prepare))
-        self._extract = extract
+        pool = Pool(target, num_workers=config.num_workers, deadline_s=config.timeout_s, prepare=prepare)
+        super().__init__(pool)
+        self._extract = whole if name.endswith(":whole") else extracted
 
     def score(self, prompts: Sequence[Prompt], samples: Sequence[Sample]) -> RewardResult:
         """The tasks' scores; see `Reward.score`."""

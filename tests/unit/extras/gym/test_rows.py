@@ -23,12 +23,12 @@ from transformers import PreTrainedTokenizerFast
 from oblr_megatron.checks.packages import REASONING_GYM
 from oblr_megatron.config import parse_config
 from oblr_megatron.config.data import MOST_ROWS, SourceConfig
-from oblr_megatron.data.gym import NO_GOLD, gym_rows, package_seed, plain, request_of, rows
 from oblr_megatron.data.prompt_set import read_prompts
 from oblr_megatron.data.prompts import PromptStream
 from oblr_megatron.data.sources import kind_of, named_source, open_source
 from oblr_megatron.errors import UserError
-from oblr_megatron.rewards.gym import NOT_TASKS
+from oblr_megatron.extras.gym.reward import NOT_TASKS
+from oblr_megatron.extras.gym.rows import NO_GOLD, gym_rows, package_seed, plain, request_of, rows
 from tests.unit.data.conftest import config, stream
 
 SMALL = {"max_value": 30}
@@ -44,7 +44,8 @@ def gym(name: str = "gcd", **values: Any) -> SourceConfig:
 def in_this_process(monkeypatch: pytest.MonkeyPatch) -> None:
     """Sources generate their rows here, for tests of what happens to the rows."""
     monkeypatch.setattr(
-        "oblr_megatron.data.sources.gym_rows", lambda source, *, training: rows(request_of(source, training=training))
+        "oblr_megatron.extras.gym.rows.gym_rows",
+        lambda source, *, training: rows(request_of(source, training=training)),
     )
 
 
@@ -86,13 +87,13 @@ def test_a_held_out_set_is_generated_once(monkeypatch: pytest.MonkeyPatch) -> No
         asked.append(training)
         return rows(request_of(source, training=training))
 
-    monkeypatch.setattr("oblr_megatron.data.gym._generated", here)
+    monkeypatch.setattr("oblr_megatron.extras.gym.rows._generated", here)
     source = gym(size=3, seed=1999)
     assert list(gym_rows(source, training=False)) == list(gym_rows(source, training=False))
     assert asked == [False]
     list(gym_rows(source, training=True)), list(gym_rows(source, training=True))
     assert asked == [False, True, True]
-    monkeypatch.setattr("oblr_megatron.data.gym.KEPT_ROWS", 2)
+    monkeypatch.setattr("oblr_megatron.extras.gym.rows.KEPT_ROWS", 2)
     list(gym_rows(source, training=False))
     assert len(asked) == 4
 
@@ -108,7 +109,7 @@ def test_number_of_rows_by_role() -> None:
 SCRIPT = """
 import json
 from oblr_megatron.config.data import SourceConfig
-from oblr_megatron.data.gym import gym_rows
+from oblr_megatron.extras.gym.rows import gym_rows
 sources = [SourceConfig(path="reasoning_gym:" + name, size=2) for name in {names!r}]
 print(json.dumps([list(gym_rows(source, training=True)) for source in sources]))
 """
@@ -253,7 +254,7 @@ def test_the_process_reports_its_own_failure() -> None:
 
 
 def test_an_item_without_a_solution_ends_in_one_line(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("oblr_megatron.data.gym.ROW_S", 1.0)
+    monkeypatch.setattr("oblr_megatron.extras.gym.rows.ROW_S", 1.0)
     with pytest.raises(UserError) as caught:
         values(gym("puzzle24", size=1, options={"max_value": 1}))
     assert "more than 1 s for an item" in caught.value.what and caught.value.fix
@@ -262,7 +263,7 @@ def test_an_item_without_a_solution_ends_in_one_line(monkeypatch: pytest.MonkeyP
 @pytest.mark.slow
 def test_gold_answers_of_every_fast_task_score_one() -> None:
     """Also after the entry was written and read. Tasks without a gold answer are left out."""
-    from oblr_megatron.rewards.gym import score
+    from oblr_megatron.extras.gym.reward import score
 
     slow = {"knight_swap", "intermediate_integration", "futoshiki", "sokoban", "zebra_puzzles"}
     checked = 0

@@ -1,6 +1,6 @@
 """The reward "reasoning_gym": the tasks' own scores, through the worker processes.
 
-The oracle is the package, called directly. Not covered: all tasks (tests/unit/data/test_gym.py).
+The oracle is the package, called directly. Not covered: all tasks (test_rows.py).
 """
 
 from __future__ import annotations
@@ -16,9 +16,9 @@ from reasoning_gym.utils import extract_answer
 
 from oblr_megatron.config import RewardConfig, parse_config, with_own_scores
 from oblr_megatron.config.data import SourceConfig
-from oblr_megatron.data import gym
 from oblr_megatron.errors import UserError
-from oblr_megatron.rewards.gym import EVALUATED, extracted, make_task, score, warm_up
+from oblr_megatron.extras.gym import rows as gym
+from oblr_megatron.extras.gym.reward import EVALUATED, extracted, make_task, score, warm_up
 from oblr_megatron.rewards.registry import build_reward, check_reward, check_rows, data_for, takes_rows
 from oblr_megatron.types import Prompt, Sample
 

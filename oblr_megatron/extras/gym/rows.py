@@ -2,11 +2,11 @@
 
 Each seed selects two ranges of the package's seeds: one for training, one for evaluation and exclusion. Item i of a
 task is a function of package seed + i, so that the ranges share no item. Two items may still ask the same question; the
-overlap check drops those from the training rows (training.py).
+overlap check drops those from the training rows (data/training.py).
 
 This module is also the process that generates the rows. It prints one JSON object a line:
 
-    python -m oblr_megatron.data.gym REQUEST
+    python -m oblr_megatron.extras.gym.rows REQUEST
     {"name": "gcd", "options": {}, "seed": 0, "size": 2, "where": "", "row_s": 60, "parent": 4711}
 
     {"question": "Find the ...", "answer": "12", "reasoning_gym": {"name": "gcd", "options": {}, "entry": "{...}"}}
@@ -35,7 +35,7 @@ from typing import Any
 
 from oblr_megatron.config.data import MOST_ROWS, SourceConfig
 from oblr_megatron.errors import RunError, UserError
-from oblr_megatron.rewards.gym import COLUMN, cause_of, make_task
+from oblr_megatron.extras.gym.reward import COLUMN, cause_of, make_task
 from oblr_megatron.runtime.processes import die_with
 
 Row = dict[str, Any] | str  # or the reason why it cannot be generated
@@ -72,7 +72,7 @@ def _held_out(source: str) -> tuple[Row, ...]:
 
 
 def _generated(source: SourceConfig, *, training: bool) -> Iterator[Row]:
-    command = [sys.executable, "-m", "oblr_megatron.data.gym", json.dumps(request_of(source, training=training))]
+    command = [sys.executable, "-m", "oblr_megatron.extras.gym.rows", json.dumps(request_of(source, training=training))]
     environment = os.environ | {"PYTHONHASHSEED": "0"}
     with (
         tempfile.TemporaryFile() as errors,
