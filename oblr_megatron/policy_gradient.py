@@ -8,7 +8,6 @@ from dataclasses import asdict, replace
 from typing import TYPE_CHECKING
 
 import torch
-from torch.nn.utils.rnn import pad_sequence
 
 from oblr_megatron.engine.protocol import call_seed
 from oblr_megatron.errors import BrokenStepError
@@ -52,11 +51,8 @@ class PolicyGradient:
         self._sums = gradients.begin(whole=whole)
         self._norms_sq = torch.zeros(self._units.num_prompts, self._units.group_size, dtype=torch.float64)
         self._exact = torch.zeros_like(self._norms_sq)  # of the samples that estimates are compared with
-        self._energies: dict[int, Tensor] = {}  # [G, T] of each prompt, for a token-wise baseline
         self._measured = self._of_norms()
-        self._sums_samples = (
-            config.measures_norms and config.gradnorm.sample_fraction == 1 and not config.algo.token_wise
-        )
+        self._sums_samples = config.measures_norms and config.gradnorm.sample_fraction == 1
         self._sample_sq_norm = 0.0
         self._later: list[tuple[Wave, AdvantageRule, Tensor]] = []  # further updates, with log pi_old [n, T]
 
@@ -116,7 +112,7 @@ class PolicyGradient:
         config, active, chosen = self._config, advantage.active, list(wave.positions)
         if config.uses_norms:
             self._exact[chosen] = self._check(wave, active)
-        found, energies = self._gradients.add(
+        found = self._gradients.add(
             self._sums,
             wave.positions,
             wave.samples,
@@ -124,13 +120,10 @@ class PolicyGradient:
             active,
             norms_wanted=config.uses_norms,
             measured=None if self._measured is None else self._measured[chosen],
-            token_coefficients_of=advantage.of_tokens,
             timer=self._timer,
         )
         norms_sq = found.view(len(chosen), -1)
         self._norms_sq[chosen] = norms_sq
-        if energies is not None:
-            self._energies |= dict(zip(chosen, energies.view(*norms_sq.shape, -1), strict=True))
         if self._sums_samples:
             coefficients = advantage(range(len(norms_sq)), norms_sq)
             self._sample_sq_norm += float((coefficients**2 * norms_sq.nan_to_num(posinf=0.0)).sum())
@@ -164,9 +157,6 @@ class PolicyGradient:
         if self._momentum is not None:
             with self._timer("gradient"):
                 stats = replace(stats, momentum_dot=self._momentum.take(stats.sq_norm))
-        if self._energies:
-            parts = [self._energies[position].T for position in sorted(self._energies)]  # [T, G] of each prompt
-            record.energies = pad_sequence(parts, batch_first=True).mT.flatten(0, 1)
         record.stats = stats
         return stats, self._norms_sq.view(self._config.num_prompts, -1)
 

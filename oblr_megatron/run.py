@@ -12,7 +12,7 @@ import torch
 from oblr_megatron.algo.advantage import usual
 from oblr_megatron.algo.formulas import NO_HISTORY, History
 from oblr_megatron.algo.noise_split import NoiseSplit
-from oblr_megatron.algo.pools import Pools, TokenPools, pools_of
+from oblr_megatron.algo.pools import Pools, pools_of
 from oblr_megatron.algo.schedule import Schedule, build_schedule
 from oblr_megatron.algo.weighting import first_guess
 from oblr_megatron.checkpoint.distributed import load_training_state, load_weights, training_state
@@ -57,7 +57,7 @@ class Run:
     gradients: TrainingGradient
     saver: Saver
     noise: NoiseSplit
-    pools: Pools | TokenPools | None = None  # rewards of earlier steps, for the baselines that read them
+    pools: Pools | None = None  # rewards of earlier steps, for the baselines that read them
     momentum: GradientMomentum | None = None  # of the estimator with this name
     usual_norm: float = 0.0  # mean w of the steps so far
     facts: Facts = field(default_factory=dict)  # what a checkpoint records, as of the last step boundary
@@ -115,8 +115,7 @@ class Run:
         self.noise.observe(stats)
         record.metrics |= self.schedule.metrics() | self.noise.metrics()
         if self.pools is not None:
-            weights = norms_sq if record.energies is None else record.energies
-            self.pools.observe(record.prompts, scored, weights, history)
+            self.pools.observe(record.prompts, scored, norms_sq, history)
             record.metrics |= self.pools.metrics()
 
     def history(self, prompts: Sequence[Prompt]) -> History:

@@ -251,4 +251,3 @@ class StepGradient:
 
     norms_sq: Tensor  # [N] fp64, w measured or estimated; 0 for groups that were left out
     stats: GradientStats
-    energies: Tensor | None = None  # [N, T] fp64 of the response tokens; None unless the baseline is token-wise

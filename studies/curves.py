@@ -208,6 +208,7 @@ class Curves:
             "evaluate_every": plan.evaluate_every,
             "evaluation_samples": plan.evaluation_samples,
             "norm_source": plan.arms[key.arm].norm_source,
+            "token_baseline": plan.arms[key.arm].token_baseline,
             "algo": merged(plan.algo(key.arm), rates),
             "optimizer": merged(plan.optimizer(key.arm), {"lr": key.cell.lr}),
         }

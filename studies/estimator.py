@@ -14,13 +14,15 @@ from oblr_megatron.algo.baseline import advantages
 from oblr_megatron.algo.formulas import NO_HISTORY, History
 from oblr_megatron.algo.kl import kl_slope
 from oblr_megatron.algo.loss import sample_coefficients
-from oblr_megatron.algo.token_baseline import token_advantages
 from oblr_megatron.config.algo import AlgoConfig
 from oblr_megatron.types import GradientStats
 from studies.policy import Drawn, ToyPolicy
+from studies.token_baseline import otb
 
 NormSource = Literal["exact", "logit", "length"]
 """What w is, as in `gradnorm.source` of a training run."""
+TokenBaseline = Literal["none", "otb"]
+"""A baseline with a value for each token (token_baseline.py), in place of `algo.baseline`."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,7 +45,7 @@ class Estimate:
     gradient: Tensor
     norms_sq: Tensor
     stats: GradientStats
-    weights: Tensor  # w as baselines and pools read it: [Q, G], or the energies [N, T] for a token-wise baseline
+    weights: Tensor  # [Q, G] w as baselines and pools read it
 
 
 class Estimator:
@@ -55,6 +57,7 @@ class Estimator:
         reference: the KL penalty's reference model; None without a penalty.
         source: what baselines and pools read as w. The statistics use exact norms in any case.
         token_scale: divisor of the constant aggregation if `algo.token_scale` is None.
+        token_baseline: replaces the baseline of `algo`.
     """
 
     def __init__(
@@ -64,8 +67,10 @@ class Estimator:
         reference: ToyPolicy | None = None,
         source: NormSource = "exact",
         token_scale: float = 1.0,
+        token_baseline: TokenBaseline = "none",
     ) -> None:
         self._policy, self._algo, self._reference, self._source = policy, algo, reference, source
+        self._token_baseline = token_baseline
         self._token_scale = algo.token_scale or token_scale
         self._average = torch.zeros(policy.num_parameters, dtype=policy.model.dtype)  # of past gradients
         self._count = 0
@@ -79,13 +84,14 @@ class Estimator:
         """
         rows, logits, tokens, mask = self._policy.scored(batch.samples)  # S [N, P], [N, T, V], [N, T], [N, T]
         norms_sq = squares(rows)
-        weights = self._weights(batch, norms_sq, energies(logits, tokens) * mask)
-        coefficients = self._coefficients(batch, history, weights)
+        of_tokens = energies(logits, tokens) * mask  # [N, T]
+        weights = self._weights(batch, norms_sq, of_tokens)
+        coefficients = self._coefficients(batch, history, weights, of_tokens)
         num_folds = len(batch.rewards) if self._algo.snr.estimator == "prompts" else self._algo.snr.num_folds
         if coefficients.dim() == 1 and self._reference is None:
             folds = fold_gradients(rows, coefficients, num_folds)
         else:
-            folds = self._token_wise(batch, coefficients, num_folds)
+            folds = self._folds_of_tokens(batch, coefficients, num_folds)
         gradient = folds.mean(0)
         logprobs = logits.log_softmax(-1)
         stats = GradientStats(
@@ -104,8 +110,6 @@ class Estimator:
 
     def _weights(self, batch: Batch, norms_sq: Tensor, of_tokens: Tensor) -> Tensor:
         """`Estimate.weights`, from exact norms [N] and energies [N, T]."""
-        if self._algo.token_wise:
-            return of_tokens
         match self._source:
             case "exact":
                 return norms_sq.view(batch.rewards.shape)
@@ -114,21 +118,20 @@ class Estimator:
             case "length":
                 return batch.lengths.to(torch.float64)
 
-    def _coefficients(self, batch: Batch, history: History, weights: Tensor) -> Tensor:
+    def _coefficients(self, batch: Batch, history: History, weights: Tensor, of_tokens: Tensor) -> Tensor:
         """Coefficients c [N], or [N, T] for a token-wise baseline."""
         algo, rewards, lengths = self._algo, batch.rewards, batch.lengths
-        if algo.token_wise:
-            values = token_advantages(algo.baseline, rewards, weights, lengths, history)
-        else:
-            values = advantages(algo.baseline, rewards, weights, lengths, algo, history).flatten()
-        return self._scaled(values, batch)
+        if self._token_baseline == "otb":
+            share = self._scaled(torch.ones(len(batch.samples), dtype=torch.float64), batch)
+            return otb(rewards, of_tokens, lengths) * share[:, None]
+        return self._scaled(advantages(algo.baseline, rewards, weights, lengths, algo, history).flatten(), batch)
 
     def _scaled(self, values: Tensor, batch: Batch) -> Tensor:
-        """Numbers [N] or [N, T] times the constant of the aggregation."""
+        """Numbers [N] times the constant of the aggregation."""
         (num_prompts, group_size), lengths = batch.rewards.shape, batch.lengths.flatten()
         return sample_coefficients(values, lengths, num_prompts, group_size, self._algo.aggregation, self._token_scale)
 
-    def _token_wise(self, batch: Batch, coefficients: Tensor, num_folds: int) -> Tensor:
+    def _folds_of_tokens(self, batch: Batch, coefficients: Tensor, num_folds: int) -> Tensor:
         """[R, P]: one pass per fold, with one coefficient per token."""
         logprobs, mask = (each.detach() for each in self._policy.logprobs(batch.samples))
         each_token = (coefficients if coefficients.dim() == 2 else coefficients[:, None]).expand(mask.shape) * mask

@@ -121,6 +121,8 @@ class Arm(Overrides):
     """Above 1: a positive control. Its steps have this many times the samples of the other arms' steps."""
     norm_source: Literal["exact", "logit", "length"] = "exact"
     """What baselines read as w, as gradnorm.source of a training run."""
+    token_baseline: Literal["none", "otb"] = "none"
+    """A baseline for each token, in place of algo.baseline, which must then be "none". Backend "toy" only."""
 
 
 class Plan(Section):
@@ -272,6 +274,9 @@ def _check_arm(plan: Plan, name: str, where: str) -> None:
         if num_prompts * group_size != samples:
             what = f"shape {shape} has {num_prompts * group_size} samples a step instead of {samples}"
             raise UserError(what, where=where, fix="give every arm the same samples, or set more_samples for a control")
+    if arm.token_baseline != "none" and (arm.backend != "toy" or algo.baseline != "none"):
+        what = f"token_baseline {arm.token_baseline!r} with backend {arm.backend!r} and algo.baseline {algo.baseline!r}"
+        raise UserError(what, where=where, fix='set backend to "toy" and algo.baseline to "none"')
     if (algo.schedule in CONTROLS) != bool(arm.rates_of):
         raise UserError(
             f"algo.schedule {algo.schedule!r} with rates_of {arm.rates_of!r}",

@@ -31,7 +31,7 @@ from oblr_megatron.errors import EXIT_OK, UserError
 from oblr_megatron.metrics import MetricsWriter, write_whole
 from oblr_megatron.observe import step_metrics
 from oblr_megatron.types import Prompt, Scored
-from studies.estimator import Batch, Estimate, Estimator, NormSource
+from studies.estimator import Batch, Estimate, Estimator, NormSource, TokenBaseline
 from studies.policy import Drawn, ToyPolicy
 from studies.start import load, task_named
 from studies.tasks import Row, Skill, Task
@@ -66,6 +66,8 @@ class ToyConfig(Section):
     """Sampled responses per held-out prompt, besides the greedy one."""
     norm_source: NormSource = "exact"
     """What baselines and pools read as w: gradnorm.source of a training run. Statistics use exact norms."""
+    token_baseline: TokenBaseline = "none"
+    """A baseline for each token. It replaces algo.baseline, which must be "none"."""
     algo: AlgoConfig = AlgoConfig()
     """As in a training run."""
     optimizer: OptimizerConfig = OptimizerConfig()
@@ -83,8 +85,12 @@ class ToyConfig(Section):
     @model_validator(mode="after")
     def _whole_groups(self) -> Self:
         """A baseline of the group has more than one response."""
-        if self.group_size == 1 and BASELINES[self.algo.baseline].needs_group:
-            raise ValueError(f"group_size is 1, but baseline {self.algo.baseline!r} needs other responses in the group")
+        of_tokens, baseline = self.token_baseline, self.algo.baseline
+        if of_tokens != "none" and baseline != "none":
+            raise ValueError(f"token_baseline {of_tokens!r} replaces algo.baseline {baseline!r}; set that to 'none'")
+        if self.group_size == 1 and (of_tokens != "none" or BASELINES[baseline].needs_group):
+            named = baseline if of_tokens == "none" else of_tokens
+            raise ValueError(f"group_size is 1, but baseline {named!r} needs other responses in the group")
         return self
 
 
@@ -111,7 +117,9 @@ class ToyRun:
         penalised = config.algo.kl_coefficient > 0
         reference = load(config.start_dir, self.task, temperature=config.temperature) if penalised else None
         scale = float(self.task.max_response_tokens)
-        self._estimator = Estimator(self.policy, config.algo, reference, config.norm_source, scale)
+        self._estimator = Estimator(
+            self.policy, config.algo, reference, config.norm_source, scale, config.token_baseline
+        )
         self._optimizer = make_optimizer(self.policy, config.optimizer)
         self._schedule = build_schedule(
             config.algo, config.optimizer, num_steps=config.num_steps, num_prompts=config.num_prompts, seed=config.seed
@@ -133,9 +141,14 @@ class ToyRun:
         scored = Scored(batch.rewards, batch.lengths, failures=0)
         if self._pools is not None:
             self._pools.observe(prompts, scored, estimate.weights, history)
+        baseline = {}
+        if self.config.token_baseline == "none":
+            baseline = step_metrics.of_baseline(
+                self.config.algo, scored, estimate.norms_sq, history, weights=estimate.weights
+            )
         return {
             **step_metrics.of_rewards(batch.rewards),
-            **step_metrics.of_baseline(self.config.algo, scored, estimate.norms_sq, history, weights=estimate.weights),
+            **baseline,
             **self._schedule.metrics(),
             **self._split.metrics(),
             "response_length/mean": float(batch.lengths.double().mean()),

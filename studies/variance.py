@@ -34,7 +34,6 @@ from torch import Tensor
 
 from oblr_megatron.algo.baseline import advantages
 from oblr_megatron.algo.formulas import NO_HISTORY, History
-from oblr_megatron.algo.token_baseline import otb
 from oblr_megatron.algo.weighting import sum_of_others
 from oblr_megatron.config.algo import AlgoConfig
 from oblr_megatron.config.baselines import BASELINES, Baseline, BaselineName
@@ -45,6 +44,7 @@ from studies.estimator import energies
 from studies.policy import Drawn, ToyPolicy
 from studies.start import load, prepare, task_named
 from studies.tasks import TASKS, Row, Skill, Task
+from studies.token_baseline import otb
 
 ROWS_AT_ONCE = 128  # token score rows in memory at once: 40 MB
 BOOTSTRAPS = 2000
@@ -189,11 +189,11 @@ def token_wise(name: str, group: Group, algo: AlgoConfig) -> Tensor:
 def names_for(group_size: int) -> list[str]:
     """The baselines that the study measures. With one response to a prompt, only those that read no group remain.
 
-    Left out: `pooled_token`, and `optimal_pooled`, because its pull is a result of earlier steps.
+    Left out: `optimal_pooled`, because its pull is a result of earlier steps.
     """
-    names = [name for name, facts in BASELINES.items() if facts.pool != "energies" and name != "optimal_pooled"]
-    every = [*names, ORACLE, *PROXIES]
-    return [name for name in every if group_size > 1 or name == ORACLE or _facts(name).over == "nothing"]
+    names = [name for name in BASELINES if name != "optimal_pooled"]
+    alone = [name for name in (*names, *PROXIES) if _facts(name).over == "nothing"]
+    return [*names, OTB, ORACLE, *PROXIES] if group_size > 1 else [*alone, ORACLE]
 
 
 def _facts(name: str) -> Baseline:
@@ -211,7 +211,7 @@ def measure(pool: Pool, group_size: int, *, num_deals: int, seed: int) -> dict[s
     """Baseline -> [3, Q] fp64: unbiased E||g_q||^2, ||E g_q||^2, and <E g_q, E g_q under the oracle>."""
     num_prompts, size = pool.rewards.shape
     names, algo, norms_sq = names_for(group_size), AlgoConfig(), pool.norms_sq
-    pooled = {name: pooled_values(pool, name) for name in names if name != ORACLE and _facts(name).pool}
+    pooled = {name: pooled_values(pool, name) for name in names if name not in (OTB, ORACLE) and _facts(name).pool}
     sums = {name: torch.zeros(3, num_prompts, dtype=torch.float64) for name in names}
     prompts = torch.arange(num_prompts)[:, None]
     for deal in deals(num_prompts, size, group_size, num_deals, seed):

@@ -16,7 +16,6 @@ import torch
 from oblr_megatron.algo.baseline import active_groups, advantages
 from oblr_megatron.algo.formulas import NO_HISTORY, History
 from oblr_megatron.algo.loss import sample_coefficients
-from oblr_megatron.algo.token_baseline import token_advantages
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -79,30 +78,15 @@ class AdvantageRule:
         norms[chosen] = norms_sq
         values = advantages(config.algo.baseline, rewards, norms, lengths, config.algo, self._history)
         values = values.masked_fill(~norms.isfinite(), 0.0)
-        scaled = self._scaled(values[self._own].flatten(), lengths[self._own].flatten()).view(len(self._own), -1)
-        return scaled[list(prompts)]
-
-    def of_tokens(self, energies: Tensor) -> Tensor:
-        """Coefficients of every token, for a token-wise baseline.
-
-        Args:
-            energies: [N, T] of the response tokens. A sample with an energy that is not finite gets c = 0.
-
-        Returns:
-            c [N, T] fp64.
-        """
-        rewards, lengths = self._scored.rewards, self._scored.lengths
-        broken = ~energies.isfinite().all(-1, keepdim=True)
-        algo = self._config.algo
-        values = token_advantages(algo.baseline, rewards, energies.masked_fill(broken, 0.0), lengths, self._history)
-        return self._scaled(values.masked_fill(broken, 0.0), lengths.flatten())
-
-    def _scaled(self, values: Tensor, lengths: Tensor) -> Tensor:
-        """Advantages [n] or [n, T] of samples with these lengths, times the constant of the aggregation."""
-        config = self._config
-        return sample_coefficients(
-            values, lengths, config.num_prompts, config.group_size, config.algo.aggregation, config.token_scale
+        scaled = sample_coefficients(
+            values[self._own].flatten(),
+            lengths[self._own].flatten(),
+            config.num_prompts,
+            config.group_size,
+            config.algo.aggregation,
+            config.token_scale,
         )
+        return scaled.view(len(self._own), -1)[list(prompts)]
 
 
 def usual(norms_sq: Tensor, before: float, share: float = 0.1) -> float:

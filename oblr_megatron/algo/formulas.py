@@ -31,7 +31,6 @@ class History:
 
     expected: Tensor | None = None  # b_t [Q] fp64; NaN where no earlier step tells anything; None: for no prompt
     pull: float = 0.0  # alpha of `optimal_pooled`
-    by_position: Tensor | None = None  # b [Q, B] fp64 by bin of positions (pools.TokenPools); NaN and None as above
 
 
 NO_HISTORY = History()

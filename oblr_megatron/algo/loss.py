@@ -20,7 +20,7 @@ def sample_coefficients(
     aggregation: Aggregation = "constant",
     token_scale: float = 1.0,
 ) -> Tensor:
-    """The coefficients c_i [N] of sum_t rho_t log pi(o_t) for N samples of a step of Q * G; or c_{i,t} [N, T].
+    """The coefficients c_i [N] of sum_t rho_t log pi(o_t) for N samples of a step of Q * G.
 
         constant     A_i / (Q G L)         unbiased: L = token_scale is a constant (Dr. GRPO, arXiv 2503.20783)
         token_mean   A_i / sum_j L_j       biased: the divisor depends on o_i's own length (DAPO, arXiv 2503.14476)
@@ -28,19 +28,17 @@ def sample_coefficients(
                                            gradient; long wrong answers are penalised less (GRPO; see arXiv 2503.20783)
 
     Args:
-        advantages: [N] of the samples, or [N, T] of their tokens. "token_mean" needs all samples of the step.
+        advantages: [N] of the samples. "token_mean" needs all samples of the step.
         lengths: [N] response tokens; as a divisor an empty response counts as one token.
         num_prompts: Q, prompts of the step, skipped groups included.
         group_size: G.
         token_scale: L of "constant", so that the gradient's unit is that of a mean over tokens.
     """
     num_samples = num_prompts * group_size
-    assert advantages.shape[:1] == lengths.shape, (
+    assert advantages.shape == lengths.shape, (
         f"one length for each sample expected: advantages {tuple(advantages.shape)}, lengths {tuple(lengths.shape)}"
     )
     lengths = lengths.to(advantages.dtype).clamp(min=1)
-    if advantages.dim() == 2:
-        lengths = lengths[:, None]
     match aggregation:
         case "constant":
             return advantages / (num_samples * token_scale)

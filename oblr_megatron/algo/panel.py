@@ -12,14 +12,9 @@ from oblr_megatron.algo.formulas import FORMULAS, NO_HISTORY, History
 from oblr_megatron.config.algo import AlgoConfig
 from oblr_megatron.config.baselines import BASELINES, BaselineName
 
-PANEL = tuple(
-    name
-    for name, facts in BASELINES.items()
-    if not facts.token_wise and facts.divisor == "one" and name not in ("rloo", "eob")
-)
+PANEL = tuple(name for name, facts in BASELINES.items() if facts.divisor == "one" and name not in ("rloo", "eob"))
 """The baselines that are compared with rloo. Left out:
 
-- `otb`, `pooled_token`: their b_t needs the energy and the score norm of every token.
 - `eob`: of all b equal within a group, it has the least sum A_i^2 w_i by construction, which says nothing of new
   responses.
 - `grpo`: its divisor differs between groups and so weights prompts differently (b is that of group_mean).

@@ -28,7 +28,6 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from oblr_megatron.algo.formulas import History
-from oblr_megatron.algo.token_baseline import NUM_BINS, path_energies, position_bins
 from oblr_megatron.algo.weighting import mean_of_others
 from oblr_megatron.config.baselines import BASELINES
 
@@ -41,12 +40,9 @@ if TYPE_CHECKING:
 MOST_LOGGED = 16  # sources
 
 
-def pools_of(algo: AlgoConfig) -> Pools | TokenPools | None:
+def pools_of(algo: AlgoConfig) -> Pools | None:
     """The pools of a run; None if its baseline reads no earlier step."""
-    facts = BASELINES[algo.baseline]
-    if not facts.pool:
-        return None
-    return TokenPools(algo) if facts.token_wise else Pools(algo)
+    return Pools(algo) if BASELINES[algo.baseline].pool else None
 
 
 class Pools:
@@ -150,67 +146,6 @@ class Pools:
 
 def _key(prompt: Prompt) -> str:
     return f"{prompt.source}/{prompt.id}"
-
-
-class TokenPools:
-    """Pools by position in the response, for the baseline `pooled_token`; used like `Pools`.
-
-        b(k) = N_k / D_k,    N_k = decayed sum of W_{i,t} r_i,    D_k = decayed sum of W_{i,t},    t in bin k
-
-    W_{i,t} is the energy of response i up to token t (token_baseline.py). A token's gradient A_{i,t} grad log pi(o_t)
-    has the least variance near b = E[W_t r] / E[W_t], which changes along a response. Bins grow by powers of two,
-    because W_t changes by factors early and hardly at all late: bin k holds the tokens 2^k - 1 to 2^(k+1) - 2, counted
-    from 0. So bins need no setting, and a longer response limit changes none of them.
-
-    Each data source has its own pools. A prompt has no history of its own here. Nothing reads the current step.
-    """
-
-    def __init__(self, algo: AlgoConfig) -> None:
-        self._algo = algo
-        self._sources: dict[str, Tensor] = {}  # [2, B] fp64: N, D
-
-    def history(self, prompts: Sequence[Prompt]) -> History:
-        """What the steps so far tell about these prompts."""
-        if not prompts:
-            return History()
-        return History(by_position=torch.stack([self._expected(prompt.source) for prompt in prompts]))
-
-    def observe(self, prompts: Sequence[Prompt], scored: Scored, weights: Tensor, history: History) -> None:
-        """Add a step; its history is not read.
-
-        `weights` are energies [N, T] of the response tokens. A response with one that is not finite is left out.
-        """
-        known = weights.isfinite().all(-1, keepdim=True)
-        path, _ = path_energies(weights.masked_fill(~known, 0.0), scored.lengths)  # [Q, G, T]
-        both = torch.stack([(path * scored.rewards.to(torch.float64)[..., None]).sum(1), path.sum(1)], 1)  # [Q, 2, T]
-        bins = torch.zeros(len(prompts), 2, NUM_BINS, dtype=torch.float64)
-        bins.index_add_(2, position_bins(both.shape[-1]), both)
-        for source in dict.fromkeys(prompt.source for prompt in prompts):
-            found = bins[[row for row, prompt in enumerate(prompts) if prompt.source == source]].sum(0)
-            if found[1].sum() > 0:
-                before = self._sources.get(source, torch.zeros_like(found))
-                self._sources[source] = self._algo.pool_decay * before + found
-
-    def metrics(self) -> dict[str, float]:
-        """The pools' means over all positions, see `means_of`."""
-        return means_of({name: sums.sum(-1).tolist() for name, sums in self._sources.items()})
-
-    def state_dict(self) -> dict[str, Any]:
-        """JSON-compatible; `load_state_dict` restores it to the bit."""
-        return {"positions": {name: sums.tolist() for name, sums in self._sources.items()}}
-
-    def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Continue from `state_dict`. The state of another kind of pools is ignored, and the pools begin empty."""
-        kept = state.get("positions", {})
-        self._sources = {name: torch.tensor(sums, dtype=torch.float64) for name, sums in kept.items()}
-
-    def _expected(self, source: str) -> Tensor:
-        """b [B] of a source; of all sources if it is new; a bin without energy has the mean of all bins."""
-        pools = [self._sources[source]] if source in self._sources else list(self._sources.values())
-        if not pools:
-            return torch.full((NUM_BINS,), torch.nan, dtype=torch.float64)
-        sums = torch.stack(pools).sum(0)
-        return torch.where(sums[1] > 0, sums[0] / sums[1], sums[0].sum() / sums[1].sum())
 
 
 def _least_squares(sums: Sequence[float]) -> float:

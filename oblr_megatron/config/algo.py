@@ -7,7 +7,7 @@ from typing import Any, Literal
 
 from pydantic import Field, model_validator
 
-from oblr_megatron.config.baselines import BASELINES, BaselineName
+from oblr_megatron.config.baselines import BaselineName
 from oblr_megatron.config.section import Section
 
 PresetName = Literal[
@@ -21,7 +21,6 @@ PresetName = Literal[
     "eob",
     "reinforce_pp",
     "reinforce_pp_baseline",
-    "otb",
     "dapo",
     "gspo",
     "cispo",
@@ -57,7 +56,6 @@ PRESETS: dict[str, dict[str, Any]] = {
         "aggregation": "token_mean",
         "schedule": "constant",
     },
-    "otb": {"baseline": "otb", "schedule": "constant"},  # arXiv 2602.07078
     # Several clipped updates on a batch, off-policy (docs/corrections.md).
     "dapo": {  # arXiv 2503.14476; also wants rollout.dynamic_sampling and the reward term overlong
         "baseline": "grpo",
@@ -140,8 +138,7 @@ class AlgoConfig(Section):
     """lambda of optimal_prior and rloo_prior: weight of the other prompts' mean reward, in units of the group's mean
     norm."""
     pool_decay: float = Field(0.9, ge=0, lt=1)
-    """rho of pooled, pooled_mean, optimal_pooled and pooled_token: weight of the earlier steps' sums when a step is
-    added."""
+    """rho of pooled, pooled_mean and optimal_pooled: weight of the earlier steps' sums when a step is added."""
     length_exponent: float = Field(1.0, ge=0)
     """p of length_loo: weights are response length ** p."""
     aggregation: Literal["constant", "token_mean", "sample_mean"] = "constant"
@@ -197,8 +194,3 @@ class AlgoConfig(Section):
         """Whether any key is set that affects only a batch's later updates."""
         bounds = (self.clip_low, self.clip_high, self.clip_dual)
         return bounds != (None, None, None) or (self.ratio, self.surrogate) != ("token", "ppo")
-
-    @property
-    def token_wise(self) -> bool:
-        """Whether every token has its own advantage."""
-        return BASELINES[self.baseline].token_wise

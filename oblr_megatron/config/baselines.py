@@ -1,7 +1,6 @@
 """Facts about every baseline, read by config checks, the memory model and the algorithm. Imports no torch.
 
-To add a baseline, add its name and its facts here and its formula to `algo/formulas.py`, or to `algo/token_baseline.py`
-if it is token-wise. To remove one, delete both.
+To add a baseline, add its name and its facts here and its formula to `algo/formulas.py`. To remove one, delete both.
 """
 
 from __future__ import annotations
@@ -22,14 +21,12 @@ BaselineName = Literal[
     "median_loo",
     "opo",
     "length_loo",
-    "otb",
     "eob",
     "optimal",
     "optimal_prior",
     "pooled_mean",
     "pooled",
     "optimal_pooled",
-    "pooled_token",
 ]
 
 
@@ -41,12 +38,10 @@ class Baseline:
     """The responses of its own step that b_i averages. "others" leaves response i out, which keeps g unbiased."""
     needs_norms: bool = False
     """Whether b_i reads the squared gradient norms w of its own step, so that they are needed before the gradient."""
-    pool: Literal["", "plain", "norms", "energies"] = ""
-    """Weights of the rewards of earlier steps that b_i averages: all equal, w, or token energies; "": none are read."""
+    pool: Literal["", "plain", "norms"] = ""
+    """Weights of the rewards of earlier steps that b_i averages: all equal, or w; "": none are read."""
     prior: bool = False
     """Whether a part of b_i comes from the other prompts of the batch, so that it needs two prompts."""
-    token_wise: bool = False
-    """Whether every token has a baseline of its own (algo/token_baseline.py)."""
     divisor: Literal["one", "group_std", "batch_std", "centred_std"] = "one"
     """What A is divided by: the standard deviation of rewards of the group or batch, or of r - b over the batch."""
 
@@ -74,13 +69,11 @@ BASELINES: dict[BaselineName, Baseline] = {
     "median_loo": Baseline("others"),
     "opo": Baseline("group"),
     "length_loo": Baseline("others"),
-    "otb": Baseline("group", token_wise=True),
     "eob": Baseline("group", needs_norms=True),
     "optimal": Baseline("others", needs_norms=True),
     "optimal_prior": Baseline("others", needs_norms=True, prior=True),
     "pooled_mean": Baseline("nothing", pool="plain"),
     "pooled": Baseline("nothing", pool="norms"),
     "optimal_pooled": Baseline("others", needs_norms=True, pool="norms"),
-    "pooled_token": Baseline("nothing", pool="energies", token_wise=True),
 }
 """The facts of each baseline by name."""

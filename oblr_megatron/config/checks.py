@@ -134,9 +134,7 @@ def biases(config: Config) -> Iterator[str]:
 def _coefficients(config: Config) -> Iterator[Problem]:
     """One-pass modes scale each response's gradient by one number A; the "samples" estimator squares that number."""
     mode, what = config.gradnorm.mode, None
-    if config.algo.token_wise:
-        what = f"algo.baseline {config.algo.baseline!r} has one advantage per token"
-    elif config.algo.kl_coefficient:
+    if config.algo.kl_coefficient:
         what = f"algo.kl_coefficient {config.algo.kl_coefficient:g} adds a gradient without an advantage"
     elif config.model.router_losses:
         what = "a router loss (model.moe_aux_loss_coeff, moe_z_loss_coeff) adds a gradient of no single sample"
@@ -151,12 +149,6 @@ def _coefficients(config: Config) -> Iterator[Problem]:
         yield (
             "gradnorm.sample_fraction is below 1, but algo.snr.estimator 'samples' needs the norm of every response",
             'set gradnorm.sample_fraction to 1, or algo.snr.estimator to "folds"',
-        )
-    if config.algo.token_wise and config.algo.snr.estimator == "samples":
-        yield (
-            f"algo.snr.estimator 'samples' needs one advantage per response, but baseline {config.algo.baseline!r} has "
-            "one per token",
-            'set algo.snr.estimator to "folds"',
         )
 
 
@@ -277,8 +269,6 @@ def _streaming(config: Config) -> Iterator[Problem]:
     reason = ""
     if facts.prior or facts.over == "batch":
         reason = f"algo.baseline {name!r} reads the rewards of all prompts"
-    elif facts.token_wise and facts.pool:
-        reason = f"algo.baseline {name!r} reads the rewards of all prompts at positions that no earlier step reached"
     elif facts.divisor in ("batch_std", "centred_std"):
         reason = f"algo.baseline {name!r} divides by the standard deviation over all prompts"
     elif algo.aggregation == "token_mean":
@@ -319,10 +309,10 @@ def _updates(config: Config) -> Iterator[Problem]:
 def _on_policy_only(config: Config, what: str) -> Iterator[Problem]:
     """Options that need every update to be the first one on its samples."""
     algo = config.algo
-    if config.uses_norms or algo.token_wise:
+    if config.uses_norms:
         cause = "gradnorm.always" if config.gradnorm.always else f"algo.baseline {algo.baseline!r}"
         yield (
-            f"{what} with {cause}: norms and energies measured before the first update are not those of later ones",
+            f"{what} with {cause}: norms measured before the first update are not those of later ones",
             'set algo.baseline to e.g. "rloo" or "grpo" and gradnorm.always to false, or algo.updates_per_batch to 1',
         )
     if algo.schedule not in ("constant", "cosine"):

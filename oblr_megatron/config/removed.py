@@ -27,6 +27,15 @@ REMOVED: dict[str, Problem] = {
         "leave it out; matrix products use FP8 with model.fp8 alone",
     ),
     "log.tensorboard": ("it is one of several trackers now", 'write log.trackers = ["tensorboard"], or [] for none'),
+    "algo.baseline=otb": (
+        "token-wise baselines needed a forward pass of their own and lost to pooled",
+        'set algo.baseline = "pooled"; otb is an arm of the toy studies (studies/token_baseline.py)',
+    ),
+    "algo.baseline=pooled_token": ("it needed as many samples as pooled", 'set algo.baseline = "pooled"'),
+    "algo.preset=otb": (
+        "token-wise baselines needed a forward pass of their own and lost to pooled",
+        'set algo.preset = "oblr_pooled"; otb is an arm of the toy studies (studies/token_baseline.py)',
+    ),
     "rollout.correction": ("it was renamed", "write rollout.importance_sampling"),
     "rollout.correction_cap": ("it was renamed", "write rollout.importance_cap"),
 }

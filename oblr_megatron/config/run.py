@@ -100,7 +100,7 @@ class Config(Section):
     def by_response(self) -> bool:
         """Whether streamed steps take single responses: no other response of the step decides a coefficient."""
         facts, rollout = BASELINES[self.algo.baseline], self.rollout
-        alone = facts.over == "nothing" and not facts.token_wise and self.gradnorm.stash_spread == 1
+        alone = facts.over == "nothing" and self.gradnorm.stash_spread == 1
         return rollout.overlap == "stream" and alone and not rollout.dynamic_sampling
 
     @property

@@ -28,7 +28,6 @@ if TYPE_CHECKING:
 
     from oblr_megatron.config import Config
     from oblr_megatron.model.policy import Policy
-    from oblr_megatron.model.token_values import ValuesFn
     from oblr_megatron.norms.rules import Rule
     from oblr_megatron.types import MicroBatch, Sample
 
@@ -83,27 +82,18 @@ def norm_batches(
     return microbatches(samples, indices, config.parallel, policy.padding, device=device)
 
 
-def token_energies(policy: Policy, temperature: float, ratios: RatioFn) -> ValuesFn:
-    """A function for `token_values`: rho^2 times the squared norm of the score at the logits, for each token."""
-    from oblr_megatron.model.logprobs import vocab_parallel_energy, vocab_parallel_logprobs
-
-    vocab: dict[str, Any] = {"vocab_size": policy.vocab_size, "parallel": policy.parallel, "temperature": temperature}
-
-    def energies(logits: Tensor, batch: MicroBatch) -> Tensor:
-        rho, _ = ratios(vocab_parallel_logprobs(logits, batch.labels, **vocab, invariant=policy.tap.invariant), batch)
-        return vocab_parallel_energy(logits, batch.labels, **vocab) * rho.square()
-
-    return energies
-
-
 def _energies(policy: Policy, batches: Sequence[MicroBatch], temperature: float, ratios: RatioFn) -> Tensor:
     """The energy [n] of each sample's score at the logits."""
+    from oblr_megatron.model.logprobs import vocab_parallel_energy, vocab_parallel_logprobs
     from oblr_megatron.model.step import run_schedule
 
-    parallel, of_tokens = policy.parallel, token_energies(policy, temperature, ratios)
+    parallel = policy.parallel
+    vocab: dict[str, Any] = {"vocab_size": policy.vocab_size, "parallel": parallel, "temperature": temperature}
 
     def loss_of(logits: Tensor, batch: MicroBatch) -> tuple[Tensor, dict[str, Tensor]]:
-        return logits.new_zeros(()), {"energy": batch.per_sample(of_tokens(logits, batch).to(torch.float64))}
+        rho, _ = ratios(vocab_parallel_logprobs(logits, batch.labels, **vocab, invariant=policy.tap.invariant), batch)
+        of_tokens = vocab_parallel_energy(logits, batch.labels, **vocab) * rho.square()
+        return logits.new_zeros(()), {"energy": batch.per_sample(of_tokens.to(torch.float64))}
 
     records = run_schedule(policy, batches, loss_of, forward_only=True)
     energies = torch.zeros(sum(b.num_samples for b in batches), dtype=torch.float64, device=parallel.device)

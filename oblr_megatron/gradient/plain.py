@@ -32,8 +32,8 @@ class PlainPass:
         self.prepare(torch.zeros(config.num_prompts * config.group_size, dtype=torch.float64), None)
 
     def prepare(self, coefficients: Tensor, penalty: Penalty | None) -> None:
-        """Set c, [N] of samples or [N, T] of tokens, and the penalty. Samples with neither are left out."""
-        used = coefficients != 0 if coefficients.dim() == 1 else (coefficients != 0).any(-1)
+        """Set c [N] and the penalty. Samples with neither are left out."""
+        used = coefficients != 0
         if penalty is not None:
             used = used.cpu() | (penalty.coefficients != 0).cpu()
         self._used = used.tolist()
@@ -70,6 +70,4 @@ class PlainPass:
         work.metrics.add(records, weighted)
 
     def _of_batch(self, batch: MicroBatch) -> Tensor:
-        if self._coefficients.dim() == 2:
-            return batch.of_tokens(self._coefficients)
         return batch.per_token(self._coefficients[batch.sample_index])

@@ -4,9 +4,8 @@
 
 L is `algo.token_scale`.
 
-`gradnorm.mode` decides whether norms and gradient take one pass or two. A token-wise baseline adds a forward pass
-before them. A KL penalty adds a forward pass with the reference weights. Router losses of a mixture add their gradient
-to g and enter no w.
+`gradnorm.mode` decides whether norms and gradient take one pass or two. A KL penalty adds a forward pass with the
+reference weights. Router losses of a mixture add their gradient to g and enter no w.
 
 g is computed in folds of whole prompts. A fold stays on one data-parallel replica, so the norm of its gradient needs no
 further reduction. Replicas that share experts, or the responses of a prompt, share folds too (`gradient/folds.py`).
@@ -23,7 +22,7 @@ import torch
 
 from oblr_megatron.algo.loss import sample_coefficients
 from oblr_megatron.data.packing import microbatches
-from oblr_megatron.gradient.estimate import norm_batches, sketches_of, sq_norms_of, token_energies
+from oblr_megatron.gradient.estimate import norm_batches, sketches_of, sq_norms_of
 from oblr_megatron.gradient.fold_sums import FoldPass, FoldSums
 from oblr_megatron.gradient.folds import Sharing
 from oblr_megatron.gradient.loss_fn import PassMetrics, Penalty
@@ -39,7 +38,7 @@ from oblr_megatron.gradient.one_pass import (
 from oblr_megatron.gradient.plain import PlainPass
 from oblr_megatron.gradient.ratios import Old, RatioFn, importance_ratios
 from oblr_megatron.model.optimizer import grad_sq_norm
-from oblr_megatron.model.token_values import response_logprobs, token_values
+from oblr_megatron.model.token_values import response_logprobs
 from oblr_megatron.norms.rules import classify
 from oblr_megatron.runtime.collectives import all_reduce
 from oblr_megatron.types import ClipMetrics, GradientStats, MicroBatch, RejectionMetrics, Sample, StepGradient
@@ -50,9 +49,6 @@ if TYPE_CHECKING:
     from oblr_megatron.config import Config
     from oblr_megatron.model.policy import Policy
     from oblr_megatron.model.reference import Reference
-
-TokenAdvantageFn = Callable[["Tensor"], "Tensor"]
-"""Energies of the step's response tokens [N, T] -> coefficients c [N, T], fp64."""
 
 Timer = Callable[[str], AbstractContextManager[object]]
 
@@ -78,7 +74,7 @@ class TrainingGradient:
         wanted = config.uses_norms
         self._rules = classify(policy) if wanted else []  # refuses what no rule covers
         # One-pass modes need one coefficient a sample and no other gradient.
-        whole = not (config.algo.token_wise or reference is not None or config.model.router_losses)
+        whole = not (reference is not None or config.model.router_losses)
         self._stash: StashBuffers | None = None
         self._one_pass = self._make_one_pass() if wanted and whole else None
 
@@ -99,8 +95,8 @@ class TrainingGradient:
         """A step of which all samples are there: `begin`, `add` with these arguments, `finish`."""
         sums = self.begin(whole=True)
         positions = range(len(active))
-        norms_sq, energies = self.add(sums, positions, samples, coefficients_of, active, timer=timer, **options)
-        return StepGradient(norms_sq, self.finish(sums, timer), energies)
+        norms_sq = self.add(sums, positions, samples, coefficients_of, active, timer=timer, **options)
+        return StepGradient(norms_sq, self.finish(sums, timer))
 
     def begin(self, *, whole: bool, after: FoldSums | None = None) -> FoldSums:
         """Begin a step. With `whole` a single `add` brings all prompts.
@@ -122,10 +118,9 @@ class TrainingGradient:
         *,
         norms_wanted: bool = True,
         measured: Tensor | None = None,
-        token_coefficients_of: TokenAdvantageFn | None = None,
         old_logprobs: Tensor | None = None,
         timer: Timer = lambda _: nullcontext(),
-    ) -> tuple[Tensor, Tensor | None]:
+    ) -> Tensor:
         """Add the gradient of k prompts.
 
         Args:
@@ -137,12 +132,11 @@ class TrainingGradient:
             active: [k] bool; the other groups have coefficients of zero for every w and are left out.
             norms_wanted: False if nothing depends on w. `coefficients_of` then gets zeros, and one plain pass runs.
             measured: [k] bool; norms are measured of these prompts only. None: of all active ones.
-            token_coefficients_of: replaces `coefficients_of` for a token-wise baseline.
             old_logprobs: [n, T] of the policy before the batch's first update, in a later one (`old_logprobs`).
             timer: entered with "gradnorm" and "gradient"; one-pass modes count as "gradient".
 
         Returns:
-            w [n] fp64, zeros where not measured; energies [n, T] of the tokens, for a token-wise baseline.
+            w [n] fp64, zeros where not measured.
         """
         work = Work(
             samples, coefficients_of, self._ratios, torch.zeros(len(samples), dtype=torch.float64), sums.metrics
@@ -150,17 +144,12 @@ class TrainingGradient:
         if norms_wanted and self._one_pass is not None:
             with timer("gradient"):
                 sums.add(self._one_pass, work, self._sharing.folds(positions, samples, active, split_prompts=True))
-                return self._from_all_replicas(work.norms_sq), None
+                return self._from_all_replicas(work.norms_sq)
         if norms_wanted:
             with timer("gradnorm"):
                 work.norms_sq = self.norms(samples, active if measured is None else active & measured, positions)
         with timer("gradient"):
-            energies = self._energies(samples, active, positions) if self._config.algo.token_wise else None
-            if energies is not None:
-                assert token_coefficients_of is not None, "a token-wise baseline needs coefficients of tokens"
-                coefficients = token_coefficients_of(energies)
-            else:
-                coefficients = coefficients_of(range(len(active)), work.norms_sq.view(len(active), -1)).flatten()
+            coefficients = coefficients_of(range(len(active)), work.norms_sq.view(len(active), -1)).flatten()
             known = work.norms_sq.isfinite()  # otherwise the sample's gradient is not finite either
             coefficients[~known] = 0.0
             old = None
@@ -168,7 +157,7 @@ class TrainingGradient:
                 device = self._policy.parallel.device
                 old = Old(old_logprobs.to(device), coefficients.to(device))
             self._add_plain(sums, positions, samples, coefficients, self._penalty(samples, known, positions), old)
-            return work.norms_sq, energies
+            return work.norms_sq
 
     def finish(self, sums: FoldSums, timer: Timer = lambda _: nullcontext()) -> GradientStats:
         """Leave g in `main_grad`, summed over all ranks; returns its statistics. The timer is that of `add`."""
@@ -213,8 +202,8 @@ class TrainingGradient:
 
         Args:
             samples: [N] of the step, the same on every rank.
-            coefficients: [N] fp64, advantage times the aggregation's constant, or [N, T] of each token. Samples with
-                zeros only are left out of the pass, unless the penalty has a gradient.
+            coefficients: [N] fp64, advantage times the aggregation's constant. Samples with 0 are left out of the pass,
+                unless the penalty has a gradient.
             penalty: its gradient is added to g.
         """
         sums = self.begin(whole=True)
@@ -261,11 +250,6 @@ class TrainingGradient:
         """This replica's samples in active groups, as indices among the given ones."""
         given = range(len(active)) if positions is None else positions
         return [n for fold in self._sharing.folds(given, samples, active, split_prompts=False) for n in fold]
-
-    def _energies(self, samples: Sequence[Sample], active: Tensor, positions: Sequence[int]) -> Tensor:
-        """Energies of the active groups' tokens: [N, T] fp64 on the CPU, 0 elsewhere, the same on every rank."""
-        energies_of = token_energies(self._policy, self._config.rollout.temperature, self._ratios)
-        return token_values(self._policy, samples, self._forward_batches(samples, active, positions), energies_of).cpu()
 
     def _penalty(self, samples: Sequence[Sample], counted: Tensor, positions: Sequence[int]) -> Penalty | None:
         """The KL penalty over all groups; samples [n] that are not `counted` are left out."""

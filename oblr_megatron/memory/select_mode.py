@@ -132,7 +132,6 @@ def _impossible(config: Config, layout: Layout) -> Problem | None:
         "gradnorm.sample_fraction below 1 measures some samples, but one pass measures all": (
             config.gradnorm.sample_fraction < 1
         ),
-        "every token has its own coefficient, but one pass scales whole samples by A": config.algo.token_wise,
         "a KL penalty has its own gradient, but one pass scales whole samples by A": config.algo.kl_coefficient,
         "norms would include the gradient of router losses": config.model.router_losses,
         f"{layout.block} replicas share experts, so expert gradients mix samples of several replicas": layout.block > 1,

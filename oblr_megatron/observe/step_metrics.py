@@ -33,7 +33,6 @@ class StepRecord:
     prompts: Sequence[Prompt] = ()  # Q, those that the step trains on
     samples: Sequence[Sample] = ()  # N, their responses
     scored: Scored | None = None  # their rewards
-    energies: Tensor | None = None  # [N, T] of the response tokens, for a token-wise baseline
     stats: GradientStats | None = None  # None until the gradient is computed, and where nothing is trained
 
 
@@ -89,19 +88,18 @@ def of_baseline(
     norms_sq = sanitize_norms(norms_sq)
     weights = norms_sq if weights is None else weights
     measured = norms_sq.sum(-1) > 0  # groups with skipped passes have zeros
-    found: dict[str, float] = {}
-    if not algo.token_wise:
-        values = baseline_values(algo.baseline, rewards, weights, lengths, algo, history)
-        found["baseline/spread"] = panel.spread(values)
-        found["baseline/self_dependence"] = panel.self_dependence(
+    values = baseline_values(algo.baseline, rewards, weights, lengths, algo, history)
+    found = {
+        "baseline/spread": panel.spread(values),
+        "baseline/self_dependence": panel.self_dependence(
             algo.baseline, values, rewards, weights, lengths, algo, history
-        )
-        if exact and measured.any():
-            ratio = variance_ratio_vs_rloo(rewards[measured], norms_sq[measured], values[measured])
-            found["baseline/variance_ratio_vs_rloo"] = ratio
+        ),
+    }
     if not measured.any():
         return found
     if exact:
+        ratio = variance_ratio_vs_rloo(rewards[measured], norms_sq[measured], values[measured])
+        found["baseline/variance_ratio_vs_rloo"] = ratio
         ratios = panel.variance_ratios(rewards, norms_sq, lengths, algo, history)
         found |= {f"baseline/{name}/variance_ratio": ratio for name, ratio in ratios.items()}
     flat = norms_sq[measured].flatten()

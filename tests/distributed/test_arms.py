@@ -1,7 +1,7 @@
 """Every recipe trains by name: whole runs of the real trainer on saved samples, in fp64.
 
-The formulas are tested elsewhere (tests/unit/algo, test_token_gradient.py). Here the run must use them, and a token
-baseline with a penalty must give the same run on one rank and on four.
+The formulas are tested elsewhere (tests/unit/algo, test_penalty_gradient.py). Here the run must use them, and a run
+with a penalty must be the same on one rank and on four.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ COMMON = (
     "checkpoint.every_steps=0",
     "optimizer.lr=1e-3",
 )
-PENALTY = ("algo.preset=otb", "algo.kl_coefficient=0.5", "parallel.packing=packed")
+PENALTY = ("algo.preset=rloo", "algo.kl_coefficient=0.5", "parallel.packing=packed")
 
 
 @pytest.fixture(scope="module")
@@ -50,7 +50,7 @@ def test_every_recipe_trains_in_its_own_way(inputs: Path, tmp_path: Path) -> Non
         assert first[one]["grad_norm"] != pytest.approx(first[other]["grad_norm"], rel=1e-6), (one, other)
 
 
-def test_tokens_and_penalty_on_one_rank_and_on_four(inputs: Path, tmp_path: Path) -> None:
+def test_a_penalty_on_one_rank_and_on_four(inputs: Path, tmp_path: Path) -> None:
     layout = ("parallel.tensor_model_parallel_size=2", "parallel.context_parallel_size=2")
     train(config_of(inputs, tmp_path / "one", *COMMON, *PENALTY))
     train(config_of(inputs, tmp_path / "four", *COMMON, *PENALTY, *layout), 4)

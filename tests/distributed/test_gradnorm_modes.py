@@ -187,7 +187,7 @@ def in_waves(gradients: TrainingGradient, config: Config, advantage: Any, active
         if not isinstance(advantage, AdvantageRule):
             rule = partial(lambda wave, local, unused: advantage([wave[k] for k in local], unused), wave)
         part = [sample for position in wave for sample in samples[position * GROUP : (position + 1) * GROUP]]
-        found, _ = gradients.add(sums, wave, part, rule, active[wave])
+        found = gradients.add(sums, wave, part, rule, active[wave])
         norms[wave] = found.view(len(wave), GROUP)
     return StepGradient(norms.flatten(), gradients.finish(sums))
 

@@ -1,7 +1,7 @@
 """The reference model keeps the weights it was made of, bit for bit in bf16, and leaves the policy unchanged.
 
 Also its table of token values: replicas without samples, responses without tokens. Not covered: the use of the table
-(test_token_gradient.py), resumed runs (test_resume.py).
+(test_penalty_gradient.py), resumed runs (test_resume.py).
 """
 
 from __future__ import annotations

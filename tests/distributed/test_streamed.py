@@ -30,7 +30,6 @@ CASES = {
         2,
         ("algo.baseline=optimal_pooled", "gradnorm.mode=two_pass", "parallel.pipeline_model_parallel_size=2"),
     ),
-    "token-wise": (1, ("algo.baseline=otb", "gradnorm.mode=two_pass")),
     "a penalty": (1, ("algo.baseline=rloo", "algo.kl_coefficient=0.1", "gradnorm.mode=two_pass")),
     "pooled, a share of the norms": (
         1,

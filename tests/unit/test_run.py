@@ -92,14 +92,13 @@ class Gradients:
         *,
         norms_wanted: bool,
         measured: Any,
-        token_coefficients_of: Any,
         timer: Any,
-    ) -> tuple[torch.Tensor, None]:
+    ) -> torch.Tensor:
         self.wanted, self.measured = norms_wanted, measured
         norms = self.given if norms_wanted else torch.zeros_like(self.given)
         norms = norms if measured is None else norms * measured.repeat_interleave(2)
         self.coefficients = coefficients_of(range(2), norms.view(2, 2))
-        return norms, None
+        return norms
 
     def norms(self, samples: Any, chosen: Any, positions: Any, *, source: str) -> torch.Tensor:
         assert source == "exact"
@@ -243,14 +242,6 @@ def test_estimates_are_compared_where_there_are_any(tmp_path: Path) -> None:
         gradient_of(parts, gradients, step)
         assert gradients.compared.tolist() == gradients.measured.tolist() and gradients.measured.sum() == 1
         assert parts.record.metrics["gradnorm/estimate_corr"] == pytest.approx(1)
-
-
-def test_a_token_wise_baseline_has_no_value_for_a_response(tmp_path: Path) -> None:
-    algo = make_run(tmp_path, baseline="otb").config.algo
-    assert step_metrics.of_baseline(algo, SCORED, torch.zeros(2, 2)) == {}
-    found = step_metrics.of_baseline(algo, SCORED, torch.ones(2, 2))
-    assert "baseline/optimal/variance_ratio" in found and "gradnorm/sq_mean" in found
-    assert not {"baseline/spread", "baseline/self_dependence", "baseline/variance_ratio_vs_rloo"} & set(found)
 
 
 def test_metrics_of_a_step() -> None:

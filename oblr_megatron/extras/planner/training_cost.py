@@ -94,9 +94,8 @@ class _Step:
         return {"context": measured * each * self.stretch}
 
     def forward_only(self) -> Terms:
-        """The forward passes for token energies, for the reference model and for log pi_old, if the run needs them."""
-        algo = self.config.algo
-        count = int(algo.token_wise) + int(algo.kl_coefficient > 0) + 1 - 1 / self.updates  # not for the first update
+        """The forward passes for the reference model and for log pi_old, if the run needs them."""
+        count = int(self.config.algo.kl_coefficient > 0) + 1 - 1 / self.updates  # not for the first update
         return scaled(self.log_probs(), count) if count else {}
 
     def log_probs(self) -> Terms:

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from oblr_megatron.algo.advantage import AdvantageRule, usual
-from oblr_megatron.algo.token_baseline import token_advantages
+from oblr_megatron.algo.baseline import advantages
 from oblr_megatron.config import Config, parse_config
 from oblr_megatron.types import Scored
 
@@ -57,24 +57,16 @@ def test_a_norm_that_is_no_number_gives_a_coefficient_of_zero(value: float) -> N
 
 
 @pytest.mark.parametrize("aggregation", ["constant", "token_mean", "sample_mean"])
-def test_coefficients_of_tokens(aggregation: str) -> None:
-    """An energy that is no number takes its sample out of the group and leaves the others' numbers whole."""
-    scored, _ = step()
-    energies = torch.rand(Q * G, 8, generator=torch.Generator().manual_seed(1), dtype=torch.float64)
-    advantage = AdvantageRule(scored, config_of(baseline="otb", aggregation=aggregation), 0.0)
+def test_coefficients_have_the_divisor_of_the_aggregation(aggregation: str) -> None:
+    scored, norms = step()
+    config = config_of(baseline="optimal", aggregation=aggregation)
     divisor = {
-        "constant": torch.full((Q * G,), float(Q * G * 512), dtype=torch.float64),  # rollout.max_response_tokens
-        "token_mean": scored.lengths.sum().expand(Q * G),
-        "sample_mean": Q * G * scored.lengths.flatten(),
-    }[aggregation][:, None]
-    want = token_advantages("otb", scored.rewards, energies, scored.lengths) / divisor
-    torch.testing.assert_close(advantage.of_tokens(energies), want, rtol=1e-12, atol=0)
-    energies[5, 3] = float("nan")
-    found = advantage.of_tokens(energies)
-    assert found.isfinite().all() and (found[5] == 0).all() and found[:4].equal(advantage.of_tokens(energies)[:4])
-    energies[5] = 0.0
-    others = [4, 6, 7]
-    torch.testing.assert_close(found[others], advantage.of_tokens(energies)[others], rtol=1e-12, atol=0)
+        "constant": torch.full((Q, G), float(Q * G * 512), dtype=torch.float64),  # rollout.max_response_tokens
+        "token_mean": scored.lengths.sum().expand(Q, G),
+        "sample_mean": Q * G * scored.lengths,
+    }[aggregation]
+    want = advantages("optimal", scored.rewards, norms, scored.lengths, config.algo) / divisor
+    torch.testing.assert_close(AdvantageRule(scored, config, 0.0)(range(Q), norms), want, rtol=1e-12, atol=0)
 
 
 def test_usual_norm() -> None:

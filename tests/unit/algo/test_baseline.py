@@ -1,6 +1,6 @@
 """The baselines' formulas, invariants and degenerate cases.
 
-Not covered: unbiasedness and variance (test_unbiased.py), the token-wise baseline (test_token_baseline.py).
+Not covered: unbiasedness and variance (test_unbiased.py).
 """
 
 from __future__ import annotations
@@ -24,19 +24,17 @@ from oblr_megatron.algo.baseline import (
     variance_ratio_vs_rloo,
 )
 from oblr_megatron.algo.formulas import FORMULAS, JAMES_STEIN_EPS
-from oblr_megatron.algo.token_baseline import TOKEN_FORMULAS
 from oblr_megatron.config.algo import AlgoConfig
 from oblr_megatron.config.baselines import BASELINES
 from oblr_megatron.errors import UserError
 
 OPTIONS = AlgoConfig(prior_strength=1.5, length_exponent=1.6)
-OF_RESPONSES = [name for name, facts in BASELINES.items() if not facts.token_wise]
 LEAVE_ONE_OUT = [name for name, facts in BASELINES.items() if facts.over == "others"]
 WITH_PRIOR = [name for name, facts in BASELINES.items() if facts.prior]
-ZERO_ON_EQUAL = [name for name in OF_RESPONSES if BASELINES[name].zero_on_equal]
+ZERO_ON_EQUAL = [name for name in BASELINES if BASELINES[name].zero_on_equal]
 OF_BATCH = ["batch_mean", "reinforce_pp", *WITH_PRIOR]
 POOLED = [name for name, facts in BASELINES.items() if facts.pool]
-WITHIN_GROUP = [name for name in OF_RESPONSES if name not in (*OF_BATCH, *POOLED, "reinforce_pp_baseline")]
+WITHIN_GROUP = [name for name in BASELINES if name not in (*OF_BATCH, *POOLED, "reinforce_pp_baseline")]
 NAN, INF = math.nan, math.inf
 
 
@@ -57,12 +55,12 @@ def batches(draw, min_group: int = 2):
 
 def test_every_baseline_of_the_config_has_facts_and_a_formula():
     assert set(BASELINES) == set(AlgoConfig.model_fields["baseline"].annotation.__args__)
-    assert set(FORMULAS) == set(OF_RESPONSES) and set(TOKEN_FORMULAS) == set(BASELINES) - set(OF_RESPONSES)
+    assert set(FORMULAS) == set(BASELINES)
 
 
 def test_each_formula_on_a_worked_group():
     rewards, norms, lengths = tensor([1, 0, 3], [2, 2, 5]), tensor([1, 2, 3], [1, 1, 2]), tensor([2, 4, 6], [1, 1, 1])
-    b = {name: baseline_values(name, rewards, norms, lengths, OPTIONS)[0].tolist() for name in OF_RESPONSES}
+    b = {name: baseline_values(name, rewards, norms, lengths, OPTIONS)[0].tolist() for name in BASELINES}
     powers = [2**1.6, 4**1.6, 6**1.6]
     assert b["none"] == [0, 0, 0]
     assert b["eob"] == pytest.approx([10 / 6] * 3, rel=1e-14)
@@ -206,7 +204,7 @@ def test_a_baseline_is_independent_of_its_own_sample(batch, name, reward, norm, 
     assert baseline_values(name, *batch, OPTIONS)[-1, 1] == before  # to the last bit
 
 
-@given(batches(), st.sampled_from(OF_RESPONSES), st.randoms(use_true_random=False))
+@given(batches(), st.sampled_from(list(BASELINES)), st.randoms(use_true_random=False))
 def test_permuting_a_group_permutes_its_advantages(batch, name, random):
     order = list(range(batch[0].shape[1]))
     random.shuffle(order)
@@ -309,7 +307,7 @@ def test_valid_norms_are_unchanged():
     assert sanitize_norms(norms).equal(norms)
 
 
-@pytest.mark.parametrize("name", [name for name in OF_RESPONSES if BASELINES[name].over in ("others", "group")])
+@pytest.mark.parametrize("name", [name for name in BASELINES if BASELINES[name].over in ("others", "group")])
 def test_a_group_of_one_is_refused_by_baselines_of_the_group(name):
     one = torch.ones(3, 1)
     with pytest.raises(UserError) as error:
@@ -329,11 +327,6 @@ def test_a_batch_of_one_response_has_zero_advantage():
     assert advantages("reinforce_pp", one, one, one, OPTIONS).item() == 0
 
 
-def test_a_token_wise_baseline_has_no_value_for_a_response():
-    with pytest.raises(KeyError, match="otb"):
-        advantages("otb", tensor([0, 1]), tensor([1, 1]), tensor([1, 1]), OPTIONS)
-
-
 def test_a_reward_that_is_not_finite_is_refused():
     with pytest.raises(UserError) as error:
         advantages("rloo", tensor([0, NAN]), tensor([1, 1]), tensor([1, 1]), OPTIONS)
@@ -342,9 +335,9 @@ def test_a_reward_that_is_not_finite_is_refused():
 
 def test_active_groups_have_mixed_rewards_unless_the_baseline_looks_beyond_the_group():
     rewards = tensor([0, 0], [0, 1], [1, 1])
-    for name in (*ZERO_ON_EQUAL, "otb"):
+    for name in ZERO_ON_EQUAL:
         assert active_groups(name, rewards).tolist() == [False, True, False], name
-    for name in ("none", "pooled", "pooled_token", *OF_BATCH):
+    for name in ("none", "pooled", *OF_BATCH):
         assert active_groups(name, rewards).tolist() == [True] * 3, name
 
 

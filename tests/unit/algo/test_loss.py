@@ -21,14 +21,6 @@ def test_coefficients(aggregation, divisors):
     torch.testing.assert_close(got, ADVANTAGES / torch.tensor(divisors), rtol=1e-15, atol=0)
 
 
-@pytest.mark.parametrize("aggregation", ["constant", "token_mean", "sample_mean"])
-def test_token_coefficients_have_their_samples_divisor(aggregation):
-    factors = torch.tensor([1.0, -2.0, 0.0], dtype=torch.float64)
-    got = sample_coefficients(ADVANTAGES[:, None] * factors, LENGTHS, 3, 2, aggregation)
-    of_samples = sample_coefficients(ADVANTAGES, LENGTHS, 3, 2, aggregation)
-    torch.testing.assert_close(got, of_samples[:, None] * factors, rtol=1e-15, atol=0)
-
-
 def test_an_unknown_aggregation_is_refused():
     with pytest.raises(ValueError, match="median"):
         sample_coefficients(ADVANTAGES, LENGTHS, 3, 2, "median")

@@ -47,7 +47,7 @@ def test_leave_one_out_baselines_have_the_ratio_of_variance_ratio_vs_rloo(seed: 
 
 def test_what_the_panel_leaves_out() -> None:
     scaled = {"grpo", "reinforce_pp", "reinforce_pp_baseline"}
-    assert set(BASELINES) - set(panel.PANEL) == scaled | {"otb", "pooled_token", "eob", "rloo"}
+    assert set(BASELINES) - set(panel.PANEL) == scaled | {"eob", "rloo"}
     pooled = {name for name, facts in BASELINES.items() if facts.pool}
     assert set(panel.variance_ratios(*batch(), OPTIONS)) == set(panel.PANEL) - pooled
 

@@ -12,7 +12,6 @@ from torch import Tensor
 from oblr_megatron.algo.baseline import advantages
 from oblr_megatron.algo.formulas import History
 from oblr_megatron.algo.loss import sample_coefficients
-from oblr_megatron.algo.token_baseline import NUM_BINS, token_advantages
 from oblr_megatron.config.algo import AlgoConfig
 
 OPTIONS = AlgoConfig(prior_strength=1.0, length_exponent=1.6)
@@ -58,21 +57,6 @@ def test_the_estimator_is_unbiased(toy, name, size):
 @pytest.mark.parametrize("name", ["none", "pooled_mean", "pooled"])
 def test_a_pool_is_unbiased_with_one_response_a_prompt(toy, name):
     torch.testing.assert_close(expectation(toy, name, 1), toy.gradients.mean(0), rtol=0, atol=1e-12)
-
-
-@pytest.mark.parametrize("size", [1, 2, 3])
-def test_a_pool_by_position_is_unbiased(toy, size):
-    """Whatever earlier steps told about each position, and with the ends of responses trained."""
-    history = History(by_position=torch.linspace(-1, 2, NUM_BINS, dtype=torch.float64)[None])
-    for prompt in range(len(toy.probs)):
-        picks, probs = toy.groups(prompt, size)
-        steps = toy.token_scores[prompt][picks]  # [E, G, T, D]
-        rewards, lengths = toy.rewards[prompt][picks], toy.lengths[prompt][picks].long()
-        expand = History(by_position=history.by_position.expand(len(picks), -1))
-        energies = steps.square().sum(-1).flatten(0, 1)
-        advantage = token_advantages("pooled_token", rewards, energies, lengths, expand).view(*lengths.shape, -1)
-        got = torch.einsum("e,egt,egtd->d", probs, advantage, steps) / size
-        torch.testing.assert_close(got, toy.gradients[prompt], rtol=0, atol=1e-12)
 
 
 @pytest.mark.parametrize("size", [2, 3])

@@ -164,7 +164,7 @@ def test_every_evaluation_metric_may_be_the_best_metric() -> None:
     assert [*metrics(Grades([grade], [grade], 1))][: len(EVALUATED)] == [*EVALUATED]
 
 
-@pytest.mark.parametrize("baseline", ["none", "batch_mean", "reinforce_pp", "pooled_mean", "pooled", "pooled_token"])
+@pytest.mark.parametrize("baseline", ["none", "batch_mean", "reinforce_pp", "pooled_mean", "pooled"])
 def test_baselines_that_need_no_other_response(baseline: str) -> None:
     assert parse_config(MINIMAL, overrides=[f"algo.baseline={baseline}", "group_size=1"]).group_size == 1
 
@@ -336,7 +336,6 @@ STREAM = "rollout.overlap=stream"
         (["algo.baseline=optimal_prior"], "optimal_prior"),
         (["algo.baseline=james_stein"], "james_stein"),
         (["algo.baseline=batch_mean"], "batch_mean"),
-        (["algo.baseline=pooled_token"], "no earlier step reached"),
         (["algo.preset=reinforce_pp"], "reinforce_pp"),
         (["algo.baseline=reinforce_pp_baseline"], "standard deviation over all prompts"),
         (["algo.aggregation=token_mean"], "token_mean"),
@@ -382,6 +381,6 @@ def test_a_run_of_one_step_off_says_that_it_is_biased() -> None:
     assert "signal and noise" in line and "cut at 2" in line
 
 
-@pytest.mark.parametrize("baseline", ["pooled", "optimal", "rloo", "grpo", "none", "optimal_pooled", "otb"])
+@pytest.mark.parametrize("baseline", ["pooled", "optimal", "rloo", "grpo", "none", "optimal_pooled"])
 def test_a_streamed_step_takes_baselines_of_the_group_and_of_earlier_steps(baseline: str) -> None:
     assert parse_config(MINIMAL, overrides=[STREAM, f"algo.baseline={baseline}"]).rollout.overlap == "stream"

@@ -24,7 +24,6 @@ PUBLISHED = {
     "eob": ("eob", "constant", "constant"),
     "reinforce_pp": ("reinforce_pp", "token_mean", "constant"),
     "reinforce_pp_baseline": ("reinforce_pp_baseline", "token_mean", "constant"),
-    "otb": ("otb", "constant", "constant"),
     "dapo": ("grpo", "token_mean", "constant"),
     "gspo": ("grpo", "sample_mean", "constant"),
     "cispo": ("grpo", "token_mean", "constant"),
@@ -50,8 +49,7 @@ def test_every_preset_is_listed() -> None:
 def test_what_a_preset_sets(preset: str) -> None:
     algo = parsed(f"algo.preset={preset}").algo
     assert (algo.baseline, algo.aggregation, algo.schedule) == PUBLISHED[preset]
-    assert algo.preset == preset and (algo.baseline in FORMULAS or algo.token_wise)
-    assert algo.token_wise == (algo.baseline not in FORMULAS) == (preset == "otb")
+    assert algo.preset == preset and algo.baseline in FORMULAS
 
 
 @pytest.mark.parametrize("preset", CLIPPED)
@@ -104,15 +102,12 @@ def test_what_a_run_saves_is_read_back(preset: str) -> None:
         (["algo.preset=rloo", "group_size=1"], "baseline 'rloo'"),
         (["algo.preset=james_stein", "num_prompts=1", "algo.snr.num_folds=1"], "baseline 'james_stein'"),
         (["algo.baseline=rloo_prior", "num_prompts=1", "algo.snr.num_folds=1"], "baseline 'rloo_prior'"),
-        (["algo.preset=otb", "gradnorm.mode=stash"], "algo.baseline 'otb'"),
-        (["algo.preset=otb", "algo.snr.estimator=samples"], "algo.snr.estimator 'samples'"),
         (["algo.preset=grpo", "algo.kl_coefficient=0.04", "gradnorm.mode=bookkeep"], "algo.kl_coefficient 0.04"),
         (["algo.preset=oblr_po", "algo.kl_coefficient=0.04", "gradnorm.mode=stash"], "gradnorm.mode 'stash'"),
         (["algo.preset=dapo", "num_prompts=120"], "algo.updates_per_batch 16 does not divide num_prompts 120"),
         (["algo.preset=dapo", "num_prompts=32"], "leaves 2 prompts for each update"),
         (["algo.preset=dapo", "algo.baseline=pooled"], "algo.updates_per_batch 16 with algo.baseline 'pooled'"),
         (["algo.preset=gspo", "gradnorm.always=true"], "algo.updates_per_batch 4 with gradnorm.always"),
-        (["algo.preset=gspo", "algo.baseline=otb"], "algo.baseline 'otb'"),
         (["algo.preset=gspo", "algo.schedule=snr"], "algo.schedule 'snr'"),
         (["algo.preset=cispo", "rollout.overlap=stream"], "rollout.overlap 'stream'"),
         (["algo.preset=cispo", "rollout.overlap=one_step", "rollout.max_staleness=1"], "rollout.overlap 'one_step'"),
@@ -125,9 +120,3 @@ def test_contradictions_end_in_one_line(overrides: list[str], named: str) -> Non
     with pytest.raises(UserError) as caught:
         parsed(*overrides)
     assert named in str(caught.value) and "\n" not in str(caught.value) and caught.value.fix
-
-
-@pytest.mark.parametrize("mode", ["auto", "two_pass"])
-def test_a_token_wise_baseline_with_a_penalty(mode: str) -> None:
-    config = parsed("algo.preset=otb", "algo.kl_coefficient=0.1", f"gradnorm.mode={mode}")
-    assert config.algo.kl_loss == "k3"

@@ -129,7 +129,6 @@ def test_runs_that_need_no_norms_say_so(sections: dict[str, Any]) -> None:
     ("sections", "why"),
     [
         ({"algo": {"kl_coefficient": 0.1}}, "KL penalty"),
-        ({"algo": {"baseline": "otb"}}, "token"),
         ({"model": {"path": "m", "moe_z_loss_coeff": 0.1}}, "router losses"),
     ],
 )

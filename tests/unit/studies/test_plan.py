@@ -97,6 +97,7 @@ def test_the_example_plans() -> None:
         (HEAD + ARMS + "sweep = false", ["sweep = false without rates_of"]),
         (HEAD + ARMS + "[arms.x]\nalgo.schedule = 'shuffled'", ["'shuffled' with rates_of ''"]),
         (HEAD + ARMS + "[arms.x]\nalgo.schedule = 'shuffled'\nrates_of = 'control'", ["rates_of 'control'"]),
+        (HEAD + ARMS + "token_baseline = 'otb'", ["token_baseline 'otb'", "algo.baseline 'rloo'", '"none"']),
         (HEAD, ["'arms' is missing"]),
         (HEAD.replace("ours", "his") + ARMS, ["reference 'his'", "ours, paper"]),
         (HEAD.replace("= 10\n", "= 30\n") + ARMS, ["num_steps 100", "evaluate_every 30"]),

@@ -1,7 +1,6 @@
-"""The token-wise baselines against their formulas, and the ends of responses.
+"""The token-wise baseline against its formula, and the ends of responses.
 
-Not covered: the sums behind `pooled_token` (test_token_pools.py), energies from a model, and the gradient
-(tests/distributed/test_token_gradient.py).
+Not covered: energies from a model, and the gradient (test_estimator.py).
 """
 
 from __future__ import annotations
@@ -12,7 +11,8 @@ from hypothesis import strategies as st
 from hypothesis.extra.numpy import arrays
 from torch import Tensor
 
-from oblr_megatron.algo.token_baseline import otb
+from studies.token_baseline import otb
+from tests.unit.algo.conftest import make_toy
 
 
 @st.composite
@@ -99,8 +99,9 @@ def test_equal_weights_give_the_mean_of_the_responses_left():
     torch.testing.assert_close(found, want, rtol=1e-14, atol=1e-14)
 
 
-def test_including_its_own_reward_biases_the_gradients_direction(toy):
+def test_including_its_own_reward_biases_the_gradients_direction():
     """Exact, over all groups of two. The group mean biases only the scale."""
+    toy = make_toy(seed=0)
     picks, probs = toy.groups(0, 2)
     steps = toy.token_scores[0][picks]  # [E, G, T, D]
     lengths, rewards = toy.lengths[0][picks].long(), toy.rewards[0][picks]

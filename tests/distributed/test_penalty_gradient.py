@@ -1,4 +1,4 @@
-"""Gradients with a weight for each token, in every layout: token baselines, and a KL penalty.
+"""Gradients with a weight for each token, in every layout: those with a KL penalty.
 
 The package's main_grad equals autograd of the printed formulas, written out here with loops over responses and tokens,
 on a plain-PyTorch model of one rank: fp64, relative 1e-10. Importance ratios differ from 1, one group has equal
@@ -22,11 +22,8 @@ from safetensors.torch import load_file
 from torch import Tensor
 from transformers import AutoConfig
 
-from oblr_megatron.algo import token_baseline
 from oblr_megatron.algo.advantage import AdvantageRule
 from oblr_megatron.algo.baseline import active_groups
-from oblr_megatron.algo.formulas import History
-from oblr_megatron.algo.token_baseline import NUM_BINS, position_bins
 from oblr_megatron.checkpoint.hf import load_hf_weights
 from oblr_megatron.config import Config, parse_config
 from oblr_megatron.gradient.step import TrainingGradient
@@ -42,14 +39,11 @@ from tests.tiny import make_hf_dir, make_moe_hf_dir
 
 CAP, TEMPERATURE, BETA, SCALE = 1.1, 0.8, 0.3, 7.0  # the first two as in config_of
 CASES: dict[str, dict[str, Any]] = {
-    "otb": {"baseline": "otb"},
-    "otb sample_mean": {"baseline": "otb", "aggregation": "sample_mean"},
     "k2": {"baseline": "rloo", "kl_coefficient": BETA, "kl_loss": "k2"},
     "k3": {"baseline": "optimal", "kl_coefficient": BETA, "kl_loss": "k3"},
-    "pooled_token": {"baseline": "pooled_token"},
-    "otb k3 token_mean": {"baseline": "otb", "aggregation": "token_mean", "kl_coefficient": BETA},
+    "k2 sample_mean": {"baseline": "rloo", "aggregation": "sample_mean", "kl_coefficient": BETA, "kl_loss": "k2"},
+    "k3 token_mean": {"baseline": "optimal", "aggregation": "token_mean", "kl_coefficient": BETA},
 }
-EARLIER = History(by_position=torch.linspace(-1, 1, PROMPTS * NUM_BINS, dtype=torch.float64).view(PROMPTS, NUM_BINS))
 PACKED = {"packing": "packed"}
 Layouts = dict[str, tuple[dict[str, Any], dict[str, Any]]]
 LAYOUTS: dict[int, Layouts] = {
@@ -67,8 +61,7 @@ LAYOUTS: dict[int, Layouts] = {
 }
 EXPERTS: Layouts = {"ep2": ({"ep": 2}, {}), "tp2sp ep2 etp1": ({"tp": 2, "sp": True, "ep": 2, "etp": 1}, {})}
 MUTATIONS = {
-    "no cumulative sum": "otb",
-    "shifted tokens": "otb",
+    "shifted tokens": "k3",
     "slope of the other penalty": "k3",
     "unswapped reference": "k2",
     "penalty of active groups alone": "k2",
@@ -106,15 +99,11 @@ def on_ranks(
 
 def step_of(path: str, start: str, parallel: Any, config: Config) -> tuple[Outcome, Any]:
     policy = policy_of(start, parallel, config)
-    reference = Reference(policy) if config.algo.kl_coefficient else None
+    reference = Reference(policy)
     load_hf_weights(policy, Path(path))
     weights = [parameter.detach().clone() for _, parameter in policy.named_parameters()]
-    advantage = AdvantageRule(scored(), config, 0.0, EARLIER)
     step = TrainingGradient(policy, config, reference)(
-        make_samples(),
-        advantage,
-        active_groups(config.algo.baseline, scored().rewards),
-        token_coefficients_of=advantage.of_tokens,
+        make_samples(), AdvantageRule(scored(), config, 0.0), active_groups(config.algo.baseline, scored().rewards)
     )
     assert all(torch.equal(a, b) for a, (_, b) in zip(weights, policy.named_parameters(), strict=True))
     stats = step.stats
@@ -123,11 +112,7 @@ def step_of(path: str, start: str, parallel: Any, config: Config) -> tuple[Outco
 
 def mutated(name: str) -> Any:
     """A mistake that the comparison has to notice."""
-    advantages, of_tokens = token_baseline.token_advantages, MicroBatch.of_tokens
-
-    def each_alone(name: str, rewards: Tensor, energies: Tensor, lengths: Tensor, history: History) -> Tensor:
-        own = energies.diff(dim=1, prepend=torch.zeros_like(energies[:, :1]))
-        return advantages(name, rewards, own, lengths, history)
+    of_tokens = MicroBatch.of_tokens
 
     def one_early(batch: MicroBatch, table: Tensor) -> Tensor:
         return of_tokens(batch, table.roll(-1, dims=1))
@@ -139,7 +124,6 @@ def mutated(name: str) -> Any:
         return patch("oblr_megatron.gradient.plain.PlainPass.prepare", _without_penalised)
     return {
         "": nullcontext(),
-        "no cumulative sum": patch("oblr_megatron.algo.advantage.token_advantages", each_alone),
         "shifted tokens": patch.object(MicroBatch, "of_tokens", one_early),
         "slope of the other penalty": patch("oblr_megatron.gradient.loss_fn.kl_slope", k2_slope),
         "unswapped reference": patch.object(Reference, "_swap", lambda self: None),
@@ -172,7 +156,7 @@ def expected(
     """The gradient by autograd of the printed loss; the loss without penalty, M, and the mean of k3."""
     policy_loss, folds, k3 = 0.0, [], []
     old = [drawn(sample) for sample in make_samples()]
-    advantage = advantages_of(algo, tables, norms)
+    advantage = advantages_of(algo["baseline"], scored().rewards.flatten().tolist(), norms)
     divisors = divisors_of(algo)
     for q in range(PROMPTS):
         loss = torch.zeros((), dtype=torch.float64)
@@ -181,12 +165,12 @@ def expected(
             before, _ = first[n]
             for t, token in enumerate(response):
                 ratio = (table[t, token] - old[n][t]).exp().clamp(max=CAP).detach()
-                term = -float(advantage[n][t]) * ratio * table[t, token] / divisors[n]
+                term = -advantage[n] * ratio * table[t, token] / divisors[n]
                 policy_loss += float(term)
                 d = table[t, token] - before[t, token]
                 k3.append(float((-d).exp() - 1 + d))
                 penalty = d**2 / 2 if algo.get("kl_loss") == "k2" else (-d).exp() - 1 + d
-                loss = loss + term + algo.get("kl_coefficient", 0.0) * penalty / divisors[n]
+                loss = loss + term + BETA * penalty / divisors[n]
         grads = torch.autograd.grad(loss, list(leaves.values()), retain_graph=True, materialize_grads=True)
         folds.append(dict(zip(leaves, grads, strict=True)))
     total = {k: sum(fold[k] for fold in folds) for k in leaves}
@@ -213,37 +197,7 @@ def divisors_of(algo: dict[str, Any]) -> list[float]:
     }[algo.get("aggregation", "constant")]
 
 
-def advantages_of(algo: dict[str, Any], tables: dict[int, Any], norms: Tensor) -> list[list[float]]:
-    """A of every token, by the definition of the baseline."""
-    rewards = scored().rewards.flatten().tolist()
-    lengths = [len(response) for _, response in tables.values()]
-    if algo["baseline"] == "pooled_token":
-        table = EARLIER.by_position[:, position_bins(max(lengths))].tolist()
-        return [[rewards[n] - table[n // GROUP][t] for t in range(lengths[n])] for n in range(len(rewards))]
-    if algo["baseline"] != "otb":
-        return [[value] * lengths[n] for n, value in enumerate(of_responses(algo["baseline"], rewards, norms))]
-    energy: list[list[float]] = []  # W_{i, t}
-    for n, (table, response) in tables.items():
-        path_energy, so_far = [], 0.0
-        for t, token in enumerate(response):
-            pi = table[t].detach().exp()
-            ratio = (table[t, token].detach() - drawn(make_samples()[n])[t]).exp().clamp(max=CAP)
-            so_far += float(ratio**2 * (1 - 2 * pi[token] + (pi**2).sum()))
-            path_energy.append(so_far)
-        energy.append(path_energy)
-    found = []
-    for n in range(len(rewards)):
-        group = range(n // GROUP * GROUP, (n // GROUP + 1) * GROUP)
-        values = []
-        for t in range(lengths[n]):
-            left = [j for j in group if lengths[j] > t]
-            b = sum(energy[j][t] * rewards[j] for j in left) / sum(energy[j][t] for j in left)
-            values.append(rewards[n] - b)
-        found.append(values)
-    return found
-
-
-def of_responses(baseline: str, rewards: list[float], norms: Tensor) -> list[float]:
+def advantages_of(baseline: str, rewards: list[float], norms: Tensor) -> list[float]:
     """A = r - b, b the weighted mean of the others: with weights 1 (rloo) or w by the oracle (optimal)."""
     weights = [1.0] * len(rewards) if baseline == "rloo" else norms.tolist()
     found = []
@@ -262,11 +216,9 @@ def check(models: dict[str, str], layouts: Layouts, results: list[dict[tuple[str
         assert_outcomes([found[name, case][0] for found in results], gradients, (name, case))
         for found in results:
             norms, *metrics, kl = found[name, case][1]
-            if CASES[case]["baseline"] == "pooled_token":  # the group of equal rewards has a gradient too
-                norms = norms.where(wanted["norms"] > 0, 0.0)
             torch.testing.assert_close(norms, wanted["norms"], rtol=1e-10, atol=0)
             assert metrics == pytest.approx([loss, mean_norm], rel=1e-10), (name, case)
-            assert kl == (pytest.approx(k3, rel=1e-10) if "kl_coefficient" in CASES[case] else None), (name, case)
+            assert kl == pytest.approx(k3, rel=1e-10), (name, case)
 
 
 @pytest.fixture(scope="module")
@@ -283,7 +235,7 @@ def models(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
 
 @NIGHTLY
 @pytest.mark.parametrize("world_size", LAYOUTS)
-def test_gradients_of_tokens(models: dict[str, str], world_size: int, nightly: bool) -> None:
+def test_gradients_with_a_penalty(models: dict[str, str], world_size: int, nightly: bool) -> None:
     """Each layout has every second case, in turn; the nightly test has all."""
     check(models, LAYOUTS[world_size], run_ranks(on_ranks, world_size, models, LAYOUTS[world_size], 2 - nightly))
 
