@@ -46,10 +46,9 @@ class PolicyGradient:
     ) -> None:
         self._gradients, self._momentum, self._record = gradients, momentum, record
         self._config = config = sampling.config
-        self._units = config.in_waves
         self._timer, self._rank, self._sampling = sampling.timer, sampling.parallel.rank, sampling
         self._sums = gradients.begin(whole=whole)
-        self._norms_sq = torch.zeros(self._units.num_prompts, self._units.group_size, dtype=torch.float64)
+        self._norms_sq = torch.zeros(config.num_prompts, config.group_size, dtype=torch.float64)
         self._exact = torch.zeros_like(self._norms_sq)  # of the samples that estimates are compared with
         self._measured = self._of_norms()
         self._sums_samples = config.measures_norms and config.gradnorm.sample_fraction == 1
@@ -158,7 +157,7 @@ class PolicyGradient:
             with self._timer("gradient"):
                 stats = replace(stats, momentum_dot=self._momentum.take(stats.sq_norm))
         record.stats = stats
-        return stats, self._norms_sq.view(self._config.num_prompts, -1)
+        return stats, self._norms_sq
 
     def _of_norms(self) -> Tensor | None:
         """The prompts of the step that norms are measured of, at random: [Q] bool; None for all."""
@@ -167,13 +166,12 @@ class PolicyGradient:
             return None
         generator = torch.Generator().manual_seed(call_seed(self._config.seed, self._record.done))
         chosen = torch.randperm(num_prompts, generator=generator)[: max(1, round(fraction * num_prompts))]
-        measured = torch.zeros(num_prompts, dtype=torch.bool).index_fill_(0, chosen, True)
-        return measured.repeat_interleave(self._units.num_prompts // num_prompts)
+        return torch.zeros(num_prompts, dtype=torch.bool).index_fill_(0, chosen, True)
 
     def _check(self, wave: Wave, active: Tensor) -> Tensor:
         """Exact norms [k, G] of a few prompts when estimates are due for a comparison, before the gradient; else 0."""
         config, options = self._config, self._config.gradnorm
-        none = torch.zeros(len(active), self._units.group_size, dtype=torch.float64)
+        none = torch.zeros(len(active), config.group_size, dtype=torch.float64)
         if options.source == "exact" or not options.check_every or (self._record.done - 1) % options.check_every:
             return none
         estimated = active if self._measured is None else active & self._measured[list(wave.positions)]

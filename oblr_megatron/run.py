@@ -4,17 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
-
-import torch
 
 from oblr_megatron.algo.advantage import usual
 from oblr_megatron.algo.formulas import NO_HISTORY, History
 from oblr_megatron.algo.noise_split import NoiseSplit
 from oblr_megatron.algo.pools import Pools, pools_of
 from oblr_megatron.algo.schedule import Schedule, build_schedule
-from oblr_megatron.algo.weighting import first_guess
 from oblr_megatron.checkpoint.distributed import load_training_state, load_weights, training_state
 from oblr_megatron.checkpoint.hf import export_hf, load_hf_weights
 from oblr_megatron.checkpoint.resume import Checkpoint, damage_of
@@ -42,7 +39,6 @@ if TYPE_CHECKING:
     from torch import Tensor
 
     from oblr_megatron.config import Config
-    from oblr_megatron.rollout.waves import Wave
     from oblr_megatron.types import GradientStats, Prompt
 
 
@@ -121,18 +117,6 @@ class Run:
     def history(self, prompts: Sequence[Prompt]) -> History:
         """What earlier steps tell about the prompts of a step; nothing unless the baseline reads it."""
         return NO_HISTORY if self.pools is None else self.pools.history(prompts)
-
-    def history_of(self, wave: Wave) -> History:
-        """`history` of a wave. Single responses without one take the mean of the other prompts, not of siblings.
-
-        A wave with such responses holds the whole step, see `streams`.
-        """
-        history = self.history(wave.prompts)
-        if not self.config.by_response or history.expected is None or not history.expected.isnan().any():
-            return history
-        groups = wave.scored.rewards.view(-1, self.config.group_size)
-        guess = first_guess(groups).repeat_interleave(self.config.group_size)
-        return replace(history, expected=torch.where(history.expected.isnan(), guess, history.expected))
 
     def update(self, stats: GradientStats, lr: float, record: StepRecord) -> None:
         """Clip the gradient and step the optimizer; a gradient of zero changes nothing."""
@@ -326,7 +310,7 @@ def open_run(config: Config) -> Iterator[Run]:
             policy=policy,
             optimizer=optimizer,
             schedule=schedule,
-            gradients=TrainingGradient(policy, config.per_update.in_waves, reference),
+            gradients=TrainingGradient(policy, config.per_update, reference),
             saver=Saver(config, sampling.parallel, sampling.model, None if resumed is None else resumed.state),
             momentum=momentum,
             noise=NoiseSplit(

@@ -36,7 +36,7 @@ from oblr_megatron.rollout.dynamic_sampling import Batch, assembled, refill
 from oblr_megatron.rollout.routes import with_routes
 from oblr_megatron.rollout.staleness import staleness
 from oblr_megatron.rollout.step_file import SavedStep, write_step
-from oblr_megatron.rollout.waves import Collected, Wave, by_responses, of_prompts, of_responses
+from oblr_megatron.rollout.waves import Collected, Wave
 from oblr_megatron.runtime.collectives import Collectives
 from oblr_megatron.runtime.stopping import StopRequest
 from oblr_megatron.timing import PhaseTimer
@@ -151,49 +151,40 @@ class Sampling:
 
     def wave(self, batch: Batch) -> Wave:
         """All prompts of a step as one wave."""
-        units = of_responses(batch) if self.config.by_response else batch
-        return Wave(range(len(units.prompts)), units, last=True)
+        return Wave(range(len(batch.prompts)), batch, last=True)
 
     def streamed(self, prompts: list[Prompt], record: StepRecord) -> Iterator[Wave]:
         """Waves of prompts as the engines finish them, scored; the last one when all prompts of the step have come.
 
-        With `Config.by_response`, waves of single responses, which come one by one unless the reward needs their group.
         With rollout.dynamic_sampling, groups of equal rewards wait for the last wave, because others may replace them.
         Raises as `rollout`, `score` and `refill`.
         """
         config, collected, used = self.config, Collected(), set[int]()
-        tokens, single = tokens_of_a_wave(config, self.parallel.dp_size), config.by_response
-        alone = single and not self.reward.sees_groups
-        request, units = SamplingRequest.for_training(config, call_seed(config.seed, record.done - 1)), prompts
-        if alone:
-            request, units = request.by_response(), [prompt for prompt in prompts for _ in range(config.group_size)]
+        tokens = tokens_of_a_wave(config, self.parallel.dp_size)
+        request = SamplingRequest.for_training(config, call_seed(config.seed, record.done - 1))
         with self.timer("rollout"):
-            flight = self.engines.begin(units, request, self.reward.own)
+            flight = self.engines.begin(prompts, request, self.reward.own)
         waves = 1  # with the last one
-        while len(collected) < len(units):
+        while len(collected) < len(prompts):
             with self.timer("rollout"):
                 groups = flight.take(tokens)
             positions, samples = list(groups), [sample for group in groups.values() for sample in group]
             self._check_age(samples, record)
-            taken = [units[position] for position in positions]
+            taken = [prompts[position] for position in positions]
             known = [flight.rewards[position] for position in positions] if flight.rewards else []
             part = Batch(taken, samples, self.score(taken, samples, record, known))
             collected.add(positions, part)
             certain = mixed_groups(part.scored.rewards).tolist() if self.refills else [True] * len(positions)
             now = [position for position, kept in zip(positions, certain, strict=True) if kept]
-            if now and len(collected) < len(units):
-                wave = Wave(now, collected.part(now), last=False)
-                wave = by_responses(wave) if single and not alone else wave
-                used.update(wave.positions)
+            if now and len(collected) < len(prompts):
+                used.update(now)
                 waves += 1
-                yield wave
-        found = collected.whole()
-        batch = self.refill(of_prompts(found, config.group_size) if alone else found, record)
+                yield Wave(now, collected.part(now), last=False)
+        batch = self.refill(collected.whole(), record)
         self.save(batch, record)
         record.metrics["rollout/waves"] = waves
-        last = self.wave(batch).batch
-        rest = [position for position in range(len(last.prompts)) if position not in used]
-        yield Wave(rest, assembled({position: (last, position) for position in rest}, failures=0), last=True)
+        rest = [position for position in range(len(batch.prompts)) if position not in used]
+        yield Wave(rest, assembled({position: (batch, position) for position in rest}, failures=0), last=True)
 
     def score(
         self, prompts: list[Prompt], samples: list[Sample], record: StepRecord, known: Sequence[RewardResult] = ()

@@ -49,7 +49,7 @@ def train(run: Run) -> None:
         for wave in waves(sampling, prompts, record, streams=streams):  # responses with rewards r, G for each prompt
             if wave.last:
                 sampling.release()  # engines on the trainer's GPUs free their memory until the push
-            history = run.history_of(wave)  # b_t of earlier steps, for pooled baselines
+            history = run.history(wave.prompts)  # b_t of earlier steps, for pooled baselines
             advantage = AdvantageRule(wave.scored, config, run.usual_norm, history)  # w -> A = r - b(w)   Theorem 7
             gradient.add(wave, advantage)  # w; g, a sum over prompts
         sampling.finish_ahead()  # rollout.overlap "one_step": the samples of the next step

@@ -74,7 +74,6 @@ class WatchedSteps:
     """A model, its gradient and its optimizer on this rank; every tensor that they make is counted."""
 
     def __init__(self, hf_config: PreTrainedConfig, config: Config, parallel: Parallel) -> None:
-        config = config.in_waves  # as a run makes its gradient
         self.live, self._group = ExactBytes(), config.group_size
         self._streams = config.rollout.overlap == "stream"
         self._samples, self._coefficients = _samples(hf_config.vocab_size, config)

@@ -96,25 +96,6 @@ class Config(Section):
         updates = self.algo.updates_per_batch
         return self if updates == 1 else self.model_copy(update={"num_prompts": self.num_prompts // updates})
 
-    @property
-    def by_response(self) -> bool:
-        """Whether streamed steps take single responses: no other response of the step decides a coefficient."""
-        facts, rollout = BASELINES[self.algo.baseline], self.rollout
-        alone = facts.over == "nothing" and self.gradnorm.stash_spread == 1
-        return rollout.overlap == "stream" and alone and not rollout.dynamic_sampling
-
-    @property
-    def in_waves(self) -> Config:
-        """The run as the gradient of a step sees it: single responses count as prompts with `by_response`."""
-        if not self.by_response:
-            return self
-        update: dict[str, Any] = {"num_prompts": self.num_prompts * self.group_size, "group_size": 1}
-        if self.algo.snr.estimator == "prompts":
-            # A fold is still a prompt: responses to one prompt are not independent.
-            snr = self.algo.snr.model_copy(update={"estimator": "folds", "num_folds": self.num_prompts})
-            update["algo"] = self.algo.model_copy(update={"snr": snr})
-        return self.model_copy(update=update)
-
 
 def load_config(path: str | Path, overrides: Sequence[str] = ()) -> Config:
     """Read a TOML file or the config.json of a run, apply `section.key=value` overrides and validate.

@@ -87,7 +87,6 @@ class GenerateBody(Message):
     seed: int
     top_p: float
     top_k: int
-    siblings: int = Field(1, ge=1)
     routes: bool = False
 
     @classmethod

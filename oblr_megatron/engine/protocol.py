@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, Protocol
 
@@ -45,7 +45,6 @@ class SamplingRequest:
     top_p: float = 1.0
     top_k: int = -1  # -1: no filter
     routes: bool = False  # whether samples hold the experts that the engine took (`EngineSpec.routes`)
-    siblings: int = 1  # positions that share a prompt: G if responses are sampled one by one, else 1
 
     def __post_init__(self) -> None:
         where = "sampling request"
@@ -69,10 +68,6 @@ class SamplingRequest:
             top_k=rollout.top_k,
             routes=config.model.moe_routing_replay,
         )
-
-    def by_response(self) -> SamplingRequest:
-        """The request that draws the same responses one by one: position n is response n % G of prompt n // G."""
-        return replace(self, group_size=1, siblings=self.group_size)
 
     @classmethod
     def for_evaluation(cls, config: Config, seed: int, *, greedy: bool) -> SamplingRequest:

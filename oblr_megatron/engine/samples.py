@@ -16,7 +16,6 @@ from oblr_megatron.types import Sample
 
 def sampling_params(request: SamplingRequest, group: int, stop: Sequence[int] = ()) -> Any:
     """vLLM's `SamplingParams` for the prompt at position `group` of the step's batch; `stop` tokens end a response."""
-    prompt, response = divmod(group, request.siblings)
     from vllm import SamplingParams
     from vllm.sampling_params import RequestOutputKind
 
@@ -27,7 +26,7 @@ def sampling_params(request: SamplingRequest, group: int, stop: Sequence[int] = 
         top_k=max(request.top_k, 0),
         max_tokens=request.max_tokens,
         stop_token_ids=list(stop),
-        seed=prompt_seed(request.seed, prompt) + response,  # vLLM adds g for response g of a group
+        seed=prompt_seed(request.seed, group),  # vLLM adds g for response g of a group
         logprobs=0,  # of the sampled token alone
         flat_logprobs=True,
         detokenize=False,  # done once at the end: decoding each token costs a small model 15%

@@ -116,9 +116,8 @@ class EpisodeHost:
         episodes: dict[int, _Running] = {}
         groups: dict[int, dict[int, Sample]] = {position: {} for position in positions}
         for position in positions:
-            own, sibling = divmod(position, request.siblings)
             for place in range(request.group_size):
-                seed = prompt_seed(request.seed, own) + sibling + place
+                seed = prompt_seed(request.seed, position) + place
                 begin = Begin(next(self._numbers), prompts[position], seed, request.max_tokens)
                 episodes[begin.number] = _Running(begin, position, place)
 

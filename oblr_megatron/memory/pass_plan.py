@@ -96,20 +96,19 @@ def idle_replicas(config: Config, layout: Layout) -> str | None:
 
     Example, 4 folds of one prompt each and two replicas that share experts: replicas are idle half of the time.
     """
-    unit = "responses" if config.by_response else "prompts"
-    config = config.per_update.in_waves  # as the gradient of an update divides them
+    config = config.per_update  # as the gradient of an update divides them
     most = samples_of_a_rank(config, layout) * layout.replicas
     idle = 1 - config.num_prompts * config.group_size / most
     if idle <= 0:
         return None
     if not config.algo.snr.needs_folds:
         return (
-            f"replicas idle {idle:.0%} of the gradient: {layout.replicas} replicas share {config.num_prompts} {unit}; "
+            f"replicas idle {idle:.0%} of the gradient: {layout.replicas} replicas share {config.num_prompts} prompts; "
             f"make num_prompts a multiple of {layout.replicas}"
         )
     prompts = config.num_prompts // num_folds(config)
     return (
-        f"replicas idle {idle:.0%} of the gradient: {layout.sharing} replicas share the {prompts} {unit} of a fold; "
+        f"replicas idle {idle:.0%} of the gradient: {layout.sharing} replicas share the {prompts} prompts of a fold; "
         f"make num_prompts / algo.snr.num_folds a multiple of {layout.sharing}"
     )
 

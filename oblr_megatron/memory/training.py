@@ -86,7 +86,6 @@ def estimate(
     """
     if fixed_bytes is None:
         fixed_bytes = 0 if on_gpu else resident_bytes()
-    config = config.in_waves
     stages = [
         estimate_stage(
             hf_config,

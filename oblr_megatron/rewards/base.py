@@ -66,11 +66,6 @@ class RewardResult:
 class Reward(ABC):
     """Scores responses. A context manager that calls `close`."""
 
-    @property
-    def sees_groups(self) -> bool:
-        """Whether a response's value may depend on the others to its prompt: one call of `score` then gets them all."""
-        return False
-
     @abstractmethod
     def score(self, prompts: Sequence[Prompt], samples: Sequence[Sample]) -> RewardResult:
         """Score every sample.

@@ -32,10 +32,6 @@ class CombinedReward(Reward):
         assert len({term.name for term in terms}) == len(terms) > 0, f"the terms {terms} need distinct names"
         self._terms = tuple(terms)
 
-    @property
-    def sees_groups(self) -> bool:
-        return any(term.reward.sees_groups for term in self._terms)
-
     def score(self, prompts: Sequence[Prompt], samples: Sequence[Sample]) -> RewardResult:
         """See `Reward.score`. Terms are scored one after another, so that their workers do not compete for cores."""
         results = [term.reward.score(prompts, samples) for term in self._terms]

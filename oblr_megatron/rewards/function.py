@@ -37,11 +37,6 @@ class FunctionReward(PooledReward):
         pool = Pool(name, num_workers=config.num_workers, deadline_s=config.timeout_s, grace_s=grace)
         super().__init__(pool, together=config.batch_size if self._kind.takes_many else 1)
 
-    @property
-    def sees_groups(self) -> bool:
-        """A function of lists gets all responses to a prompt in one call."""
-        return self._kind.batch
-
     def score(self, prompts: Sequence[Prompt], samples: Sequence[Sample]) -> RewardResult:
         """The function's values; see `Reward.score`."""
         group = group_size(prompts, samples)

@@ -75,11 +75,6 @@ class HttpReward(Reward):
         self._loop: HttpLoop | None = None
         self._session: aiohttp.ClientSession | None = None
 
-    @property
-    def sees_groups(self) -> bool:
-        """A request has all responses to a prompt."""
-        return True
-
     def score(self, prompts: Sequence[Prompt], samples: Sequence[Sample]) -> RewardResult:
         """The service's rewards; see `Reward.score`."""
         rows = texts(prompts, samples, with_row=self._config.send_rows)

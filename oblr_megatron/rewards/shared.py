@@ -37,10 +37,6 @@ class SharedReward(Reward):
         self._collectives = Collectives(dist.get_rank())
         self._reported = False
 
-    @property
-    def sees_groups(self) -> bool:
-        return self.own.sees_groups
-
     def score(self, prompts: Sequence[Prompt], samples: Sequence[Sample]) -> RewardResult:
         """Collective; see `Reward.score`.
 

@@ -87,13 +87,13 @@ class ReplayEngine(RolloutEngine):
     def generate(self, prompts: Sequence[Prompt], request: SamplingRequest) -> list[Sample]:
         """The saved responses to the last prompts taken. `check_replay` has compared sizes and temperature."""
         assert self._saved is not None and list(prompts) == self._saved.prompts, "only saved prompts have samples"
-        size = request.group_size * request.siblings
-        assert size == self._saved.group_size and not request.greedy, f"saved were groups of {self._saved.group_size}"
+        size = self._saved.group_size
+        assert request.group_size == size and not request.greedy, f"saved were groups of {size}"
         return self._saved.samples
 
     def begin(self, prompts: Sequence[Prompt], request: SamplingRequest, reward: Reward | None = None) -> Complete:
         """The saved responses, the shortest first; not scored."""
-        samples, size = self.generate(prompts[:: request.siblings], request), request.group_size
+        samples, size = self.generate(prompts, request), request.group_size
         return Complete(
             {position: samples[position * size : (position + 1) * size] for position in range(len(prompts))}
         )

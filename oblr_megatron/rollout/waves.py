@@ -2,15 +2,12 @@
 
 Without `rollout.overlap` all prompts are one wave. With "stream" a wave has the prompts that were finished since the
 wave before it. Prompts keep their positions in the batch, and `Collected` restores the batch at the end.
-
-If no other response of the step decides a response's coefficient (`Config.by_response`), each response is a unit. A
-group is complete only when its longest response is, so waves of responses come earlier, and hold similar lengths.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 from oblr_megatron.rollout.dynamic_sampling import Batch, assembled
 from oblr_megatron.types import Prompt, Sample, Scored
@@ -18,7 +15,7 @@ from oblr_megatron.types import Prompt, Sample, Scored
 
 @dataclass(frozen=True, slots=True)
 class Wave:
-    """Prompts with their responses and rewards; single responses count as prompts if the config says so.
+    """Prompts with their responses and rewards.
 
     Example: Wave([3, 7], Batch(...), last=False)
     """
@@ -53,33 +50,6 @@ def mini_batches(wave: Wave, count: int) -> list[Wave]:
         Wave(part, assembled({place: (wave.batch, place) for place in part}, failures=0), last=wave.last)
         for part in parts
     ]
-
-
-def of_responses(batch: Batch) -> Batch:
-    """The same responses as groups of one, in the same order: q prompts become q * G."""
-    group = batch.scored.rewards.shape[1]
-    return Batch(
-        [prompt for prompt in batch.prompts for _ in range(group)],
-        batch.samples,
-        replace(batch.scored, rewards=batch.scored.rewards.view(-1, 1), lengths=batch.scored.lengths.view(-1, 1)),
-    )
-
-
-def by_responses(wave: Wave) -> Wave:
-    """A wave of groups as one of single responses, at their places among all responses of the step."""
-    group = wave.scored.rewards.shape[1]
-    places = [position * group + number for position in wave.positions for number in range(group)]
-    return Wave(places, of_responses(wave.batch), wave.last)
-
-
-def of_prompts(batch: Batch, group: int) -> Batch:
-    """The inverse: groups of `group` responses from groups of one."""
-    scored = batch.scored
-    return Batch(
-        batch.prompts[::group],
-        [replace(sample, group=number // group) for number, sample in enumerate(batch.samples)],
-        replace(scored, rewards=scored.rewards.view(-1, group), lengths=scored.lengths.view(-1, group)),
-    )
 
 
 class Collected:

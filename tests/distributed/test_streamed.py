@@ -39,10 +39,6 @@ CASES = {
         1,
         (f"reward.name={GREATEST}", "algo.baseline=pooled", "gradnorm.mode=inline"),
     ),
-    "pooled_mean, a sum with a reward of whole groups": (
-        2,
-        (f"reward.terms=[{{name = '{GREATEST}'}}]", "algo.baseline=pooled_mean"),
-    ),
     "pooled, each prompt a fold": (2, ("algo.baseline=pooled", "gradnorm.mode=inline", "algo.snr.estimator=prompts")),
     "momentum on three replicas": (3, ("algo.baseline=optimal", "algo.snr.estimator=momentum")),
     "all parallel": (

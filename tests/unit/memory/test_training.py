@@ -164,13 +164,6 @@ def test_what_half_precision_and_offloading_spare() -> None:
     assert half == whole * 3 // 4 and host == whole and gpu == whole // 4  # of 4: 2 and one to work in; 4; that one
 
 
-def test_a_streamed_run_of_single_responses_stashes_one_gradient() -> None:
-    """Its groups have one response (`Config.in_waves`)."""
-    pooled = mode("stash") | {"algo": {"baseline": "pooled"}}
-    rollout = {"max_response_tokens": TOKENS - 4, "overlap": "stream"}
-    assert estimated(**pooled, rollout=rollout).norms == estimated(**pooled).norms // 4
-
-
 @pytest.mark.parametrize("options", [{}, {"stash_dtype": "bfloat16"}])
 def test_buffers_that_are_given_back_are_gone_and_come_back(options: dict[str, Any], parallel: Parallel) -> None:
     """The next step allocates them again and gives the same gradient as a step that found them."""
