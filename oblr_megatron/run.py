@@ -249,8 +249,7 @@ class Run:
         """
         if facts.get("noise"):  # absent in checkpoints of earlier versions
             self.noise.load_state_dict(facts["noise"])
-        sources = {facts["config"]["gradnorm"].get("source", "exact"), self.config.gradnorm.source}
-        comparable = len(sources) == 1 or sources == {"exact", "sketch"}
+        comparable = facts["config"]["gradnorm"]["source"] == self.config.gradnorm.source
         if comparable:
             self.usual_norm = facts["usual_norm"]
         comparable |= BASELINES[self.config.algo.baseline].pool != "norms"

@@ -130,7 +130,7 @@ def check_estimator(algo: AlgoConfig, *, norms: bool) -> None:
         raise UserError(
             f"estimator 'samples' needs gradient norms, but baseline {algo.baseline!r} measures none",
             where="algo.snr.estimator",
-            fix="set gradnorm.always to true and gradnorm.source to exact or sketch, or select another estimator",
+            fix="set gradnorm.always to true and gradnorm.source to exact, or select another estimator",
         )
 
 

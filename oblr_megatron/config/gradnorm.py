@@ -12,9 +12,9 @@ from oblr_megatron.config.section import Section
 class GradnormConfig(Section):
     """Squared gradient norms w of single responses."""
 
-    source: Literal["exact", "sketch", "logit", "length"] = "exact"
-    """How w is obtained: the exact norm, or an estimate. "sketch": unbiased random projections. "logit": energy of the
-    score function at the logits, forward pass only. "length": response tokens. The gradient stays unbiased with all."""
+    source: Literal["exact", "logit", "length"] = "exact"
+    """How w is obtained: the exact norm, or an estimate. "logit": energy of the score function at the logits, forward
+    pass only. "length": response tokens. The gradient stays unbiased with all."""
     mode: Literal["auto", "inline", "two_pass", "stash", "bookkeep"] = "auto"
     """How norms are computed. "inline": in the one gradient pass, if the baseline reads no norms of its own step.
     "two_pass": a separate pass. "stash": one pass that keeps the gradient of each response of a prompt. "bookkeep": one
@@ -32,8 +32,6 @@ class GradnormConfig(Section):
     """Additional prompts that a rank can stash while it waits for the norms of other ranks (stash_spread > 1)."""
     window_tokens: int = Field(65536, ge=1)
     """Tokens of which bookkeep holds the factors at once; a longer prompt goes alone."""
-    sketch_size: int = Field(32, ge=1)
-    """m, rows of the random projections. The relative error of a norm is 1.4 / m to 2 / sqrt(m)."""
     check_every: int = Field(0, ge=0)
     """With an estimated source: log its correlation with exact norms every this many steps. 0: never."""
     check_samples: int = Field(16, ge=2)

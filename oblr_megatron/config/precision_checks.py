@@ -58,8 +58,6 @@ def norms_problem(config: Config, mode: str) -> Problem | None:
     model = config.model
     if model.fp8 == "none":
         return None
-    if config.gradnorm.source == "sketch":
-        return "a sketch projects factors, but FP8 layers expose none", 'set gradnorm.source to "exact"'
     if mode in ("bookkeep", "inline"):
         return (
             f"FP8 layers expose no factors, so {mode} would keep whole gradients",

@@ -26,6 +26,8 @@ REMOVED: dict[str, Problem] = {
         "checkpoints, fp32 masters and weight pushes all need the weights in bfloat16",
         "leave it out; matrix products use FP8 with model.fp8 alone",
     ),
+    "gradnorm.source=sketch": ('it gained nothing over "logit"', 'write "exact" or "logit"'),
+    "gradnorm.sketch_size": ("random projections are gone", "leave it out"),
     "log.tensorboard": ("it is one of several trackers now", 'write log.trackers = ["tensorboard"], or [] for none'),
     "algo.baseline=otb": (
         "token-wise baselines needed a forward pass of their own and lost to pooled",

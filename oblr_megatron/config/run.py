@@ -83,7 +83,7 @@ class Config(Section):
     @property
     def measures_norms(self) -> bool:
         """Whether a step measures norms in backward passes; the other sources need none."""
-        return self.uses_norms and self.gradnorm.source in ("exact", "sketch")
+        return self.uses_norms and self.gradnorm.source == "exact"
 
     @property
     def stashes(self) -> bool:

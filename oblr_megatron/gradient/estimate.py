@@ -1,7 +1,6 @@
 """The sources of w (`gradnorm.source`): the exact norm, or a cheaper estimate.
 
     exact    ||s||^2
-    sketch   unbiased random projections for linear layers; exact for all other parameters
     logit    sum_t rho_t^2 ||d log pi(o_t) / d logits||^2: the energy of the score at the logits, forward only
     length   response tokens
 
@@ -19,7 +18,6 @@ import torch
 from oblr_megatron.data.packing import microbatches, one_per_microbatch
 from oblr_megatron.gradient.loss_fn import score_loss
 from oblr_megatron.gradient.ratios import RatioFn
-from oblr_megatron.norms.sketch import Sketches
 from oblr_megatron.norms.two_pass import rules_need_single_samples, sq_grad_norms
 from oblr_megatron.runtime.collectives import all_reduce
 
@@ -32,13 +30,6 @@ if TYPE_CHECKING:
     from oblr_megatron.types import MicroBatch, Sample
 
 
-def sketches_of(policy: Policy, config: Config) -> Sketches | None:
-    """The run's random projections; None unless `gradnorm.source` is "sketch"."""
-    if config.gradnorm.source != "sketch":
-        return None
-    return Sketches(policy, config.gradnorm.sketch_size, config.seed)
-
-
 def sq_norms_of(
     policy: Policy,
     samples: Sequence[Sample],
@@ -46,7 +37,6 @@ def sq_norms_of(
     config: Config,
     ratios: RatioFn,
     source: str,
-    sketches: Sketches | None,
 ) -> Tensor:
     """w [n] fp64 of the microbatches' samples by the given source, the same on every rank of the replica."""
     if source == "length":
@@ -55,9 +45,7 @@ def sq_norms_of(
     temperature = config.rollout.temperature
     if source == "logit":
         return _energies(policy, batches, temperature, ratios)
-    return sample_sq_grad_norms(
-        policy, batches, temperature=temperature, ratios=ratios, sketches=sketches if source == "sketch" else None
-    )
+    return sample_sq_grad_norms(policy, batches, temperature=temperature, ratios=ratios)
 
 
 def sample_sq_grad_norms(

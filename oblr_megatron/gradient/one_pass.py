@@ -34,7 +34,6 @@ if TYPE_CHECKING:
     from oblr_megatron.config import Config
     from oblr_megatron.model.policy import Policy
     from oblr_megatron.model.step import LossFn
-    from oblr_megatron.norms.sketch import Sketches
     from oblr_megatron.types import MicroBatch, Sample
 
 AdvantageFn = Callable[[Sequence[int], "Tensor"], "Tensor"]
@@ -67,10 +66,6 @@ class _OnePass:
 class InlinePass(_OnePass):
     """Mode `inline`: microbatches as in plain training; of one sample if a parameter cannot tell samples apart."""
 
-    def __init__(self, policy: Policy, config: Config, sketches: Sketches | None) -> None:
-        super().__init__(policy, config)
-        self._sketches = sketches
-
     def add(self, work: Work, indices: Sequence[int]) -> None:
         """Leave the gradient of these samples in main_grad, which is zero before; whole prompts in prompt-major order.
 
@@ -92,9 +87,7 @@ class InlinePass(_OnePass):
         for batches in pipeline_runs(self._policy, whole, self._rules, KEPT_BYTES):
             order = torch.cat([batch.sample_index for batch in batches]).cpu()
             own = coefficients[order]
-            norms, records = add_inline(
-                self._policy, batches, self._loss(work), own, self._rules, self._reducer, self._sketches
-            )
+            norms, records = add_inline(self._policy, batches, self._loss(work), own, self._rules, self._reducer)
             work.norms_sq[order] = norms.cpu()
             metrics.add(records, own)
         return metrics
@@ -103,17 +96,11 @@ class InlinePass(_OnePass):
 class BookkeepPass(_OnePass):
     """Mode `bookkeep`: windows of prompts up to `window_tokens` tokens, several samples a microbatch."""
 
-    def __init__(self, policy: Policy, config: Config, sketches: Sketches | None) -> None:
-        super().__init__(policy, config)
-        self._sketches = sketches
-
     def add(self, work: Work, indices: Sequence[int]) -> None:
         """Add the gradient of these samples to main_grad; whole prompts in prompt-major order."""
         for window in self._windows(work.samples, indices):
             batches = norm_batches(self._policy, self._config, self._rules, work.samples, window)
-            norms, records, sink = keep_factors(
-                self._policy, batches, self._loss(work), self._rules, self._reducer, self._sketches
-            )
+            norms, records, sink = keep_factors(self._policy, batches, self._loss(work), self._rules, self._reducer)
             order = torch.cat([batch.sample_index for batch in batches]).cpu()
             work.norms_sq[order] = norms.cpu()
             coefficients = torch.zeros_like(work.norms_sq)

@@ -22,7 +22,7 @@ import torch
 
 from oblr_megatron.algo.loss import sample_coefficients
 from oblr_megatron.data.packing import microbatches
-from oblr_megatron.gradient.estimate import norm_batches, sketches_of, sq_norms_of
+from oblr_megatron.gradient.estimate import norm_batches, sq_norms_of
 from oblr_megatron.gradient.fold_sums import FoldPass, FoldSums
 from oblr_megatron.gradient.folds import Sharing
 from oblr_megatron.gradient.loss_fn import PassMetrics, Penalty
@@ -69,7 +69,6 @@ class TrainingGradient:
         assert (reference is not None) == (config.algo.kl_coefficient > 0), "only a KL penalty has a reference model"
         self._policy, self._config, self._reference = policy, config, reference
         self._sharing = Sharing(policy.parallel, config)
-        self._sketches = sketches_of(policy, config)
         self._plain = PlainPass(policy, config, self._sharing)
         wanted = config.uses_norms
         self._rules = classify(policy) if wanted else []  # refuses what no rule covers
@@ -188,7 +187,7 @@ class TrainingGradient:
         batches, order = self._norm_batches(samples, mine)
         if batches:
             source = source or self._config.gradnorm.source
-            found = sq_norms_of(self._policy, samples, batches, self._config, self._ratios, source, self._sketches)
+            found = sq_norms_of(self._policy, samples, batches, self._config, self._ratios, source)
             norms[order] = found.cpu()[: len(order)]
         return self._from_all_replicas(norms)
 
@@ -305,12 +304,12 @@ class TrainingGradient:
 
     def _make_one_pass(self) -> FoldPass | None:
         options = self._config.gradnorm
-        if options.source not in ("exact", "sketch"):
+        if options.source != "exact":
             return None
         if options.mode == "inline":
-            return InlinePass(self._policy, self._config, self._sketches)
+            return InlinePass(self._policy, self._config)
         if options.mode == "bookkeep":
-            return BookkeepPass(self._policy, self._config, self._sketches)
+            return BookkeepPass(self._policy, self._config)
         if options.mode == "stash":
             self._stash = StashBuffers(self._policy, self._config)
             if options.stash_spread > 1:

@@ -145,9 +145,6 @@ def _impossible(config: Config, layout: Layout) -> Problem | None:
 def _impossible_stash(config: Config, layout: Layout) -> Problem | None:
     """Conditions of mode "stash" alone."""
     spread = config.gradnorm.stash_spread
-    if config.gradnorm.source == "sketch":
-        what = 'mode "stash" already computes exact norms at no extra cost, so source "sketch" has no benefit'
-        return what, 'set gradnorm.source to "exact", or mode to "bookkeep"'
     if config.group_size % spread or layout.replicas % spread:
         what = f"stash_spread {spread} does not divide both group_size {config.group_size}"
         what += f" and the data-parallel size {layout.replicas}"

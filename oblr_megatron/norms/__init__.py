@@ -17,7 +17,6 @@ is the first user. Imports no vLLM; loads no configuration, reward or rollout. I
     embedding_rows  the buffered rows of the embedding and of a tied output layer
     reduce          combines the ranks
     two_pass, inline, bookkeep, stash    the modes; buffer: gradients in the layout of megatron's buffers
-    sketch          cheaper estimates by random projection
     oracle          the same norms, slow and obvious: one autograd call a sample
 """
 

@@ -30,7 +30,6 @@ if TYPE_CHECKING:
     from oblr_megatron.model.taps import Splits
     from oblr_megatron.norms.reduce import Reducer
     from oblr_megatron.norms.segments import Segments
-    from oblr_megatron.norms.sketch import Sketches
     from oblr_megatron.types import TokenRows
 
 
@@ -40,13 +39,12 @@ def keep_factors(
     loss_of: LossFn,
     rules: Sequence[Rule],
     reducer: Reducer,
-    sketches: Sketches | None = None,
 ) -> tuple[Tensor, list[dict[str, Tensor]], BookkeepSink]:
     """Squared norms [n] fp64, the loss's records, and the sink with the factors of all gradients.
 
     `main_grad` is unchanged until `BookkeepSink.add_gradient`. Arguments as in `sq_grad_norms`.
     """
-    sink = BookkeepSink(rules, NormAccumulator(rules, batches, reducer), sketches)
+    sink = BookkeepSink(rules, NormAccumulator(rules, batches, reducer))
     with untapped_aside(rules):
         records = run_schedule(model, batches, loss_of, sink=sink)
         return reducer.finish(sink.accumulator), records, sink
@@ -86,8 +84,8 @@ class _Vectors:
 class BookkeepSink(NormSink):
     """Measures the norms and keeps the factors of the gradient."""
 
-    def __init__(self, rules: Sequence[Rule], accumulator: NormAccumulator, sketches: Sketches | None = None) -> None:
-        super().__init__(rules, accumulator, sketches)
+    def __init__(self, rules: Sequence[Rule], accumulator: NormAccumulator) -> None:
+        super().__init__(rules, accumulator)
         self._kept: list[_Product | _Rows | _Vectors] = []
 
     def linear(self, weight: Parameter, x: Tensor, dy: Tensor, splits: Splits | None = None) -> None:

@@ -29,7 +29,6 @@ if TYPE_CHECKING:
     from oblr_megatron.model.tapped import TappedModel
     from oblr_megatron.model.taps import Splits
     from oblr_megatron.norms.reduce import Reducer
-    from oblr_megatron.norms.sketch import Sketches
     from oblr_megatron.types import TokenRows
 
 
@@ -40,7 +39,6 @@ class InlineSink(NormSink):
         rules: one for every parameter of this rank.
         accumulator: has a slot for each sample of this pipeline run.
         coefficients: c [n] fp64 on the CPU, one a slot; a sample with c = 0 is measured only.
-        sketches: as in `NormSink`.
     """
 
     def __init__(
@@ -48,9 +46,8 @@ class InlineSink(NormSink):
         rules: Sequence[Rule],
         accumulator: NormAccumulator,
         coefficients: Tensor,
-        sketches: Sketches | None = None,
     ) -> None:
-        super().__init__(rules, accumulator, sketches)
+        super().__init__(rules, accumulator)
         self._coefficients = coefficients
         self._sums = [torch.zeros_like(rule.grad) for rule in self.untapped]
 
@@ -106,7 +103,7 @@ class InlineSink(NormSink):
 
     def _forms_product(self, rule: Rule, x: Tensor, dy: Tensor) -> bool:
         """Whether one product serves the norm and the gradient: the microbatch's only sample is long enough."""
-        if rule.expert or self.segments.num_samples != 1 or (self.sketches is not None and self.sketches.covers(rule)):
+        if rule.expert or self.segments.num_samples != 1:
             return False
         summed = self.accumulator.reducer.sum_group(rule) is not None  # the norm then needs the product itself
         return summed or wants_product(x[..., 0].numel(), x.shape[-1], dy.shape[-1], x)
@@ -119,14 +116,13 @@ def add_inline(
     coefficients: Tensor,
     rules: Sequence[Rule],
     reducer: Reducer,
-    sketches: Sketches | None = None,
 ) -> tuple[Tensor, list[dict[str, Tensor]]]:
     """main_grad += sum_i c_i grad_i; returns squared norms [n] fp64 and the loss's records.
 
     `coefficients` c [n] fp64 on the CPU are in the order of the samples. Other arguments as in `sq_grad_norms`.
     """
     accumulator = NormAccumulator(rules, batches, reducer)
-    sink = InlineSink(rules, accumulator, coefficients, sketches)
+    sink = InlineSink(rules, accumulator, coefficients)
     with untapped_aside(rules):
         records = run_schedule(model, batches, loss_of, sink=sink)
     sink.add_untapped()

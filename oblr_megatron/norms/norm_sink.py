@@ -32,7 +32,6 @@ if TYPE_CHECKING:
 
     from oblr_megatron.model.taps import Splits
     from oblr_megatron.norms.accumulate import NormAccumulator
-    from oblr_megatron.norms.sketch import Sketches
     from oblr_megatron.types import TokenRows
 
 
@@ -42,13 +41,12 @@ class NormSink:
     Args:
         rules: one for every parameter of this rank.
         accumulator: has a slot for each sample of this pipeline run.
-        sketches: estimates the norms of linear layers; None for exact norms.
     """
 
-    def __init__(self, rules: Sequence[Rule], accumulator: NormAccumulator, sketches: Sketches | None = None) -> None:
+    def __init__(self, rules: Sequence[Rule], accumulator: NormAccumulator) -> None:
         self.rules = {id(rule.param): rule for rule in rules}
         self.untapped = [rule for rule in rules if not rule.tapped and rule.kind is not Kind.FROZEN]
-        self.accumulator, self.sketches = accumulator, sketches
+        self.accumulator = accumulator
         self.slot = 0  # the microbatch's first sample
         self.tokens = 0  # t
         self.segments = Segments(0, None)
@@ -68,8 +66,6 @@ class NormSink:
         own = self.accumulator.own[self.slot : self.slot + self.segments.num_samples]
         if not self.accumulator.counts(rule):
             pass
-        elif self.sketches is not None and self.sketches.covers(rule):
-            own += self.sketches.sq_norms(rule, x, dy, self.segments, self.accumulator.reducer)
         elif self.accumulator.reducer.sum_group(rule) is None:
             own += product_sq_norms(x, dy, self.segments)
         else:

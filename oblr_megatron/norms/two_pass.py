@@ -26,7 +26,6 @@ if TYPE_CHECKING:
     from oblr_megatron.model.sequence import Batch
     from oblr_megatron.model.step import LossFn
     from oblr_megatron.model.tapped import TappedModel
-    from oblr_megatron.norms.sketch import Sketches
     from oblr_megatron.types import TokenRows
 
 
@@ -36,7 +35,6 @@ def sq_grad_norms(
     loss_of: LossFn,
     *,
     kept_bytes: int = KEPT_BYTES,
-    sketches: Sketches | None = None,
     rules: Sequence[Rule] | None = None,
     reducer: Reducer | None = None,
 ) -> Tensor:
@@ -50,7 +48,6 @@ def sq_grad_norms(
         microbatches: of any length, several samples each unless `rules_need_single_samples`.
         loss_of: the sum of the samples' losses.
         kept_bytes: bound on a rank's buffered partial gradients; more samples take several pipeline runs.
-        sketches: estimates the norms of linear layers by random projections.
         rules: by default those of `classify`.
         reducer: by default one for the model's layout.
 
@@ -66,7 +63,7 @@ def sq_grad_norms(
     with untapped_aside(rules):
         for batches in pipeline_runs(model, microbatches, rules, kept_bytes):
             accumulator = NormAccumulator(rules, batches, reducer)
-            run_schedule(model, batches, loss_of, sink=NormSink(rules, accumulator, sketches))
+            run_schedule(model, batches, loss_of, sink=NormSink(rules, accumulator))
             norms.append(reducer.finish(accumulator))
     return torch.cat(norms)
 

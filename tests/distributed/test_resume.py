@@ -67,7 +67,7 @@ def assert_equal(found: dict[str, torch.Tensor], expected: dict[str, torch.Tenso
         (),
         ("model.dtype=bfloat16",),
         ("optimizer.name=sgd", "optimizer.sgd_momentum=0.9", "algo.schedule=cosine"),
-        ("checkpoint.async_save=false", "gradnorm.source=sketch"),
+        ("checkpoint.async_save=false",),
         ("algo.kl_coefficient=0.1", "gradnorm.mode=two_pass"),
         ("algo.baseline=pooled", "gradnorm.mode=inline"),
         ("algo.baseline=pooled", "gradnorm.mode=auto", "gradnorm.sample_fraction=0.5"),

@@ -331,7 +331,6 @@ def test_a_share_of_the_prompts_is_measured_and_another_in_each_step(tmp_path: P
     ("baseline", "before", "now", "kept"),
     [
         ("pooled", "exact", "logit", False),
-        ("pooled", "exact", "sketch", True),
         ("pooled", "logit", "logit", True),
         ("pooled_mean", "exact", "logit", True),  # all weights are 1
     ],
@@ -350,7 +349,7 @@ def test_norms_in_another_unit_are_not_continued(
     first.pools.observe(prompts, SCORED, torch.ones(2, 2), first.history(prompts))
     first.usual_norm = 4e3
     run.Run.restore(second, run.Run._facts(first) | {"config": first.config.model_dump(mode="json")})
-    assert second.usual_norm == (4e3 if now in (before, "sketch") else 0.0)
+    assert second.usual_norm == (4e3 if now == before else 0.0)
     assert second.history(prompts).expected.isfinite().all().item() is kept
 
 

@@ -3,7 +3,6 @@
 - plain: megatron-core, RLOO, no norms
 - inline: the same with exact norms that only later steps read
 - two_pass, stash, bookkeep, auto: exact norms that the step's own baseline reads, by `gradnorm.mode`
-- sketch: bookkeep with estimated norms (`gradnorm.source`)
 - plain_torch: plain PyTorch, RLOO; the base of opacus_ghost
 - opacus_ghost: plain PyTorch with Opacus's ghost norms, all samples in one batch or one by one
 """
@@ -37,7 +36,6 @@ GRADNORM: dict[str, dict[str, Any]] = {  # mode -> [gradnorm] section
     "two_pass": {"mode": "two_pass"},
     "stash": {"mode": "stash"},
     "bookkeep": {"mode": "bookkeep"},
-    "sketch": {"mode": "bookkeep", "source": "sketch"},
     "auto": {"mode": "auto"},
 }
 MODES = (*GRADNORM, PLAIN_TORCH, GHOST)

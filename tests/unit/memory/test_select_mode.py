@@ -150,7 +150,6 @@ REFUSED: list[tuple[dict[str, Any], dict[str, Any], int, dict[str, Any], str]] =
     (MOE, {"gradnorm": {"mode": "bookkeep"}, "parallel": {"expert_model_parallel_size": 2}}, 2, {}, "share experts"),
     (DENSE, {"gradnorm": {"mode": "stash", "stash_spread": 3}}, 6, {}, "stash_spread 3"),
     (DENSE, {"gradnorm": {"mode": "stash", "stash_spread": 8}}, 4, {}, "data-parallel size 4"),
-    (DENSE, {"gradnorm": {"mode": "stash", "source": "sketch"}}, 1, {}, 'source "sketch"'),
     (
         DENSE,
         {"gradnorm": {"mode": "stash", "stash_spread": 2}, "algo": {"snr": {"estimator": "prompts"}}},

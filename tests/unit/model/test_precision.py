@@ -121,7 +121,6 @@ def test_compatible_fields_are_accepted(overrides: list[str]) -> None:
         ([], {}),
         (FP8, {"bookkeep": "expose no factors"}),
         (DELAYED, {"bookkeep": "expose no factors", "two_pass": "delayed scales"}),
-        ([*FP8, "gradnorm.source=sketch"], dict.fromkeys(("two_pass", "stash", "bookkeep"), "a sketch")),
     ],
 )
 def test_modes_that_measure_norms(overrides: list[str], refused: dict[str, str]) -> None:

@@ -61,7 +61,6 @@ def test_mfu_counts_the_samples_that_are_trained_on() -> None:
     ("overrides", "passes"),
     [
         (("gradnorm.mode=two_pass",), 2),
-        (("gradnorm.mode=two_pass", "gradnorm.source=sketch"), 2),
         (("gradnorm.mode=two_pass", "gradnorm.source=length"), 1),
         (("gradnorm.mode=two_pass", "algo.baseline=pooled", "gradnorm.sample_fraction=0.25"), 1.25),
         (("gradnorm.mode=inline", "algo.baseline=pooled"), 1),
