@@ -22,14 +22,6 @@ class GradnormConfig(Section):
     sample_fraction: float = Field(1.0, gt=0, le=1)
     """Norms are measured for this random share of the prompts. Values below 1 need a baseline that reads only earlier
     norms."""
-    stash_dtype: Literal["float32", "bfloat16"] = "float32"
-    """Dtype of the stashed gradients (float64 runs keep float64). Norms are computed before rounding."""
-    stash_offload: bool = False
-    """Keep the stashed gradients in host memory."""
-    stash_spread: int = Field(1, ge=1)
-    """Data-parallel ranks that share the responses of a prompt. Each stashes group_size / stash_spread gradients."""
-    stash_lag: int = Field(1, ge=0)
-    """Additional prompts that a rank can stash while it waits for the norms of other ranks (stash_spread > 1)."""
     window_tokens: int = Field(65536, ge=1)
     """Tokens of which bookkeep holds the factors at once; a longer prompt goes alone."""
     check_every: int = Field(0, ge=0)

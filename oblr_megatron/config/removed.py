@@ -28,6 +28,16 @@ REMOVED: dict[str, Problem] = {
     ),
     "gradnorm.source=sketch": ('it gained nothing over "logit"', 'write "exact" or "logit"'),
     "gradnorm.sketch_size": ("random projections are gone", "leave it out"),
+    "gradnorm.stash_spread": (
+        "the responses of a prompt stay on one replica",
+        'leave it out, or set gradnorm.mode to "bookkeep" or "two_pass" if the gradients do not fit',
+    ),
+    "gradnorm.stash_lag": ("it belonged to gradnorm.stash_spread, which is gone", "leave it out"),
+    "gradnorm.stash_offload": (
+        "stashed gradients stay on the device",
+        'leave it out, or set gradnorm.mode to "bookkeep" or "two_pass" if the gradients do not fit',
+    ),
+    "gradnorm.stash_dtype": ("stashed gradients have the dtype of the gradient", "leave it out"),
     "log.tensorboard": ("it is one of several trackers now", 'write log.trackers = ["tensorboard"], or [] for none'),
     "algo.baseline=otb": (
         "token-wise baselines needed a forward pass of their own and lost to pooled",

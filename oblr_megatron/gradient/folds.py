@@ -1,7 +1,7 @@
 """The assignment of a step's samples to replicas, fold by fold, with equal numbers of tokens where folds allow it.
 
 A replica usually has its own folds. Replicas share folds if they share experts, because expert gradients mix their
-samples, or if the responses of a prompt are spread over several replicas (`gradnorm.stash_spread`).
+samples.
 
 A prompt's position alone decides its fold: folds by length would not be equal in distribution, and signal and noise
 would be biased. Which replica computes a fold, or a prompt of a shared fold, changes no sum. So tokens decide that.
@@ -34,15 +34,14 @@ class Sharing:
 
     Args:
         parallel: the layout.
-        config: num_prompts, group_size, the folds and gradnorm.stash_spread are read.
+        config: num_prompts, group_size and the folds are read.
     """
 
     def __init__(self, parallel: Parallel, config: Config) -> None:
         self._parallel, self._group_size, self._num_prompts = parallel, config.group_size, config.num_prompts
         self.num_folds = num_folds(config)  # R
-        self._spread = config.gradnorm.stash_spread if config.stashes else 1
         self.one_sum = not config.algo.snr.needs_folds  # no estimator reads the gradient of a fold
-        self.size = max(parallel.block_size, self._spread)  # replicas that share a fold
+        self.size = parallel.block_size  # replicas that share a fold
         self.rank = parallel.dp_rank % self.size
         self.group = share_group(parallel, self.size)
 
@@ -51,9 +50,7 @@ class Sharing:
         """Folds that each replica has a share of."""
         return 1 if self.one_sum else self.num_folds * self.size // self._parallel.dp_size
 
-    def folds(
-        self, positions: Sequence[int], samples: Sequence[Sample], active: Tensor, *, split_prompts: bool
-    ) -> list[list[int]]:
+    def folds(self, positions: Sequence[int], samples: Sequence[Sample], active: Tensor) -> list[list[int]]:
         """This replica's sample indices in each of its folds, prompt-major, without inactive groups.
 
         Replicas get equal numbers of tokens as far as folds allow it. Inactive groups count, so that all calls for the
@@ -63,7 +60,6 @@ class Sharing:
             positions: in the step's batch, of the k prompts that there are samples of: 0 to Q - 1 for a whole step.
             samples: [k * G], the same on every rank.
             active: [k] bool.
-            split_prompts: with `stash_spread`, divide the responses of each prompt over replicas; else whole prompts.
 
         Returns:
             For each fold, indices among the k * G samples; one list if the estimator of the signal needs no folds.
@@ -73,17 +69,13 @@ class Sharing:
             position: sum(sample.num_tokens for sample in samples[number * size : (number + 1) * size])
             for position, number in place.items()
         }
-        split = split_prompts and self._spread > 1
         if self.one_sum:
-            sharing = self.size if split else 1  # replicas with the same prompts
-            replicas, own = self._parallel.dp_size // sharing, self._parallel.dp_rank // sharing
-            prompts = [_share(sorted(place), tokens, replicas, own)]
+            prompts = [_share(sorted(place), tokens, self._parallel.dp_size, self._parallel.dp_rank)]
         else:
-            folds = self._own_folds(tokens)
-            prompts = folds if split else [_share(fold, tokens, self.size, self.rank) for fold in folds]
-        responses = range(self.rank, size, self.size) if split else range(size)
+            prompts = [_share(fold, tokens, self.size, self.rank) for fold in self._own_folds(tokens)]
         return [
-            [place[prompt] * size + i for prompt in own if active[place[prompt]] for i in responses] for own in prompts
+            [place[prompt] * size + i for prompt in own if active[place[prompt]] for i in range(size)]
+            for own in prompts
         ]
 
     def _own_folds(self, tokens: Mapping[int, int]) -> list[list[int]]:
@@ -121,14 +113,9 @@ class Sharing:
     def _own_parts(self, policy: Policy) -> Sequence[Tensor]:
         """The gradients of which each replica that shares a fold has its own part.
 
-        Experts that replicas share are left out: their gradient has the samples of the whole block.
+        Experts are left out: their gradient has the samples of the whole block.
         """
-        shared = self._parallel.block_size > 1
-        return [
-            buffer.grad_data
-            for chunk in policy.chunks
-            for buffer in (*chunk.buffers, *(() if shared else chunk.expert_parallel_buffers))
-        ]
+        return [buffer.grad_data for chunk in policy.chunks for buffer in chunk.buffers]
 
 
 def _share(prompts: Sequence[int], tokens: Mapping[int, int], replicas: int, rank: int) -> list[int]:

@@ -1,4 +1,4 @@
-"""Norms and policy gradient in one forward and backward pass: `inline`, `bookkeep`, and `stash` on one replica or more.
+"""Norms and policy gradient in one forward and backward pass: `inline`, `bookkeep` and `stash`.
 
 A pass processes whole prompts. It computes their norms, asks for the coefficients of a group as soon as its norms are
 known, and adds the gradient of the samples to `main_grad`.
@@ -6,20 +6,17 @@ known, and adds the gradient of the samples to `main_grad`.
 
 from __future__ import annotations
 
-from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 import torch
-import torch.distributed as dist
 
 from oblr_megatron.data.packing import one_per_microbatch
 from oblr_megatron.gradient.estimate import norm_batches
 from oblr_megatron.gradient.loss_fn import PassMetrics, score_loss
 from oblr_megatron.gradient.ratios import RatioFn
 from oblr_megatron.memory.buffer_sizes import KEPT_BYTES
-from oblr_megatron.memory.pass_plan import stash_count
 from oblr_megatron.norms.bookkeep import keep_factors
 from oblr_megatron.norms.buffer import GradientBuffer, add_weighted
 from oblr_megatron.norms.inline import add_inline
@@ -34,7 +31,7 @@ if TYPE_CHECKING:
     from oblr_megatron.config import Config
     from oblr_megatron.model.policy import Policy
     from oblr_megatron.model.step import LossFn
-    from oblr_megatron.types import MicroBatch, Sample
+    from oblr_megatron.types import Sample
 
 AdvantageFn = Callable[[Sequence[int], "Tensor"], "Tensor"]
 """Positions of k prompts and their samples' norms w [k, G] -> coefficients c [k, G], fp64 on the CPU."""
@@ -123,121 +120,28 @@ class BookkeepPass(_OnePass):
 
 
 class StashPass(_OnePass):
-    """Mode `stash` with the samples of a prompt on one replica: one gradient buffer for each sample."""
+    """Mode `stash`: one gradient buffer for each sample of a prompt, allocated at first use and kept from then on."""
 
-    def __init__(self, policy: Policy, config: Config, buffers: StashBuffers) -> None:
+    def __init__(self, policy: Policy, config: Config) -> None:
         super().__init__(policy, config)
-        self._buffers = buffers
-
-    def _stashed(
-        self,
-        work: Work,
-        batches: Sequence[MicroBatch],
-        kept: Sequence[GradientBuffer],
-        made_in: GradientBuffer | None,
-    ) -> tuple[Tensor, list[dict[str, Tensor]]]:
-        loss_of = self._loss(work)
-        return stash_gradients(self._policy, batches, loss_of, self._rules, self._reducer, kept, made_in)
+        self._kept: list[GradientBuffer] = []
 
     def add(self, work: Work, indices: Sequence[int]) -> None:
         """Add the gradient of these samples to main_grad; whole prompts in prompt-major order."""
-        made_in, kept = self._buffers.take()
+        self._kept = self._kept or [GradientBuffer(self._policy) for _ in range(self._config.group_size)]
         for prompt in _groups(indices, self._config.group_size):
             batches = one_per_microbatch(work.samples, prompt, device=self._policy.parallel.device)
-            norms, records = self._stashed(work, batches, kept, made_in)
+            norms, records = stash_gradients(
+                self._policy, batches, self._loss(work), self._rules, self._reducer, self._kept
+            )
             work.norms_sq[prompt] = norms.cpu()
             coefficients = weighted(work, prompt, self._config.group_size)
             work.metrics.add(records, coefficients)
-            add_weighted(self._policy, kept, coefficients.tolist())
-
-
-@dataclass(slots=True)
-class _Pending:
-    """A prompt with stashed gradients, waiting for the norms of other replicas."""
-
-    prompt: int
-    own: list[int]  # its samples on this replica
-    buffers: list[GradientBuffer]
-    records: list[dict[str, Tensor]]
-    gathered: Tensor  # [S, G / S] fp64, a row for each replica of the group
-    arrival: dist.Work | None
-
-
-class SpreadStashPass(StashPass):
-    """Mode `stash` with the samples of a prompt on the S replicas of a group: G / S buffers on each, plus the lag.
-
-    Norms travel by an asynchronous all-gather. A replica continues with the next prompt while it has free buffers, and
-    finishes a prompt when its norms have arrived. Replica r has the samples r, r + S, ... of each prompt.
-    """
-
-    def __init__(self, policy: Policy, config: Config, buffers: StashBuffers, group: dist.ProcessGroup) -> None:
-        super().__init__(policy, config, buffers)
-        self._group = group
-
-    def add(self, work: Work, indices: Sequence[int]) -> None:
-        """Add the gradient of this replica's samples of whole prompts, in prompt-major order, to main_grad."""
-        share = self._config.group_size // self._group.size()
-        pending: deque[_Pending] = deque()
-        made_in, free = self._buffers.take()
-        for own in _groups(indices, share):
-            while pending and (len(free) < share or _arrived(pending[0])):
-                free += self._settle(work, pending.popleft())
-            pending.append(self._stash(work, own, [free.pop() for _ in own], made_in))
-        while pending:
-            self._settle(work, pending.popleft())
-
-    def _stash(
-        self, work: Work, own: list[int], buffers: list[GradientBuffer], made_in: GradientBuffer | None
-    ) -> _Pending:
-        """Backward of this replica's samples of one prompt into the buffers; starts the all-gather of their norms."""
-        batches = one_per_microbatch(work.samples, own, device=self._policy.parallel.device)
-        norms, records = self._stashed(work, batches, buffers, made_in)
-        work.norms_sq[own] = norms.cpu()
-        gathered = norms.new_zeros(self._group.size(), len(own))
-        arrival = dist.all_gather(list(gathered), norms.contiguous(), group=self._group, async_op=True)
-        return _Pending(own[0] // self._config.group_size, own, buffers, records, gathered, arrival)
-
-    def _settle(self, work: Work, item: _Pending) -> list[GradientBuffer]:
-        """Wait for the other replicas' norms and add the stashed gradients. Returns the freed buffers."""
-        if item.arrival is not None:
-            item.arrival.wait()
-        group = item.gathered.t().flatten()  # sample j of the prompt is number j // S of replica j % S
-        coefficients = work.coefficients_of([item.prompt], group[None].cpu())[0]
-        own = coefficients[dist.get_rank(self._group) :: self._group.size()]
-        work.metrics.add(item.records, own)
-        add_weighted(self._policy, item.buffers, own.tolist())
-        return item.buffers
-
-
-class StashBuffers:
-    """One gradient buffer for each stashed sample, allocated at first use and kept from step to step.
-
-    Between steps `release` can free them for engines on the same device.
-    """
-
-    def __init__(self, policy: Policy, config: Config) -> None:
-        self._policy, self._count = policy, stash_count(config)
-        device = policy.parallel.device
-        made_in = policy.chunks[0].buffers[0].grad_data.dtype
-        self._kept_on = torch.device("cpu") if config.gradnorm.stash_offload else device
-        self._dtype = made_in if made_in == torch.float64 else getattr(torch, config.gradnorm.stash_dtype)
-        self._as_made = self._dtype == made_in and self._kept_on.type == device.type
-        self._kept: list[GradientBuffer] = []
-        self._made_in: GradientBuffer | None = None
-
-    def take(self) -> tuple[GradientBuffer | None, list[GradientBuffer]]:
-        """The buffer that backward writes (None if it writes the stash itself), and the stash buffers."""
-        missing = self._count - len(self._kept)
-        self._kept += [GradientBuffer(self._policy, self._dtype, self._kept_on) for _ in range(missing)]
-        if self._made_in is None and not self._as_made:
-            self._made_in = GradientBuffer(self._policy)
-        return self._made_in, list(self._kept)
+            add_weighted(self._policy, self._kept, coefficients.tolist())
 
     def release(self) -> None:
-        """Free the buffers on the device. Buffers in host memory stay, because pinning them again is slow."""
-        self._made_in = None
-        if self._kept_on.type == self._policy.parallel.device.type:
-            self._kept = []
+        """Free the buffers: engines on the same device need the memory."""
+        self._kept = []
 
 
 def _groups(indices: Sequence[int], size: int) -> list[list[int]]:
@@ -250,7 +154,3 @@ def weighted(work: Work, indices: Sequence[int], group_size: int) -> Tensor:
     """Coefficients c [n] of the samples of whole prompts."""
     prompts = [group[0] // group_size for group in _groups(indices, group_size)]
     return work.coefficients_of(prompts, work.norms_sq[list(indices)].view(-1, group_size)).flatten()
-
-
-def _arrived(item: _Pending) -> bool:
-    return item.arrival is None or item.arrival.is_completed()

@@ -8,14 +8,13 @@ L is `algo.token_scale`.
 reference weights. Router losses of a mixture add their gradient to g and enter no w.
 
 g is computed in folds of whole prompts. A fold stays on one data-parallel replica, so the norm of its gradient needs no
-further reduction. Replicas that share experts, or the responses of a prompt, share folds too (`gradient/folds.py`).
+further reduction. Replicas that share experts share folds too (`gradient/folds.py`).
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from itertools import chain
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -26,15 +25,7 @@ from oblr_megatron.gradient.estimate import norm_batches, sq_norms_of
 from oblr_megatron.gradient.fold_sums import FoldPass, FoldSums
 from oblr_megatron.gradient.folds import Sharing
 from oblr_megatron.gradient.loss_fn import PassMetrics, Penalty
-from oblr_megatron.gradient.one_pass import (
-    AdvantageFn,
-    BookkeepPass,
-    InlinePass,
-    SpreadStashPass,
-    StashBuffers,
-    StashPass,
-    Work,
-)
+from oblr_megatron.gradient.one_pass import AdvantageFn, BookkeepPass, InlinePass, StashPass, Work
 from oblr_megatron.gradient.plain import PlainPass
 from oblr_megatron.gradient.ratios import Old, RatioFn, importance_ratios
 from oblr_megatron.model.optimizer import grad_sq_norm
@@ -74,13 +65,12 @@ class TrainingGradient:
         self._rules = classify(policy) if wanted else []  # refuses what no rule covers
         # One-pass modes need one coefficient a sample and no other gradient.
         whole = not (reference is not None or config.model.router_losses)
-        self._stash: StashBuffers | None = None
         self._one_pass = self._make_one_pass() if wanted and whole else None
 
     def release(self) -> None:
         """Free the device memory that mode `stash` keeps between steps."""
-        if self._stash is not None:
-            self._stash.release()
+        if isinstance(self._one_pass, StashPass):
+            self._one_pass.release()
 
     def __call__(
         self,
@@ -142,7 +132,7 @@ class TrainingGradient:
         )
         if norms_wanted and self._one_pass is not None:
             with timer("gradient"):
-                sums.add(self._one_pass, work, self._sharing.folds(positions, samples, active, split_prompts=True))
+                sums.add(self._one_pass, work, self._sharing.folds(positions, samples, active))
                 return self._from_all_replicas(work.norms_sq)
         if norms_wanted:
             with timer("gradnorm"):
@@ -211,9 +201,7 @@ class TrainingGradient:
 
     def own_samples(self, positions: Sequence[int], samples: Sequence[Sample]) -> list[int]:
         """This rank's samples in any pass of a step, as indices among `samples`, of the prompts at `positions`."""
-        everything = torch.ones(len(positions), dtype=torch.bool)
-        folds = [self._sharing.folds(positions, samples, everything, split_prompts=split) for split in (False, True)]
-        return sorted({n for fold in chain(*folds) for n in fold})
+        return sorted(self._mine(samples, torch.ones(len(positions), dtype=torch.bool), positions))
 
     def old_logprobs(self, samples: Sequence[Sample], active: Tensor) -> Tensor:
         """log pi [n, T] fp64 on the CPU, before a batch's first update, of the prompts of a later one.
@@ -242,13 +230,13 @@ class TrainingGradient:
         self._plain.prepare(coefficients, penalty)
         self._plain.begin(samples, first=not sums.in_plain_pass)
         everything = torch.ones(len(positions), dtype=torch.bool)
-        sums.add(self._plain, work, self._sharing.folds(positions, samples, everything, split_prompts=False))
+        sums.add(self._plain, work, self._sharing.folds(positions, samples, everything))
         sums.in_plain_pass = True
 
     def _mine(self, samples: Sequence[Sample], active: Tensor, positions: Sequence[int] | None) -> list[int]:
         """This replica's samples in active groups, as indices among the given ones."""
         given = range(len(active)) if positions is None else positions
-        return [n for fold in self._sharing.folds(given, samples, active, split_prompts=False) for n in fold]
+        return [n for fold in self._sharing.folds(given, samples, active) for n in fold]
 
     def _penalty(self, samples: Sequence[Sample], counted: Tensor, positions: Sequence[int]) -> Penalty | None:
         """The KL penalty over all groups; samples [n] that are not `counted` are left out."""
@@ -311,11 +299,7 @@ class TrainingGradient:
         if options.mode == "bookkeep":
             return BookkeepPass(self._policy, self._config)
         if options.mode == "stash":
-            self._stash = StashBuffers(self._policy, self._config)
-            if options.stash_spread > 1:
-                assert self._sharing.group is not None, "replicas of stash_spread share folds"
-                return SpreadStashPass(self._policy, self._config, self._stash, self._sharing.group)
-            return StashPass(self._policy, self._config, self._stash)
+            return StashPass(self._policy, self._config)
         return None
 
     def _norm_batches(self, samples: Sequence[Sample], mine: Sequence[int]) -> tuple[list[MicroBatch], Tensor]:

@@ -6,8 +6,6 @@ KEPT_BYTES = 2**29
 """Bytes of partial gradients and embedding rows that a norm pass keeps until their all-reduce (two_pass.py)."""
 SQUARE_CHUNK = 2**22
 """Elements converted to fp64 at a time: 32 MiB, which stay in a GPU's cache between both reads (model/sq_norms.py)."""
-OFFLOADED_PIECE = 2**26
-"""Elements of an offloaded gradient that a GPU holds at a time while it adds them (norms/buffer.py)."""
 ENTROPY_ROWS = 1024
 """Token positions per step of the entropy, so that no second [b, t, V] tensor is needed (model/logprobs.py)."""
 CPU_TILE_SIDE, GPU_TILE_SIDE = 512, 4096

@@ -19,12 +19,11 @@ MICROBATCHES_OF_A_FLUSH = 4
 class Layout:
     """How the replicas of the model share the folds of a step.
 
-    Example, 8 ranks with TP2 and the experts on blocks of 4 ranks: Layout(replicas=4, block=2, spread=1)
+    Example, 8 ranks with TP2 and the experts on blocks of 4 ranks: Layout(replicas=4, block=2)
     """
 
     replicas: int  # the data-parallel size
-    block: int  # replicas that share experts
-    spread: int  # replicas that share the responses of a prompt
+    block: int  # replicas that share experts, and so folds
 
     @classmethod
     def of(cls, hf_config: Mapping[str, Any], config: Config, world_size: int) -> Layout:
@@ -35,13 +34,7 @@ class Layout:
         return cls(
             replicas=world_size // (tp * cp * parallel.pipeline_model_parallel_size),
             block=max(1, experts // (tp * cp)) if num_experts(hf_config) else 1,
-            spread=config.gradnorm.stash_spread if config.stashes else 1,
         )
-
-    @property
-    def sharing(self) -> int:
-        """Replicas that share folds."""
-        return max(self.block, self.spread)
 
 
 @dataclass(frozen=True, slots=True)
@@ -72,22 +65,20 @@ def num_folds(config: Config) -> int:
 
 def folds_of_a_rank(config: Config, layout: Layout) -> int:
     """Folds that a rank processes one after another; 1 if there are too few folds, which `check_dealing` refuses."""
-    return max(1, num_folds(config) * layout.sharing // layout.replicas)
+    return max(1, num_folds(config) * layout.block // layout.replicas)
 
 
 def samples_of_a_rank(config: Config, layout: Layout) -> int:
-    """Most samples of a step on a replica. Replicas that share a fold divide its prompts, not its responses.
+    """Most samples of a step on a replica. Replicas that share a fold divide its prompts.
 
     Example, 4 folds of one prompt and two replicas that share experts: the first replica gets all prompts.
     """
-    if config.stashes:  # it divides the responses of a prompt, too
-        return config.num_prompts * config.group_size // layout.replicas
     return folds_of_a_rank(config, layout) * prompts_of_a_run(config, layout) * config.group_size
 
 
 def prompts_of_a_run(config: Config, layout: Layout) -> int:
     """Most prompts of a fold on a replica, or of the batch if there are no folds."""
-    replicas = layout.sharing if config.algo.snr.needs_folds else layout.replicas
+    replicas = layout.block if config.algo.snr.needs_folds else layout.replicas
     return -(-config.num_prompts // (num_folds(config) * replicas))
 
 
@@ -108,8 +99,8 @@ def idle_replicas(config: Config, layout: Layout) -> str | None:
         )
     prompts = config.num_prompts // num_folds(config)
     return (
-        f"replicas idle {idle:.0%} of the gradient: {layout.sharing} replicas share the {prompts} prompts of a fold; "
-        f"make num_prompts / algo.snr.num_folds a multiple of {layout.sharing}"
+        f"replicas idle {idle:.0%} of the gradient: {layout.block} replicas share the {prompts} prompts of a fold; "
+        f"make num_prompts / algo.snr.num_folds a multiple of {layout.block}"
     )
 
 
@@ -129,20 +120,13 @@ def passes_of(
     if mode == "inline":
         return [Pass("inline", share, min(alone, share))]
     if mode == "stash":
-        return [Pass("stash", group // layout.spread, 1)]
+        return [Pass("stash", group, 1)]
     if mode == "bookkeep":
         fit = max(1, config.gradnorm.window_tokens // (group * longest_sample(config)))  # prompts in a window
         window = min(prompts, fit) * group
         return [Pass("bookkeep", window, min(alone, window))]
     mine = samples_of_a_rank(config, layout)
     return [Pass("norms", mine, min(alone, mine)), gradient]
-
-
-def stash_count(config: Config) -> int:
-    """Gradients that mode "stash" keeps on each rank."""
-    options = config.gradnorm
-    share = config.group_size // options.stash_spread
-    return share * (1 + options.stash_lag) if options.stash_spread > 1 else share
 
 
 def tokens_of_a_wave(config: Config, replicas: int) -> int:

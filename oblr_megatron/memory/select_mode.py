@@ -26,7 +26,7 @@ from oblr_megatron.errors import Problem, UserError
 from oblr_megatron.families import head_dim
 from oblr_megatron.formatting import size
 from oblr_megatron.memory.engine import outside_training
-from oblr_megatron.memory.pass_plan import Layout, longest_sample, passes_of, stash_count
+from oblr_megatron.memory.pass_plan import Layout, longest_sample, passes_of
 from oblr_megatron.memory.training import MemoryEstimate, estimate, kernel_bytes
 
 MODES = ("inline", "bookkeep", "stash", "two_pass")
@@ -139,19 +139,6 @@ def _impossible(config: Config, layout: Layout) -> Problem | None:
     for what, holds in in_one_pass.items():
         if holds:
             return what, 'set gradnorm.mode to "two_pass" (or "auto")'
-    return _impossible_stash(config, layout) if mode == "stash" else None
-
-
-def _impossible_stash(config: Config, layout: Layout) -> Problem | None:
-    """Conditions of mode "stash" alone."""
-    spread = config.gradnorm.stash_spread
-    if config.group_size % spread or layout.replicas % spread:
-        what = f"stash_spread {spread} does not divide both group_size {config.group_size}"
-        what += f" and the data-parallel size {layout.replicas}"
-        return what, "set gradnorm.stash_spread to a divisor of both"
-    if spread > 1 and config.algo.snr.estimator == "prompts":
-        what = 'stash_spread above 1 splits a prompt\'s gradient over replicas, but estimator "prompts" needs it whole'
-        return what, 'set algo.snr.estimator to "folds", or gradnorm.stash_spread to 1'
     return None
 
 
@@ -168,8 +155,7 @@ def _too_large(config: Config, found: Mapping[str, MemoryEstimate], free_bytes: 
     if found["two_pass"].total >= own.total:  # its microbatches have several samples
         less = f"lower parallel.micro_batch_tokens and {less}"
     if mode == "stash":
-        what += f"{stash_count(config)} stashed gradients take {size(own.norms)}"
-        return what, f"raise gradnorm.stash_spread, set stash_dtype or stash_offload, or {less}"
+        return what + f"{config.group_size} stashed gradients take {size(own.norms)}", less
     what += f"the factors of {config.gradnorm.window_tokens} tokens (at least one prompt) take {size(own.norms)}"
     return what, f"lower gradnorm.window_tokens, or {less}"
 

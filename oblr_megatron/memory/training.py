@@ -21,7 +21,7 @@ from typing import Any
 
 from oblr_megatron.config import Config
 from oblr_megatron.formatting import size
-from oblr_megatron.memory.pass_plan import Layout, folds_of_a_rank, longest_sample, passes_of, stash_count
+from oblr_megatron.memory.pass_plan import Layout, folds_of_a_rank, longest_sample, passes_of
 from oblr_megatron.memory.peak import PassOnRank, update_moment
 from oblr_megatron.memory.rank_shapes import ELEMENT_BYTES, RankSizes
 
@@ -129,7 +129,7 @@ def estimate_stage(
     fold_sums = main_grad * (folds if streams else int(folds > 1))  # when streaming, held in all passes of a step
     optimizer = optimizer_bytes(config, updated)
     in_passes = optimizer - (offloaded_bytes(config, updated) if on_gpu else 0)
-    stash = stash_bytes(sizes, config, on_gpu=on_gpu) if config.stashes else 0
+    stash = config.group_size * main_grad if config.stashes else 0
     kept_stash = 0 if on_gpu and config.rollout.takes_turns else stash
     saves = config.checkpoint  # steps run while a copy of the state is written; data-parallel ranks share the writing
     copies = saves.async_save and 0 < saves.every_steps < config.num_steps and not on_gpu
@@ -184,19 +184,6 @@ def state_bytes(config: Config, updated: int) -> int:
 def offloaded_bytes(config: Config, updated: int) -> int:
     """Bytes of the state that a GPU rank keeps in host memory between updates (`optimizer.offload`)."""
     return state_bytes(config, updated) if config.optimizer.offload == "sampling" else 0
-
-
-def stash_bytes(sizes: RankSizes, config: Config, *, on_gpu: bool = False) -> int:
-    """Bytes of the gradients that mode "stash" keeps, and of the working gradient if it rounds or offloads them.
-
-    Gradients that a GPU rank offloads to host memory do not count. They come back in pieces of 256 MiB at the end of a
-    pass, when no activations are held.
-    """
-    options, count = config.gradnorm, stash_count(config)
-    rounds = options.stash_dtype == "bfloat16" and sizes.element < 8
-    moves = on_gpu and options.stash_offload
-    kept = 0 if moves else count * (2 if rounds else sizes.wide)
-    return sizes.parameters * (kept + (sizes.wide if rounds or moves else 0))
 
 
 def resident_bytes() -> int:

@@ -37,7 +37,6 @@ def stash_gradients(
     rules: Sequence[Rule],
     reducer: Reducer,
     kept: Sequence[GradientBuffer],
-    work: GradientBuffer | None,
 ) -> tuple[Tensor, list[dict[str, Tensor]]]:
     """The gradient of each microbatch's only sample, in `kept`; returns squared norms [n] fp64 and the loss's records.
 
@@ -45,7 +44,7 @@ def stash_gradients(
     """
     accumulator = NormAccumulator(rules, batches, reducer, squares_rows=False)
     with untapped_aside(rules):
-        sink = StashSink(rules, accumulator, kept, work)
+        sink = StashSink(rules, accumulator, kept)
         records = run_schedule(model, batches, loss_of, sink=sink)
         return reducer.finish(accumulator), records
 
@@ -57,18 +56,11 @@ class StashSink:
         rules: one for every parameter of this rank.
         accumulator: has a slot for each sample of this pipeline run.
         kept: a buffer for each sample of this pipeline run.
-        work: computes gradients here and copies them, if `kept` has another dtype or device; None: in `kept` directly.
     """
 
-    def __init__(
-        self,
-        rules: Sequence[Rule],
-        accumulator: NormAccumulator,
-        kept: Sequence[GradientBuffer],
-        work: GradientBuffer | None,
-    ) -> None:
+    def __init__(self, rules: Sequence[Rule], accumulator: NormAccumulator, kept: Sequence[GradientBuffer]) -> None:
         self.rules = {id(rule.param): rule for rule in rules if rule.kind is not Kind.FROZEN}
-        self.accumulator, self.kept, self.work = accumulator, kept, work
+        self.accumulator, self.kept = accumulator, kept
         self.slot = 0
         self._written: set[int] = set()  # ids of the parameters with a gradient of this sample
 
@@ -104,7 +96,7 @@ class StashSink:
         self._written.add(id(weight))
 
     def end(self, position: int, chunk: int) -> None:
-        """Square the complete gradient and copy it to its buffer."""
+        """Square the complete gradient."""
         for key, rule in self.rules.items():
             if rule.chunk != chunk:
                 continue
@@ -116,11 +108,9 @@ class StashSink:
                 view.zero_()  # an expert without tokens
             self._keep_rows(rule, view)
             self.accumulator.matrix(rule, self.slot, view)
-        if self.work is not None:
-            self.kept[self.slot].copy_chunk(self.work, chunk)
 
     def _view(self, weight: Parameter) -> Tensor:
-        return (self.work or self.kept[self.slot]).views[id(weight)]
+        return self.kept[self.slot].views[id(weight)]
 
     def _keep_rows(self, rule: Rule, view: Tensor) -> None:
         """Buffer a tied embedding's rows at the sample's tokens, if the other copy is on another stage."""

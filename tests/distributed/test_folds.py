@@ -22,16 +22,8 @@ CASES = {
         "moe",
         ("parallel.expert_model_parallel_size=2", "gradnorm.mode=two_pass", "algo.snr.estimator=momentum"),
     ),
-    "no folds, responses over replicas": (
-        4,
-        "dense",
-        ("gradnorm.mode=stash", "gradnorm.stash_spread=2", "algo.snr.estimator=momentum"),
-    ),
-    "responses of a mixture over replicas": (
-        2,
-        "moe",
-        ("gradnorm.mode=stash", "gradnorm.stash_spread=2", "algo.snr.num_folds=4"),
-    ),
+    "no folds, stash": (4, "dense", ("gradnorm.mode=stash", "algo.snr.estimator=momentum")),
+    "a mixture, stash": (2, "moe", ("gradnorm.mode=stash", "algo.snr.num_folds=4")),
     "no folds, stages": (
         4,
         "dense",

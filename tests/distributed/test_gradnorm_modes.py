@@ -4,8 +4,8 @@ The real advantage rule (leave-one-out `optimal`, truncated importance ratios) t
 step is compared: norms w, loss, B = ||g||^2, M of the folds, and every element of the gradient. The same holds for a
 step with prompts that come in waves (`rollout.overlap = "stream"`), out of order.
 
-Twin modes differ in where they keep what they compute (`TWINS`). Each layout takes one of two twins, and lets half of
-its modes stream; the other layouts take the others. The nightly tests run every mode, also streamed, in every layout.
+Twins are the same mode with other windows (`TWINS`). Each layout takes one of two twins, and lets half of its modes
+stream; the other layouts take the others. The nightly tests run every mode, also streamed, in every layout.
 
 Not covered: fp8, CUDA; expert parallelism (test_gradnorm_experts.py).
 """
@@ -46,17 +46,11 @@ MASKED_OUT = 4  # the sample with tokens, but none of the policy
 MODES: dict[str, dict[str, Any]] = {
     "two_pass": {"mode": "two_pass"},
     "stash": {"mode": "stash"},
-    "offloaded": {"mode": "stash", "stash_offload": True},
     "bookkeep": {"mode": "bookkeep"},
     "windows": {"mode": "bookkeep", "window_tokens": 40},
     "inline": {"mode": "inline"},
 }
-TWINS = [("stash", "offloaded"), ("bookkeep", "windows")]
-SPREAD: dict[str, dict[str, Any]] = {
-    "spread2": {"mode": "stash", "stash_spread": 2},
-    "spread2_no_lag": {"mode": "stash", "stash_spread": 2, "stash_lag": 0},
-    "spread4": {"mode": "stash", "stash_spread": 4, "stash_lag": 2},
-}
+TWINS = ("bookkeep", "windows")
 LAYOUTS: dict[int, dict[str, dict[str, Any]]] = {
     1: {"one": {}},
     2: {"dp2": {}, "tp2sp": {"tp": 2, "sp": True}, "pp2": {"pp": 2}, "cp2": {"cp": 2}},
@@ -214,9 +208,8 @@ def on_ranks(
     for place, (name, (sizes, options)) in enumerate(layouts.items()):
         now = None if turn is None else turn + place
         with layout(**sizes) as parallel:
-            spread = {k: v for k, v in SPREAD.items() if parallel.dp_size % v["stash_spread"] == 0}
-            left_out = [] if now is None else [pair[now % 2] for pair in TWINS]
-            modes = {k: v for k, v in MODES.items() if k not in left_out} | (spread if parallel.dp_size > 1 else {})
+            left_out = "" if now is None else TWINS[now % 2]
+            modes = {mode: options for mode, options in MODES.items() if mode != left_out}
 
             def config(gradnorm: dict[str, Any], options: dict[str, Any] = options) -> Config:
                 return config_of(path, gradnorm, folds=4, **options)

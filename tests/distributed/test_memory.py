@@ -85,7 +85,7 @@ LAYOUTS: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
 EXPERTS: dict[str, Case] = {
     "ep, sp": (layout(tp=2, sp=1, ep=2, etp=1), {"mode": "two_pass"}, {"num_experts": 4}),
     "etp, sp": (layout(tp=2, sp=1), {"mode": "bookkeep"}, {"num_experts": 4}),
-    "stash spread": ({}, {"mode": "stash", "stash_spread": 2}, {}),
+    "stash": ({}, {"mode": "stash"}, {}),
 }
 WIDE = {"vocab_size": 1024}
 RECOMPUTED: dict[str, Case] = {
@@ -109,7 +109,7 @@ def test_fullest_rank_of_two(mode: str, nightly: bool) -> None:
     compare({name: (LAYOUTS[name][0], {"mode": mode}, LAYOUTS[name][1]) for name in chosen})
 
 
-def test_experts_and_replicas_that_share_prompts() -> None:
+def test_experts_and_replicas() -> None:
     compare(EXPERTS)
 
 

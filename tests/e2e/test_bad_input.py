@@ -138,8 +138,8 @@ def _no_such_option(_: Path, keys: dict[str, object]) -> None:
 
 
 def _impossible_mode(_: Path, keys: dict[str, object]) -> None:
-    keys["gradnorm.mode"] = "stash"
-    keys["gradnorm.stash_spread"] = 3
+    keys["algo.baseline"] = "optimal"
+    keys["gradnorm.mode"] = "inline"
 
 
 def _buffers_do_not_fit(_: Path, keys: dict[str, object]) -> None:
@@ -171,7 +171,7 @@ CASES: dict[str, tuple[Edit, str]] = {
     "no such tracker": (_no_such_tracker, "'wandbb'"),
     "engine option that we set": (_owned_option, "max_response_tokens"),
     "no such engine option": (_no_such_option, "enable_prefix_caching"),
-    "norm mode impossible": (_impossible_mode, "stash_spread 3"),
+    "norm mode impossible": (_impossible_mode, "reads norms of its own step"),
     "stash does not fit": (_buffers_do_not_fit, "1000000 stashed gradients"),
     "run directory in use": (_run_dir_in_use, "run_dir"),
 }

@@ -62,7 +62,6 @@ class Case:
     tp: int = 1
     sp: int = 0
     pp: int = 1
-    offload: int = 0  # stashed gradients in host memory
     layers_of: str = "auto"  # model.transformer_impl
 
     @classmethod
@@ -108,7 +107,7 @@ class Case:
                     "snr": {"num_folds": self.prompts},
                 },
                 "rollout": {"max_response_tokens": self.tokens - PROMPT_TOKENS},
-                "gradnorm": {"mode": self.mode, "stash_offload": bool(self.offload)},
+                "gradnorm": {"mode": self.mode},
                 "checkpoint": {"every_steps": 0},
                 "parallel": {
                     "micro_batch_tokens": 1,

@@ -88,7 +88,7 @@ TABLE = (
             ]
         },
         minutes=8,
-        rehearsal={"cases": ["stash shape=tiny tokens=64 vocabulary=128 offload=1"]},
+        rehearsal={"cases": ["stash shape=tiny tokens=64 vocabulary=128"]},
     ),
     Line(
         name="3b",

@@ -22,7 +22,7 @@ Q, G, R = 16, 2, 8
 TOKENS = [(position * 37) % 23 + 2 for position in range(Q)]  # of each response to a prompt
 
 
-def sharing_of(rank: int, replicas: int, *, size: int = 1, spread: int = 1, one_sum: bool = False) -> Sharing:
+def sharing_of(rank: int, replicas: int, *, size: int = 1, one_sum: bool = False) -> Sharing:
     """The division as a replica sees it, without process groups."""
     sharing = Sharing.__new__(Sharing)
     parts: dict[str, Any] = {
@@ -30,10 +30,9 @@ def sharing_of(rank: int, replicas: int, *, size: int = 1, spread: int = 1, one_
         "_group_size": G,
         "_num_prompts": Q,
         "num_folds": R,
-        "_spread": spread,
         "one_sum": one_sum,
-        "size": max(size, spread),
-        "rank": rank % max(size, spread),
+        "size": size,
+        "rank": rank % size,
     }
     for name, value in parts.items():
         setattr(sharing, name, value)
@@ -51,25 +50,14 @@ def samples_at(positions: list[int]) -> list[Sample]:
 
 def divided(replicas: int, positions: list[int], **options: Any) -> list[list[list[int]]]:
     """The folds of every replica, as positions of prompts; each as often as the replica has responses to it."""
-    split = options.pop("split", False)
     everything = torch.ones(len(positions), dtype=torch.bool)
     found = []
     for rank in range(replicas):
         sharing = sharing_of(rank, replicas, **options)
-        folds = sharing.folds(positions, samples_at(positions), everything, split_prompts=split)
+        folds = sharing.folds(positions, samples_at(positions), everything)
         assert all(fold == sorted(fold) for fold in folds)
         found.append([[positions[n // G] for n in fold] for fold in folds])
     return found
-
-
-@pytest.mark.parametrize(("source", "size"), [("exact", 4), ("logit", 1)])
-def test_replicas_share_prompts_only_for_measured_norms(
-    source: str, size: int, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr("oblr_megatron.gradient.folds.share_group", lambda *_: None)
-    config = step_config(8, gradnorm={"mode": "stash", "stash_spread": 4, "source": source})
-    parallel: Any = SimpleNamespace(block_size=1, dp_rank=5, dp_size=6)
-    assert Sharing(parallel, config).size == size
 
 
 LAYOUTS: list[dict[str, Any]] = [
@@ -77,11 +65,8 @@ LAYOUTS: list[dict[str, Any]] = [
     {"replicas": 4},
     {"replicas": 8},
     {"replicas": 4, "size": 2},
-    {"replicas": 4, "spread": 2, "split": True},
-    {"replicas": 4, "spread": 2},
     {"replicas": 4, "one_sum": True},
     {"replicas": 4, "one_sum": True, "size": 2},
-    {"replicas": 4, "one_sum": True, "spread": 2, "split": True},
     {"replicas": 3, "one_sum": True},
 ]
 
@@ -97,7 +82,7 @@ def test_every_sample_is_on_one_replica(layout: dict[str, Any], positions: list[
 @pytest.mark.parametrize("layout", [layout for layout in LAYOUTS if "one_sum" not in layout], ids=str)
 def test_folds_stay_whole_and_keep_their_prompts(layout: dict[str, Any]) -> None:
     """The replicas that share a fold have all of it, and each has the same number of folds."""
-    found, shared = divided(**layout, positions=list(range(Q))), max(layout.get("size", 1), layout.get("spread", 1))
+    found, shared = divided(**layout, positions=list(range(Q))), layout.get("size", 1)
     folds = []
     for first in range(0, layout["replicas"], shared):
         block = found[first : first + shared]
@@ -128,8 +113,8 @@ def test_inactive_groups_are_left_out_and_move_nobody() -> None:
     active = torch.ones(Q, dtype=torch.bool).index_fill_(0, torch.tensor([2, 3, 7]), False)
     for rank in range(4):
         sharing, samples = sharing_of(rank, 4), samples_at(list(range(Q)))
-        every = sharing.folds(range(Q), samples, torch.ones(Q, dtype=torch.bool), split_prompts=False)
-        some = sharing.folds(range(Q), samples, active, split_prompts=False)
+        every = sharing.folds(range(Q), samples, torch.ones(Q, dtype=torch.bool))
+        some = sharing.folds(range(Q), samples, active)
         assert some == [[n for n in fold if active[n // G]] for fold in every]
 
 
@@ -142,5 +127,5 @@ def test_an_estimator_without_folds_makes_one_sum() -> None:
     parallel: Any = SimpleNamespace(block_size=1, dp_rank=0, dp_size=1)
     sharing = Sharing(parallel, config)
     samples = [sample for sample in samples_at(list(range(Q)))[::G] for _ in range(config.group_size)]
-    folds = sharing.folds(range(Q), samples, torch.ones(Q, dtype=torch.bool), split_prompts=False)
+    folds = sharing.folds(range(Q), samples, torch.ones(Q, dtype=torch.bool))
     assert folds == [list(range(len(samples)))] and sharing.num_folds == sharing.folds_of_a_rank == 1

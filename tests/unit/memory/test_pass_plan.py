@@ -40,7 +40,7 @@ def config_of(folds: int, estimator: str = "folds", **gradnorm: Any) -> Config:
 def test_uneven_prompts_give_a_warning(
     folds: int, replicas: int, sharing: int, prompts_of_the_first: int, share: str | None
 ) -> None:
-    config, layout = config_of(folds), Layout(replicas=replicas, block=sharing, spread=1)
+    config, layout = config_of(folds), Layout(replicas=replicas, block=sharing)
     assert samples_of_a_rank(config, layout) == prompts_of_the_first * GROUP
     line = idle_replicas(config, layout)
     if share is None:
@@ -54,24 +54,13 @@ def test_the_warning_counts_what_an_update_divides() -> None:
     """3 prompts an update for 4 replicas."""
     algo = {"baseline": "rloo", "updates_per_batch": 4, "snr": {"estimator": "momentum", "num_folds": 1}}
     table = config_of(12).model_dump(mode="json") | {"gradnorm": {}, "algo": algo}
-    line = idle_replicas(parse_config(table), Layout(replicas=4, block=1, spread=1))
+    line = idle_replicas(parse_config(table), Layout(replicas=4, block=1))
     assert line is not None and line.startswith("replicas idle 25% ")
-
-
-@pytest.mark.parametrize(("source", "spread"), [("exact", 4), ("logit", 1)])
-def test_replicas_share_prompts_only_for_measured_norms(source: str, spread: int) -> None:
-    config = config_of(12, mode="stash", stash_spread=4, source=source, always=True)
-    assert Layout.of({}, config, 4) == Layout(replicas=4, block=1, spread=spread)
 
 
 @pytest.mark.parametrize(("replicas", "prompts", "share"), [(4, 3, None), (5, 3, "20%"), (8, 2, "25%")])
 def test_without_folds_any_number_of_replicas_divides_the_batch(replicas: int, prompts: int, share: str | None) -> None:
-    config, layout = config_of(12, estimator="momentum"), Layout(replicas=replicas, block=1, spread=1)
+    config, layout = config_of(12, estimator="momentum"), Layout(replicas=replicas, block=1)
     assert samples_of_a_rank(config, layout) == prompts * GROUP
     line = idle_replicas(config, layout)
     assert line is None if share is None else line is not None and line.startswith(f"replicas idle {share} ")
-
-
-def test_divided_responses_leave_no_replica_idle() -> None:
-    config = config_of(12, mode="stash", stash_spread=2)
-    assert idle_replicas(config, Layout(replicas=2, block=1, spread=2)) is None

@@ -148,15 +148,6 @@ REFUSED: list[tuple[dict[str, Any], dict[str, Any], int, dict[str, Any], str]] =
     (DENSE, {"gradnorm": {"mode": "bookkeep"}}, 1, {"free_bytes": 2**34}, "factors of 65536 tokens"),
     (MOE, {"gradnorm": {"mode": "stash"}, "parallel": {"expert_model_parallel_size": 2}}, 2, {}, "share experts"),
     (MOE, {"gradnorm": {"mode": "bookkeep"}, "parallel": {"expert_model_parallel_size": 2}}, 2, {}, "share experts"),
-    (DENSE, {"gradnorm": {"mode": "stash", "stash_spread": 3}}, 6, {}, "stash_spread 3"),
-    (DENSE, {"gradnorm": {"mode": "stash", "stash_spread": 8}}, 4, {}, "data-parallel size 4"),
-    (
-        DENSE,
-        {"gradnorm": {"mode": "stash", "stash_spread": 2}, "algo": {"snr": {"estimator": "prompts"}}},
-        2,
-        {},
-        "stash_spread above 1",
-    ),
 ]
 
 
@@ -177,11 +168,11 @@ def test_two_passes_are_no_advice_where_they_need_more() -> None:
     assert total["stash"] < total["two_pass"]
     with pytest.raises(UserError, match="mode 'stash'") as caught:
         choose(with_mode(config, "stash"), free_bytes=total["stash"] - 2**30)
-    assert caught.value.fix.endswith("or lower parallel.micro_batch_tokens and use mode two_pass")
+    assert caught.value.fix == "lower parallel.micro_batch_tokens and use mode two_pass"
     alone = config_of(response=1984, **few | {"parallel": {"micro_batch_tokens": 2048}})  # type: ignore[arg-type]
     with pytest.raises(UserError, match="mode 'stash'") as caught:
         choose(with_mode(alone, "stash"), free_bytes=2**34)
-    assert caught.value.fix.endswith("stash_offload, or use mode two_pass")
+    assert caught.value.fix == "use mode two_pass"
 
 
 def test_a_possible_mode_is_kept() -> None:

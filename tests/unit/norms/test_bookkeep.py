@@ -12,12 +12,8 @@ import pytest
 import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
 
-from oblr_megatron.memory.buffer_sizes import OFFLOADED_PIECE
 from oblr_megatron.model.taps import add_product
 from oblr_megatron.norms.bookkeep import BookkeepSink, _Product, _Vectors
-from oblr_megatron.norms.buffer import CACHED, piece_size
-
-CPU, GPU = torch.device("cpu"), torch.device("cuda")
 
 
 def on_meta(*shape: int) -> Any:
@@ -39,16 +35,6 @@ def test_coefficients_are_read_on_the_host() -> None:
     ]
     sink.add_gradient(torch.tensor([0.5, 0.0, 2.0], dtype=torch.float64))
     assert sink._kept == []
-
-
-@pytest.mark.parametrize(
-    ("target", "sources", "size"),
-    [(CPU, [CPU], CACHED), (GPU, [GPU, GPU], None), (GPU, [GPU, CPU], OFFLOADED_PIECE), (GPU, [], None)],
-)
-def test_offloaded_gradients_come_back_in_pieces(
-    target: torch.device, sources: list[torch.device], size: int | None
-) -> None:
-    assert piece_size(target, sources) == size
 
 
 def test_products_of_half_precision_are_summed_in_fp32_on_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
