@@ -247,13 +247,12 @@ class Run:
         Another `gradnorm.source` measures w in another unit. Averages of w, and pools with w as weights, then begin
         again.
         """
-        if facts.get("noise"):  # absent in checkpoints of earlier versions
-            self.noise.load_state_dict(facts["noise"])
+        self.noise.load_state_dict(facts["noise"])
         comparable = facts["config"]["gradnorm"]["source"] == self.config.gradnorm.source
         if comparable:
             self.usual_norm = facts["usual_norm"]
         comparable |= BASELINES[self.config.algo.baseline].pool != "norms"
-        if self.pools is not None and facts.get("pools") and comparable:  # absent before the run had such a baseline
+        if self.pools is not None and facts["pools"] and comparable:  # None before the run had such a baseline
             self.pools.load_state_dict(facts["pools"])
 
     def _export(self, name: str) -> list[str]:

@@ -100,10 +100,9 @@ def asked_of(run_dir: Path) -> dict[str, Any] | None:
             raise UserError(f"not a run of a study: {ASKED_FILE} is missing", where=str(run_dir), fix="move it away")
         return None
     try:
-        found = dict(json.loads(path.read_text(encoding="utf-8")))
+        return dict(json.loads(path.read_text(encoding="utf-8")))
     except (OSError, ValueError) as error:
         raise UserError(f"not a JSON object: {error}", where=str(path), fix="remove the run's directory") from error
-    return found | {"backend": "toy"} if found.get("backend") == "lab" else found  # the toy trainer's former name
 
 
 def is_whole(run_dir: Path, backend: str, num_steps: int) -> bool:

@@ -109,8 +109,7 @@ class Pools:
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Continue from `state_dict`. The state of another kind of pools is ignored, and the pools begin empty."""
-        kind = self._facts.pool  # sums of other weights have another unit
-        if "usual" not in state or state.get("weights", kind) != kind:  # an earlier version has no name of the weights
+        if state.get("weights") != self._facts.pool:  # sums of other weights have another unit
             return
         self._sources, self._prompts = dict(state["sources"]), dict(state["prompts"])
         self._usual, self._trust, self._pull = (list(state[name]) for name in ("usual", "trust", "pull"))

@@ -219,11 +219,11 @@ class SnrAverages:
         return {"count": self._count, **sums, "num_prompts": self._num_prompts}
 
     def load_state_dict(self, state: ScheduleState) -> None:
-        """Restore `state_dict`, with the noise / Q of this run's Q; an earlier version did not save its Q."""
+        """Restore `state_dict`, with the noise / Q of this run's Q."""
         self._count = int(state["count"] or 0)
         self._signal_sum = float(state["signal_sum"] or 0.0)
         self._sq_norm_sum = float(state["sq_norm_sum"] or 0.0)
-        num_prompts = int(state.get("num_prompts") or self._num_prompts)
+        num_prompts = int(state["num_prompts"] or 0)
         if num_prompts != self._num_prompts:
             noise = (self._sq_norm_sum - self._signal_sum) * num_prompts
             self._sq_norm_sum = self._signal_sum + noise / self._num_prompts

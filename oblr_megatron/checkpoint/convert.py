@@ -31,7 +31,6 @@ from oblr_megatron.checkpoint.pieces import (
     pieces_of,
     sharded_state,
     single_process,
-    with_stored_names,
 )
 from oblr_megatron.checkpoint.safetensors_io import TensorReader, num_bytes, open_tensors
 from oblr_megatron.checkpoint.saver import HF
@@ -215,7 +214,6 @@ def _find(reader: PieceReader, files: Path, parallel: Parallel) -> tuple[ModelSh
     model = meta_model(hf_config, ModelConfig.model_validate({"path": files}), parallel)
     named = [pieces_of(sharded_state(model, naming), shape) for naming in NAMINGS]
     stored = reader.whole.state_dict_metadata
-    with_stored_names((piece.sharded for pieces in named for piece in pieces), stored)
     fitting = [pieces for pieces in named if all(piece.sharded.key in stored for piece in pieces)]
     return shape, reader.find((fitting or named)[0], shape)
 

@@ -43,7 +43,6 @@ from megatron.core.dist_checkpointing.strategies.torch import (
 from megatron.core.tensor_parallel.random import get_cuda_rng_tracker
 from torch.distributed.checkpoint import CheckpointException
 
-from oblr_megatron.checkpoint.pieces import OLDER_NORM, with_stored_names
 from oblr_megatron.checkpoint.torch_files import BACKEND, VERSION, TensorFiles, plain_files, save_common
 from oblr_megatron.errors import RunError
 from oblr_megatron.model.momentum import GradientMomentum
@@ -177,8 +176,6 @@ def _load(state: State, directory: Path) -> State:
             # megatron-core calls deprecated functions of torch, and one with its arguments in an earlier order
             warnings.simplefilter("ignore", FutureWarning)
             warnings.filterwarnings("ignore", category=UserWarning, module=r"torch\.distributed\.checkpoint")
-            if any(OLDER_NORM[0] in getattr(value, "key", "") for value in nested_values(state)):
-                with_stored_names(nested_values(state), load_sharded_metadata(str(directory)))
             return dist_checkpointing.load(state, str(directory))
     except (CheckpointingException, CheckpointException) as error:
         reason = _reason(error)

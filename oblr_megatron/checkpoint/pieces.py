@@ -13,7 +13,7 @@ In each scheme gate and up of a layer are two pieces, because tensor parallelism
 
 from __future__ import annotations
 
-from collections.abc import Container, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from itertools import groupby
@@ -33,8 +33,6 @@ from oblr_megatron.padding import padded_vocab_size
 from oblr_megatron.weights.names import Entry, ModelShape, layer_of, table
 
 State = dict[str, Any]
-OLDER_NORM = ("pre_mlp_layernorm.", "mlp.linear_fc1.layer_norm_")
-"""Part of the key of a mixture's norm, and that which earlier versions saved on CPUs."""
 NAMINGS: tuple[Mapping[str, bool], ...] = ({}, {"non_homogeneous_layers": True}, {"singleton_local_shards": True})
 
 
@@ -102,19 +100,6 @@ def pieces_of(state: State, shape: ModelShape) -> list[Piece]:
         parts = list(enumerate(stored)) if isinstance(stored, list) else [(None, stored)]
         pieces += [Piece(sharded, item, part) for part, sharded in parts]
     return pieces
-
-
-def with_stored_names(tensors: Iterable[Any], stored: Container[str]) -> None:
-    """Give norms of mixtures the keys of an earlier version if a checkpoint has those.
-
-    Args:
-        tensors: of a sharded state dict; they are changed. Others than sharded tensors are left alone.
-        stored: keys of the checkpoint.
-    """
-    for tensor in tensors:
-        older = getattr(tensor, "key", "").replace(*OLDER_NORM)
-        if older in stored and tensor.key not in stored:
-            tensor.key = older
 
 
 def by_layer(pieces: Sequence[Piece]) -> list[list[Piece]]:

@@ -138,13 +138,13 @@ def check_fits(checkpoint: Checkpoint, config: Config, model: HFDir) -> None:
         raise CheckpointError("the checkpoint holds only weights, not the state of a run", where=where, fix=fix)
     # A control schedule arranges the rates of num_steps steps: with another number, some come twice and others never.
     for name in (*CARRIED, "num_steps") if config.algo.schedule in CONTROLS else CARRIED:
-        old, new = flatten(before).get(name), flatten(now)[name]
-        if old is not None and old != new:  # a checkpoint of an earlier version may not know the setting
+        old, new = flatten(before)[name], flatten(now)[name]
+        if old != new:
             told = [json.dumps(value) if isinstance(value, bool) else repr(value) for value in (old, new)]
             what = f"the checkpoint was made with {name} {told[0]}, but the config has {told[1]}"
             raise UserError(what, where=where, fix=f"set {name} to {told[0]}, or start a new run")
     momentum = config.optimizer.sgd_momentum
-    if config.optimizer.name == "sgd" and momentum > 0 and before["optimizer"].get("sgd_momentum") == 0:
+    if config.optimizer.name == "sgd" and momentum > 0 and before["optimizer"]["sgd_momentum"] == 0:
         what = f"the checkpoint was made without momentum, but optimizer.sgd_momentum is {momentum:g}"
         raise UserError(what, where=where, fix="set optimizer.sgd_momentum to 0, or start a new run")
     old, new = _token_scale(before), _token_scale(now)
@@ -159,9 +159,9 @@ def check_fits(checkpoint: Checkpoint, config: Config, model: HFDir) -> None:
 
 
 def _token_scale(settings: dict[str, Any]) -> float:
-    """The divisor of a saved configuration's constant aggregation; 1 for others and for those of earlier versions."""
+    """The divisor of a saved configuration's constant aggregation; 1 for others."""
     algo = settings["algo"]
-    if "token_scale" not in algo or algo["aggregation"] != "constant":
+    if algo["aggregation"] != "constant":
         return 1.0
     return float(algo["token_scale"] or settings["rollout"]["max_response_tokens"])
 

@@ -187,7 +187,7 @@ class Saver:
         best = None
         if self._rank == 0 and resumed is not None and resumed["best"]:
             found = Best(*resumed["best"])
-            metric = resumed["config"]["checkpoint"].get("best_metric", "")
+            metric = resumed["config"]["checkpoint"]["best_metric"]
             if metric == self._options.best_metric and (self._directory / store.step_name(found.step)).is_dir():
                 best = found
         shared = [best]

@@ -195,7 +195,7 @@ def read_manifest(directory: Path) -> Manifest:
     """Read the manifest and check that every file exists with its full size. `check_contents` reads the files.
 
     Raises:
-        CheckpointError: the checkpoint does not exist or has another format, the manifest is damaged or of a newer
+        CheckpointError: the checkpoint does not exist or has another format, the manifest is damaged or of another
             version, or a file is missing or has another size.
     """
     if not directory.is_dir():
@@ -316,9 +316,9 @@ def _parse(directory: Path) -> Manifest:
     rest = {key: value for key, value in content.items() if key != "xxh3"}
     if text != _seal(rest):
         raise CheckpointError("the manifest is damaged: its checksum is wrong", where=str(file), fix=FIX)
-    if rest["version"] > VERSION:
-        what = f"the checkpoint has format version {rest['version']}, this program reads up to {VERSION}"
-        fix = "use the oblr_megatron version that wrote it, or a newer one"
+    if rest["version"] != VERSION:
+        what = f"the checkpoint has format version {rest['version']}, this program reads {VERSION}"
+        fix = "use the oblr_megatron version that wrote it"
         raise CheckpointError(what, where=str(file), fix=fix)
     files = {name: FileEntry(**entry) for name, entry in rest["files"].items()}
     return Manifest(step=rest["step"], files=files, state=rest["state"])

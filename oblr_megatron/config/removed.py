@@ -38,7 +38,6 @@ REMOVED: dict[str, Problem] = {
         'leave it out, or set gradnorm.mode to "bookkeep" or "two_pass" if the gradients do not fit',
     ),
     "gradnorm.stash_dtype": ("stashed gradients have the dtype of the gradient", "leave it out"),
-    "log.tensorboard": ("it is one of several trackers now", 'write log.trackers = ["tensorboard"], or [] for none'),
     "algo.baseline=otb": (
         "token-wise baselines needed a forward pass of their own and lost to pooled",
         'set algo.baseline = "pooled"; otb is an arm of the toy studies (studies/token_baseline.py)',
@@ -48,7 +47,5 @@ REMOVED: dict[str, Problem] = {
         "token-wise baselines needed a forward pass of their own and lost to pooled",
         'set algo.preset = "oblr_pooled"; otb is an arm of the toy studies (studies/token_baseline.py)',
     ),
-    "rollout.correction": ("it was renamed", "write rollout.importance_sampling"),
-    "rollout.correction_cap": ("it was renamed", "write rollout.importance_cap"),
 }
 """Key, or key=value -> (reason, what to do instead): Megatron's options, and keys and values that are gone."""

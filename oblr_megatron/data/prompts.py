@@ -173,6 +173,4 @@ def _weight(source: SourceConfig, prompts: PromptSet) -> float:
 
 
 def _fingerprint(sets: list[PromptSet]) -> str:
-    """One source: its own fingerprint, so that positions saved by old versions stay valid. Several: a digest."""
-    own = [prompts.fingerprint() for prompts in sets]
-    return own[0] if len(own) == 1 else hashlib.sha256("".join(own).encode()).hexdigest()[:16]
+    return hashlib.sha256("".join(prompts.fingerprint() for prompts in sets).encode()).hexdigest()[:16]

@@ -84,5 +84,4 @@ class GradientMomentum:
         """Restore from a `sharded_state_dict` that a checkpoint was loaded into."""
         for name, tensor in self._sums.items():
             put_back(tensor, state["sums"].get(name, {}))
-        earlier = 1 - (1 - 1 / self._horizon) ** int(state.get("count", 0))  # a checkpoint of an earlier version
-        self._weight = float(state.get("weight", earlier))
+        self._weight = float(state["weight"])

@@ -86,8 +86,6 @@ def _problems(saved: SavedStep, config: Config, model: HFDir, before: dict[str, 
         began, now = ("false", "true") if shuffle else ("true", "false")
         fix = f"set data.shuffle to {began}, or {NEW_RUN}"
         yield f"the run began with data.shuffle {began}, but the config has {now}", fix
-    if saved.position is None:
-        yield "the samples were saved by an earlier version, without their position in the data", NEW_RUN
     if saved.model != model.fingerprint:
         fix = "set model.path to the model that the run started with"
         yield "the samples were drawn from another model", f"{fix}, or {NEW_RUN}"

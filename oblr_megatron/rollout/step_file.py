@@ -12,7 +12,7 @@ from __future__ import annotations
 import json
 import os
 from contextlib import suppress
-from dataclasses import asdict, dataclass, fields, replace
+from dataclasses import asdict, dataclass, field, fields, replace
 from pathlib import Path
 from typing import Any, get_args
 
@@ -27,12 +27,11 @@ KEY = b"oblr_rollouts"
 PROMPT_COLUMNS = {"prompt_row": "row", "prompt_id": "id", "prompt_text": "text"} | {
     name: name for name in ("answer", "source", "tolerance", "columns")
 }
-"""Column -> field of `Prompt`. Older versions lack the columns "tolerance" and "columns"."""
+"""Column -> field of `Prompt`."""
 ROUTES = "routes"
 """The column of routes, and the fact that holds their sizes [layers, k]."""
-STEP_FACTS = ("step", "temperature", "epoch", "skipped")
-LATER_FACTS: dict[str, Any] = {"model": "", "position": None}
-"""Facts that files of old versions lack, with the value for them."""
+STEP_FACTS = ("step", "temperature", "epoch", "skipped", "model", "position")
+SCHEMA_VERSION = 1
 
 
 def _list(kind: pa.DataType) -> pa.DataType:
@@ -50,34 +49,22 @@ SCHEMA = pa.schema(
             ("prompt_ids", _list(pa.int32())),
             ("answer", pa.string()),
             ("source", pa.string()),
-            ("tolerance", pa.string()),  # since version 2; the answers of version 1 are exact
-            ("columns", pa.string()),  # since version 3: the data row as JSON; empty without data.keep_columns
+            ("tolerance", pa.string()),
+            ("columns", pa.string()),  # the data row as JSON; empty without data.keep_columns
             ("response_ids", _list(pa.int32())),
             ("logprobs", _list(pa.float32())),  # vLLM computes them in float32: no digit is lost
             ("text", pa.string()),
             ("finish_reason", pa.string()),
             ("version", pa.int32()),
-            ("mask", _list(pa.bool_())),  # since version 4: where the policy wrote the response; empty: everywhere
-            ("environment_reward", pa.float64()),  # since version 4; null if no environment gave one
+            ("mask", _list(pa.bool_())),  # where the policy wrote the response; empty: everywhere
+            ("environment_reward", pa.float64()),  # null if no environment gave one
             ("reward", pa.float64()),
-            ("routes", pa.large_binary()),  # since version 5: int16 little-endian [tokens, layers, k]; null: none
+            ("routes", pa.large_binary()),  # int16 little-endian [tokens, layers, k]; null: none
         )
     ]
 )
 
 
-def _without(schema: pa.Schema, *columns: str) -> pa.Schema:
-    return pa.schema([field for field in schema if field.name not in columns])
-
-
-SCHEMAS = {
-    1: _without(SCHEMA, ROUTES, "mask", "environment_reward", "columns", "tolerance"),
-    2: _without(SCHEMA, ROUTES, "mask", "environment_reward", "columns"),
-    3: _without(SCHEMA, ROUTES, "mask", "environment_reward"),
-    4: _without(SCHEMA, ROUTES),
-    5: SCHEMA,
-}
-"""Schemas of the versions that can be read; the newest one is written."""
 FIX = "use the rollouts directory of a run with --save-rollouts; if a file is damaged, save the samples again"
 
 
@@ -95,8 +82,8 @@ class SavedStep:
     prompts: list[Prompt]  # Q
     samples: list[Sample]  # N = Q * G
     rewards: list[float]  # N, as the run scored them
-    model: str = ""  # fingerprint of the weights that the run started from; empty in files of old versions
-    position: dict[str, Any] | None = None  # in the data, after the step; None in files of old versions
+    model: str = ""  # fingerprint of the weights that the run started from; empty: not known, and not compared
+    position: dict[str, Any] = field(default_factory=dict)  # in the data, after the step
 
     @property
     def group_size(self) -> int:
@@ -118,10 +105,10 @@ def write_step(directory: Path, saved: SavedStep) -> Path:
     path = step_path(directory, saved.step)
     partial = path.with_name(f".{path.name}.partial")
     facts = {
-        "schema_version": max(SCHEMAS),
+        "schema_version": SCHEMA_VERSION,
         "num_prompts": len(saved.prompts),
         "group_size": saved.group_size,
-        **{name: getattr(saved, name) for name in (*STEP_FACTS, *LATER_FACTS)},
+        **{name: getattr(saved, name) for name in STEP_FACTS},
         ROUTES: next((list(one.routes.shape[1:]) for one in saved.samples if one.routes is not None), None),
     }
     rows = [_row(saved, position) for position in range(len(saved.samples))]
@@ -160,7 +147,6 @@ def read_step(path: Path) -> SavedStep:
     firsts = rows[::group_size]
     saved = SavedStep(
         **{name: facts[name] for name in STEP_FACTS},
-        **{name: facts.get(name, default) for name, default in LATER_FACTS.items()},
         prompts=[_prompt(row) for row in firsts],
         samples=[_sample(row, facts.get(ROUTES), path) for row in rows],
         rewards=[row["reward"] for row in rows],
@@ -176,20 +162,20 @@ def _refusal(what: str, path: Path, fix: str = FIX) -> UserError:
 def _row(saved: SavedStep, position: int) -> dict[str, Any]:
     sample = saved.samples[position]
     prompt = saved.prompts[sample.group]
-    columns = {column: getattr(prompt, field) for column, field in PROMPT_COLUMNS.items()}
+    columns = {column: getattr(prompt, name) for column, name in PROMPT_COLUMNS.items()}
     routes = None if sample.routes is None else sample.routes.astype("<i2", copy=False).tobytes()
     return asdict(replace(sample, routes=None)) | columns | {ROUTES: routes, "reward": saved.rewards[position]}
 
 
 def _prompt(row: dict[str, Any]) -> Prompt:
-    columns = {field: row.get(column, "") for column, field in PROMPT_COLUMNS.items()}
+    columns = {name: row[column] for column, name in PROMPT_COLUMNS.items()}
     return Prompt(token_ids=tuple(row["prompt_ids"]), **columns)
 
 
 def _sample(row: dict[str, Any], shape: Any, path: Path) -> Sample:
-    values: dict[str, Any] = {field.name: row[field.name] for field in fields(Sample) if field.name in row}
+    values: dict[str, Any] = {column.name: row[column.name] for column in fields(Sample)}
     lists = ("prompt_ids", "response_ids", "logprobs", "mask")
-    sample = Sample(**values | {name: tuple(values[name]) for name in lists if name in values})
+    sample = Sample(**values | {name: tuple(values[name]) for name in lists})
     if sample.routes is None:
         return sample
     try:
@@ -206,15 +192,17 @@ def _facts(table: pa.Table, path: Path) -> dict[str, Any]:
         raise _refusal("the file has no saved samples", path)
     facts: dict[str, Any] = json.loads(stored)
     version = facts["schema_version"]
-    if version not in SCHEMAS:
-        what = f"the file has schema version {version!r:.40}, but only {', '.join(map(str, SCHEMAS))} can be read"
+    if version != SCHEMA_VERSION:
+        what = f"the file has schema version {version!r:.40}, but only {SCHEMA_VERSION} can be read"
         raise _refusal(what, path, "save and replay with the same version of oblr-megatron")
-    if not table.schema.equals(SCHEMAS[version]):
+    if not table.schema.equals(SCHEMA):
         raise _refusal("the columns of the saved samples are not those of the schema", path)
     counts = [facts[name] for name in ("num_prompts", "group_size", "step", "epoch", "skipped")]
     if not all(type(count) is int and count >= 0 for count in counts):
         raise ValueError(f"the sizes of the step are {counts}")
     float(facts["temperature"])
+    if not (isinstance(facts["model"], str) and isinstance(facts["position"], dict)):
+        raise ValueError("the model and the data position are no text and no table")
     if not facts["num_prompts"] * facts["group_size"] == table.num_rows > 0:
         sizes = f"{facts['num_prompts']} x {facts['group_size']}"
         raise _refusal(f"the file has {table.num_rows} samples instead of {sizes}", path)

@@ -47,7 +47,6 @@ def test_a_line_has_no_answer_if_the_reward_extracts_none() -> None:
 
 
 def test_only_the_line_of_an_unscored_response_says_so() -> None:
-    """A line of an earlier version has no such field, and is read as scored."""
     assert "scored" not in json.loads(ITEM.line()) and Item.of_line(ITEM.line()).grade.scored
     lost = replace(ITEM, scored=False)
     assert json.loads(lost.line())["scored"] is False and not Item.of_line(lost.line()).grade.scored
