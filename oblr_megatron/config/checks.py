@@ -8,6 +8,7 @@ from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING, Any
 
 from oblr_megatron.config.baselines import BASELINES
+from oblr_megatron.config.norm_modes import mode_problem
 from oblr_megatron.config.parallel_checks import parallel_problems
 from oblr_megatron.config.precision_checks import precision_problems
 from oblr_megatron.errors import Problem, UserError
@@ -132,14 +133,9 @@ def biases(config: Config) -> Iterator[str]:
 
 
 def _coefficients(config: Config) -> Iterator[Problem]:
-    """One-pass modes scale each response's gradient by one number A; the "samples" estimator squares that number."""
-    mode, what = config.gradnorm.mode, None
-    if config.algo.kl_coefficient:
-        what = f"algo.kl_coefficient {config.algo.kl_coefficient:g} adds a gradient without an advantage"
-    elif config.model.router_losses:
-        what = "a router loss (model.moe_aux_loss_coeff, moe_z_loss_coeff) adds a gradient of no single sample"
-    if what and mode in ("inline", "stash", "bookkeep"):
-        yield f"{what}, which gradnorm.mode {mode!r} does not support", 'set gradnorm.mode to "two_pass" or "auto"'
+    """What the mode, the share that is measured and the "samples" estimator ask of norms and coefficients."""
+    if problem := mode_problem(config, config.gradnorm.mode):
+        yield f"gradnorm.mode {config.gradnorm.mode!r}: {problem[0]}", problem[1]
     if config.gradnorm.sample_fraction < 1 and config.norms_come_first:
         yield (
             f"gradnorm.sample_fraction is below 1, but baseline {config.algo.baseline!r} reads every norm of its step",

@@ -50,27 +50,6 @@ def check_sizes(hf_config: Mapping[str, Any], config: Config) -> None:
         raise UserError(what, where=str(config.model.path), fix=fix)
 
 
-def norms_problem(config: Config, mode: str) -> Problem | None:
-    """Why a mode cannot measure norms with FP8; None if it can.
-
-    FP8 layers expose no factors of the weight gradients, so norms need whole gradients of single samples.
-    """
-    model = config.model
-    if model.fp8 == "none":
-        return None
-    if mode in ("bookkeep", "inline"):
-        return (
-            f"FP8 layers expose no factors, so {mode} would keep whole gradients",
-            'set gradnorm.mode to "two_pass" or "stash"',
-        )
-    if mode == "two_pass" and model.fp8_recipe == "delayed":
-        return (
-            "delayed scales come from earlier passes, so the norm pass and the gradient pass would round differently",
-            'set model.fp8_recipe to "tensorwise", or gradnorm.mode to "stash"',
-        )
-    return None
-
-
 def _fp8(config: Config) -> Iterator[Problem]:
     """Delayed scales come from all earlier forward passes, so all layers must use FP8, in gradient passes only."""
     model, norms = config.model, config.gradnorm

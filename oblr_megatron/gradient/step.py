@@ -61,11 +61,8 @@ class TrainingGradient:
         self._policy, self._config, self._reference = policy, config, reference
         self._sharing = Sharing(policy.parallel, config)
         self._plain = PlainPass(policy, config, self._sharing)
-        wanted = config.uses_norms
-        self._rules = classify(policy) if wanted else []  # refuses what no rule covers
-        # One-pass modes need one coefficient a sample and no other gradient.
-        whole = not (reference is not None or config.model.router_losses)
-        self._one_pass = self._make_one_pass() if wanted and whole else None
+        self._rules = classify(policy) if config.uses_norms else []  # refuses what no rule covers
+        self._one_pass = self._make_one_pass() if config.measures_norms else None
 
     def release(self) -> None:
         """Free the device memory that mode `stash` keeps between steps."""
@@ -292,8 +289,6 @@ class TrainingGradient:
 
     def _make_one_pass(self) -> FoldPass | None:
         options = self._config.gradnorm
-        if options.source != "exact":
-            return None
         if options.mode == "inline":
             return InlinePass(self._policy, self._config)
         if options.mode == "bookkeep":

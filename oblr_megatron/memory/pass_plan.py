@@ -104,14 +104,21 @@ def idle_replicas(config: Config, layout: Layout) -> str | None:
     )
 
 
+def needs_single_samples(hf_config: Mapping[str, Any], *, transformer_engine: bool) -> bool:
+    """Whether a microbatch of a norm pass holds one sample: experts and untapped layers cannot tell samples apart.
+
+    `norms.two_pass.rules_need_single_samples` reads the same from the parameters of a built model.
+    """
+    return num_experts(hf_config) > 0 or transformer_engine
+
+
 def passes_of(
     hf_config: Mapping[str, Any], config: Config, layout: Layout, *, norms: bool, transformer_engine: bool
 ) -> list[Pass]:
     """The passes of a step, with `norms` measured or not; mode "auto" counts as "two_pass"."""
     group, mode = config.group_size, config.gradnorm.mode
     rows = max(1, config.parallel.micro_batch_tokens // longest_sample(config))
-    # experts and untapped layers cannot tell samples apart (predicts `norms.two_pass.rules_need_single_samples`)
-    alone = 1 if num_experts(hf_config) or transformer_engine else rows
+    alone = 1 if needs_single_samples(hf_config, transformer_engine=transformer_engine) else rows
     prompts = prompts_of_a_run(config, layout)
     share = prompts * group
     gradient = Pass("gradient", share, min(rows, share))

@@ -21,7 +21,7 @@ from typing import Any
 
 from oblr_megatron.checks.layout import num_experts
 from oblr_megatron.config import Config
-from oblr_megatron.config.precision_checks import norms_problem
+from oblr_megatron.config.norm_modes import mode_problem
 from oblr_megatron.errors import Problem, UserError
 from oblr_megatron.families import head_dim
 from oblr_megatron.formatting import size
@@ -91,7 +91,8 @@ def resolve(
         return ModeChoice(modes[0], "unused: this run measures no norms in backward passes", 1.0, found[modes[0]])
     layout = {mode: Layout.of(hf_config, run, world_size) for mode, run in runs.items()}
     problems = {
-        mode: _impossible(run, layout[mode]) or _too_large(run, found, free_bytes) for mode, run in runs.items()
+        mode: mode_problem(run, mode, block=layout[mode].block) or _too_large(run, found, free_bytes)
+        for mode, run in runs.items()
     }
     if problem := problems.get(asked):
         raise UserError(f"mode {asked!r}: {problem[0]}", where="config: gradnorm.mode", fix=problem[1])
@@ -113,33 +114,6 @@ def free_memory(local_ranks: int) -> int | None:
     """The system's available memory divided by the ranks of this machine, bytes; None if unknown."""
     available = kernel_bytes("/proc/meminfo", "MemAvailable")
     return None if available is None else available // local_ranks
-
-
-def _impossible(config: Config, layout: Layout) -> Problem | None:
-    """Why the mode cannot work in this layout; None if it can."""
-    mode = config.gradnorm.mode
-    if problem := norms_problem(config, mode):
-        return problem
-    if config.model.fp8 != "none" and layout.block > 1:
-        what = f"{layout.block} replicas share experts, but FP8 layers expose no factors to tell their samples apart"
-        return what, 'set model.fp8 to "none", or lower parallel.expert_model_parallel_size'
-    if mode == "two_pass":
-        return None
-    if mode == "inline" and config.norms_come_first:
-        what = f"baseline {config.algo.baseline!r} reads norms of its own step, which come too late in one pass"
-        return what, 'set gradnorm.mode to "auto"'
-    in_one_pass = {
-        "gradnorm.sample_fraction below 1 measures some samples, but one pass measures all": (
-            config.gradnorm.sample_fraction < 1
-        ),
-        "a KL penalty has its own gradient, but one pass scales whole samples by A": config.algo.kl_coefficient,
-        "norms would include the gradient of router losses": config.model.router_losses,
-        f"{layout.block} replicas share experts, so expert gradients mix samples of several replicas": layout.block > 1,
-    }
-    for what, holds in in_one_pass.items():
-        if holds:
-            return what, 'set gradnorm.mode to "two_pass" (or "auto")'
-    return None
 
 
 def _too_large(config: Config, found: Mapping[str, MemoryEstimate], free_bytes: int | None) -> Problem | None:

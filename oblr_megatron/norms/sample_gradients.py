@@ -158,9 +158,7 @@ class SampleGradients:
     ) -> None:
         self._buffers += [GradientBuffer(self._model) for _ in range(len(group) - len(self._buffers))]
         microbatches = samples.microbatches(group, single=True)
-        norms, records = stash_gradients(
-            self._model, microbatches, loss_of, self._rules, self._reducer, self._buffers, None
-        )
+        norms, records = stash_gradients(self._model, microbatches, loss_of, self._rules, self._reducer, self._buffers)
         total.sq_norms[list(group)] = norms
         weigh(group)
         total.records.extend(records)

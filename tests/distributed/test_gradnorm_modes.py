@@ -30,6 +30,7 @@ from oblr_megatron.algo.baseline import active_groups
 from oblr_megatron.checkpoint.hf import load_hf_weights
 from oblr_megatron.config import Config, parse_config
 from oblr_megatron.gradient.step import TrainingGradient
+from oblr_megatron.memory.select_mode import with_mode
 from oblr_megatron.model.parallel import Parallel
 from oblr_megatron.model.policy import Policy, build_policy
 from oblr_megatron.norms.oracle import oracle_gradient, oracle_logprobs
@@ -125,8 +126,9 @@ def samples_of(config: Config) -> list[Sample]:
 
 
 def config_of(path: str, gradnorm: dict[str, Any], folds: int, *, replay: bool = False, **parallel: Any) -> Config:
+    """In any mode: these tests give `inline` its coefficients, so it works with a baseline that it is refused with."""
     model = {"path": path, "dtype": "float64", "make_vocab_size_divisible_by": 8, "moe_routing_replay": replay}
-    return parse_config(
+    config = parse_config(
         {
             "run_dir": "unused",
             "num_prompts": PROMPTS,
@@ -136,9 +138,10 @@ def config_of(path: str, gradnorm: dict[str, Any], folds: int, *, replay: bool =
             "algo": {"baseline": "optimal", "token_scale": 1, "snr": {"num_folds": folds}},
             "rollout": {"importance_sampling": "token", "importance_cap": 1.1, "temperature": 0.8},
             "parallel": {"micro_batch_tokens": 24} | parallel,
-            "gradnorm": gradnorm,
+            "gradnorm": gradnorm | {"mode": "two_pass"},
         }
     )
+    return with_mode(config, gradnorm["mode"])
 
 
 def policy_of(path: str, parallel: Parallel, config: Config) -> Policy:

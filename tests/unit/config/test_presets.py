@@ -102,7 +102,7 @@ def test_what_a_run_saves_is_read_back(preset: str) -> None:
         (["algo.preset=rloo", "group_size=1"], "baseline 'rloo'"),
         (["algo.preset=james_stein", "num_prompts=1", "algo.snr.num_folds=1"], "baseline 'james_stein'"),
         (["algo.baseline=rloo_prior", "num_prompts=1", "algo.snr.num_folds=1"], "baseline 'rloo_prior'"),
-        (["algo.preset=grpo", "algo.kl_coefficient=0.04", "gradnorm.mode=bookkeep"], "algo.kl_coefficient 0.04"),
+        (["algo.preset=oblr_pooled", "algo.kl_coefficient=0.04", "gradnorm.mode=bookkeep"], "algo.kl_coefficient 0.04"),
         (["algo.preset=oblr_po", "algo.kl_coefficient=0.04", "gradnorm.mode=stash"], "gradnorm.mode 'stash'"),
         (["algo.preset=dapo", "num_prompts=120"], "algo.updates_per_batch 16 does not divide num_prompts 120"),
         (["algo.preset=dapo", "num_prompts=32"], "leaves 2 prompts for each update"),

@@ -6,8 +6,13 @@ from typing import Any
 
 import pytest
 
-from oblr_megatron.config import Config, parse_config
-from oblr_megatron.memory.pass_plan import Layout, idle_replicas, samples_of_a_rank
+from oblr_megatron.config import Config, ModelConfig, ParallelConfig, parse_config
+from oblr_megatron.memory.pass_plan import Layout, idle_replicas, needs_single_samples, samples_of_a_rank
+from oblr_megatron.model.parallel import initialize, shutdown
+from oblr_megatron.model.policy import build_policy
+from oblr_megatron.norms.rules import classify
+from oblr_megatron.norms.two_pass import rules_need_single_samples
+from tests.tiny import DENSE, tiny_config_of, tiny_moe_config
 
 PROMPTS, GROUP = 12, 4
 
@@ -64,3 +69,13 @@ def test_without_folds_any_number_of_replicas_divides_the_batch(replicas: int, p
     assert samples_of_a_rank(config, layout) == prompts * GROUP
     line = idle_replicas(config, layout)
     assert line is None if share is None else line is not None and line.startswith(f"replicas idle {share} ")
+
+
+@pytest.mark.parametrize("hf_config", [*map(tiny_config_of, DENSE), tiny_moe_config()], ids=[*DENSE, "moe"])
+def test_the_plan_knows_which_models_need_single_samples(hf_config: Any) -> None:
+    """As the rules of the built model's parameters say; Transformer Engine: tests/unit/model/test_te_models.py."""
+    config = ParallelConfig()
+    policy = build_policy(hf_config, ModelConfig.model_validate({"path": "unused"}), initialize(config), config)
+    planned = needs_single_samples(hf_config.to_dict(), transformer_engine=False)
+    shutdown()
+    assert planned is rules_need_single_samples(classify(policy))

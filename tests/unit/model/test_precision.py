@@ -18,7 +18,7 @@ from megatron.core.transformer.transformer_config import TransformerConfig
 from oblr_megatron.checks.layout import check_layout
 from oblr_megatron.checks.machine import RECIPES, Machine, check_machine, transformer_engine_chosen
 from oblr_megatron.config import Config, ModelConfig, parse_config
-from oblr_megatron.config.precision_checks import norms_problem
+from oblr_megatron.config.norm_modes import mode_problem
 from oblr_megatron.errors import UserError
 from oblr_megatron.memory.select_mode import resolve
 from oblr_megatron.model import precision
@@ -124,9 +124,9 @@ def test_compatible_fields_are_accepted(overrides: list[str]) -> None:
     ],
 )
 def test_modes_that_measure_norms(overrides: list[str], refused: dict[str, str]) -> None:
-    config = config_of(*overrides)
+    config = config_of(*overrides, "gradnorm.always=true")
     for mode in ("two_pass", "stash", "bookkeep"):
-        problem = norms_problem(config, mode)
+        problem = mode_problem(config, mode)
         assert (problem is not None) == (mode in refused), (mode, problem)
         assert problem is None or refused[mode] in problem[0]
 

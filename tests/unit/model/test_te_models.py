@@ -22,12 +22,14 @@ from torch.overrides import TorchFunctionMode
 
 from oblr_megatron.checks.machine import Machine
 from oblr_megatron.config import Config, load_config
+from oblr_megatron.memory.pass_plan import needs_single_samples
 from oblr_megatron.model import moe, precision, te_taps
 from oblr_megatron.model.parallel import Parallel
 from oblr_megatron.model.policy import Policy, build_policy
 from oblr_megatron.model.precision import this_machine
 from oblr_megatron.model.transformer_config import HFConfig, hf_config_of
 from oblr_megatron.norms.rules import Kind, classify
+from oblr_megatron.norms.two_pass import rules_need_single_samples
 from oblr_megatron.preflight.examine import model_of
 from oblr_megatron.preflight.fake_ranks import META, standing_as
 from oblr_megatron.preflight.models import rank_positions
@@ -121,10 +123,11 @@ def kinds(found: dict[str, tuple[Kind, bool]]) -> dict[str, Kind]:
 @pytest.mark.parametrize("name", ALL)
 def test_layers_are_tapped_and_have_the_rules_of_megatron_cores_own(name: str) -> None:
     """Transformer Engine's norms have no tap: autograd makes their gradients. Nor has a router."""
-    own = [rules(policy) for _, policy in policies(name, "local")]
+    hf_config, own = preset(name)[1].to_dict(), [rules(policy) for _, policy in policies(name, "local")]
     for (_, policy), expected in zip(policies(name, "transformer_engine"), own, strict=True):
         assert types_of(policy) >= {"TELayerNormColumnParallelLinear", "TERowParallelLinear", "TEDotProductAttention"}
         found = rules(policy)
+        assert rules_need_single_samples(classify(policy)) is needs_single_samples(hf_config, transformer_engine=True)
         assert kinds(found) == kinds(expected)
         untapped = {tensor for tensor, (_, tapped) in found.items() if not tapped}
         assert untapped == {tensor for tensor in found if tensor.endswith((*NORMS, ROUTER))}
