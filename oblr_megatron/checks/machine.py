@@ -78,8 +78,6 @@ class Requirement:
         return next((what for what, lacking in lacks.items() if lacking), None)
 
 
-A2A_PACKED = Requirement((0, 0), None, "2.10", None)
-"""The requirement of cp_comm_type "a2a" for packed samples."""
 RECIPES: dict[str, Requirement] = {
     "delayed": Requirement((8, 9), None, "2.1", None),
     "tensorwise": Requirement((8, 9), None, "2.2", None),
@@ -197,7 +195,7 @@ def _problems(config: Config, hf_config: Mapping[str, Any], machine: Machine) ->
 
 def _layers(config: Config, hf_config: Mapping[str, Any], machine: Machine) -> Iterator[tuple[str, str, str]]:
     """Layers that the model is built of."""
-    model, parallel = config.model, config.parallel
+    model = config.model
     if model.transformer_impl == "transformer_engine" and not machine.has_layers:
         absent = "there is no GPU" if machine.capability is None else "it is not installed"
         fix = INSTALL if machine.capability else 'set it to "auto"'
@@ -210,10 +208,6 @@ def _layers(config: Config, hf_config: Mapping[str, Any], machine: Machine) -> I
     if num_experts(hf_config) and machine.capability is not None and not chosen:
         what = "a mixture of experts on a GPU needs Transformer Engine's layers"
         yield what, "model.transformer_impl", 'set it to "auto"' if machine.has_layers else INSTALL
-    exchanges = parallel.context_parallel_size > 1 and parallel.cp_comm_type == "a2a"
-    if exchanges and parallel.packing == "packed" and chosen and (missing := A2A_PACKED.missing(machine)):
-        what = f'cp_comm_type "a2a" with packing "packed" needs {missing}'
-        yield what, "parallel.cp_comm_type", 'set it to "p2p"'
 
 
 def _kernels(config: Config, machine: Machine) -> Iterator[tuple[str, str, str]]:

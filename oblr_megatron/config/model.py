@@ -32,19 +32,10 @@ class ModelConfig(Section):
     "bfloat16", the dtype of the weights."""
     fp8_recipe: Literal["delayed", "tensorwise", "blockwise", "mxfp8"] = "tensorwise"
     """FP8 scales: from earlier steps, from each tensor, from blocks of 128 or from blocks of 32 (docs/precision.md)."""
-    fp8_margin: int = Field(0, ge=0)
-    """Delayed scaling: powers of two kept free above the largest value seen."""
-    fp8_amax_history_len: int = Field(1024, ge=1)
-    """Delayed scaling: forward passes in the history of largest values."""
-    fp8_amax_compute_algo: Literal["max", "most_recent"] = "max"
-    """Delayed scaling: which value of the history sets the scale."""
-    first_last_layers_bf16: bool = False
-    """Keep the first num_layers_at_start_in_bf16 and last num_layers_at_end_in_bf16 layers in bf16. Not with delayed
-    scaling."""
-    num_layers_at_start_in_bf16: int = Field(1, ge=0)
-    """First layers that first_last_layers_bf16 keeps in bf16."""
-    num_layers_at_end_in_bf16: int = Field(1, ge=0)
-    """Last layers that first_last_layers_bf16 keeps in bf16."""
+    num_layers_at_start_in_bf16: int = Field(0, ge=0)
+    """First layers that FP8 leaves in bf16. Not with delayed scaling."""
+    num_layers_at_end_in_bf16: int = Field(0, ge=0)
+    """Last layers that FP8 leaves in bf16. Not with delayed scaling."""
     moe_router_load_balancing_type: Literal["none", "aux_loss"] = "none"
     """Load-balancing loss of a mixture of experts: none, or Switch Transformer's over each microbatch's response
     tokens."""
@@ -55,6 +46,11 @@ class ModelConfig(Section):
     moe_routing_replay: bool = False
     """Train each token through the experts that the engine chose for it when it was sampled (R3, arXiv 2510.11370;
     docs/moe.md). For mixtures of experts."""
+
+    @property
+    def keeps_layers_in_bf16(self) -> bool:
+        """Whether FP8 leaves out some layers."""
+        return self.num_layers_at_start_in_bf16 + self.num_layers_at_end_in_bf16 > 0
 
     @property
     def router_losses(self) -> bool:

@@ -49,9 +49,6 @@ class ParallelConfig(Section):
     overlap_grad_reduce: bool = False
     """Reduce gradients over data-parallel ranks during backward. Needs a run without norms and algo.snr.estimator
     "momentum"."""
-    cp_comm_type: Literal["p2p", "all_gather", "a2a"] = "p2p"
-    """How Transformer Engine's attention exchanges keys and values over context-parallel ranks. With model.attention
-    "sdpa" they are always gathered."""
     gradient_accumulation_fusion: bool = False
     """Add weight gradients to main_grad inside the matrix product. Needs a GPU, apex and a run without norms."""
     defer_embedding_wgrad_compute: bool = False

@@ -20,16 +20,12 @@ if TYPE_CHECKING:
 
 def precision_problems(config: Config) -> Iterator[Problem]:
     """Contradicting fields, with the fix."""
-    model, parallel = config.model, config.parallel
+    model = config.model
     if model.transformer_impl == "transformer_engine" and model.dtype == "float64":
         what = 'transformer_impl "transformer_engine" does not support dtype "float64"'
         yield what, 'set model.transformer_impl to "local"'
     if model.fp8 != "none":
         yield from _fp8(config)
-    exchanged = parallel.context_parallel_size > 1 and model.transformer_impl != "local"
-    if exchanged and parallel.packing == "packed" and parallel.cp_comm_type == "all_gather":
-        what = 'cp_comm_type "all_gather" with packing "packed": Transformer Engine gathers only rows'
-        yield what, 'set parallel.cp_comm_type to "p2p", or parallel.packing to "rows"'
     if config.rollout.quantization != "none" and config.rollout.replay is None:
         yield from _quantized_rollout(config)
     if config.rollout.replay is None and not config.rollout.only:
@@ -37,7 +33,7 @@ def precision_problems(config: Config) -> Iterator[Problem]:
 
 
 def check_sizes(hf_config: Mapping[str, Any], config: Config) -> None:
-    """Refuse a model with shards that FP8 kernels or the exchange of heads (cp_comm_type "a2a") do not support.
+    """Refuse a model with shards that FP8 kernels do not support.
 
     Args:
         hf_config: the model's config.json, checked against the layout.
@@ -58,8 +54,11 @@ def _fp8(config: Config) -> Iterator[Problem]:
     if model.transformer_impl == "local":
         what = f'fp8 "{model.fp8}" with transformer_impl "local": only Transformer Engine has FP8 products'
         yield what, 'set model.transformer_impl to "auto"'
-    if model.fp8_recipe == "delayed" and model.first_last_layers_bf16:
-        yield 'first_last_layers_bf16 with fp8_recipe "delayed"', 'set model.fp8_recipe to "tensorwise"'
+    if model.fp8_recipe == "delayed" and model.keeps_layers_in_bf16:
+        yield (
+            'layers in bf16 (model.num_layers_at_start_in_bf16, num_layers_at_end_in_bf16) with fp8_recipe "delayed"',
+            'set model.fp8_recipe to "tensorwise"',
+        )
     if model.fp8_recipe == "delayed" and norms.source != "exact" and norms.check_every:
         yield (
             f'gradnorm.check_every {norms.check_every} with fp8_recipe "delayed": the norm pass would change the '
@@ -111,7 +110,7 @@ def _fp8_widths(hf_config: Mapping[str, Any], config: Config) -> dict[str, int]:
 
 
 def _size_problems(hf_config: Mapping[str, Any], config: Config) -> Iterator[Problem]:
-    """Widths of FP8 products, layers that stay in bf16, and heads that are exchanged."""
+    """Widths of FP8 products, and layers that stay in bf16."""
     model, parallel = config.model, config.parallel
     for name, width in _fp8_widths(hf_config, config).items():
         multiple = FP8_TOKENS[model.fp8_recipe]
@@ -120,18 +119,9 @@ def _size_problems(hf_config: Mapping[str, Any], config: Config) -> Iterator[Pro
                 f"{name} {width} on each rank is not a multiple of {multiple}, as FP8 products need",
                 'lower parallel.tensor_model_parallel_size, or set model.fp8 to "none"',
             )
-    if model.fp8 != "none" and model.first_last_layers_bf16:
+    if model.fp8 != "none":
         of_stage = parallel.layers_of_stage(hf_config["num_hidden_layers"], 0)
         for name in ("num_layers_at_start_in_bf16", "num_layers_at_end_in_bf16"):
             if getattr(model, name) > of_stage:
                 what = f"{name} {getattr(model, name)} is more than the {of_stage} layers of a pipeline stage"
                 yield what, f"set model.{name} to {of_stage} or fewer"
-    tp, cp = parallel.tensor_model_parallel_size, parallel.context_parallel_size
-    if cp > 1 and parallel.cp_comm_type == "a2a" and model.transformer_impl != "local":
-        for name in ("num_attention_heads", "num_key_value_heads"):
-            if max(1, hf_config[name] // tp) % cp:
-                yield (
-                    f'cp_comm_type "a2a": {name} {hf_config[name]} / tensor_model_parallel_size {tp} does not divide '
-                    f"among {cp} context-parallel ranks",
-                    'set parallel.cp_comm_type to "p2p"',
-                )

@@ -47,5 +47,13 @@ REMOVED: dict[str, Problem] = {
         "token-wise baselines needed a forward pass of their own and lost to pooled",
         'set algo.preset = "oblr_pooled"; otb is an arm of the toy studies (studies/token_baseline.py)',
     ),
+    "model.fp8_margin": ("delayed scaling has Transformer Engine's margin of 0", "leave it out"),
+    "model.fp8_amax_history_len": ("delayed scaling looks at the last 1024 passes", "leave it out"),
+    "model.fp8_amax_compute_algo": ("delayed scaling takes the largest value of its history", "leave it out"),
+    "model.first_last_layers_bf16": (
+        "the numbers of layers say it",
+        "set model.num_layers_at_start_in_bf16 and num_layers_at_end_in_bf16",
+    ),
+    "parallel.cp_comm_type": ("Transformer Engine exchanges keys and values in a ring", "leave it out"),
 }
 """Key, or key=value -> (reason, what to do instead): Megatron's options, and keys and values that are gone."""

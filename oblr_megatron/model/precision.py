@@ -42,16 +42,15 @@ def precision_fields(config: ModelConfig, *, transformer_engine: bool) -> dict[s
     fields |= {
         "fp8": config.fp8,
         "fp8_recipe": config.fp8_recipe,
-        "first_last_layers_bf16": config.first_last_layers_bf16,
+        "first_last_layers_bf16": config.keeps_layers_in_bf16,
         "num_layers_at_start_in_bf16": config.num_layers_at_start_in_bf16,
         "num_layers_at_end_in_bf16": config.num_layers_at_end_in_bf16,
     }
     if config.fp8_recipe != "delayed":
         return fields
     return fields | {
-        "fp8_margin": config.fp8_margin,
-        "fp8_amax_history_len": config.fp8_amax_history_len,
-        "fp8_amax_compute_algo": config.fp8_amax_compute_algo,
+        "fp8_amax_history_len": 1024,
+        "fp8_amax_compute_algo": "max",
         # Reduce the amax history only over ranks that share a sample. Replicas run different numbers of microbatches,
         # so that a reduction over all of them would hang.
         "tp_only_amax_red": True,

@@ -61,7 +61,7 @@ def transformer_config_of(
         account_for_embedding_in_pipeline_split=options.account_for_embedding_and_loss,
         account_for_loss_in_pipeline_split=options.account_for_embedding_and_loss,
         context_parallel_size=parallel.cp_size,
-        cp_comm_type=options.cp_comm_type,  # for Transformer Engine's attention; SdpaAttention gathers keys and values
+        cp_comm_type="p2p",  # for Transformer Engine's attention; SdpaAttention gathers keys and values
         sequence_parallel=parallel.sequence_parallel,
         gradient_accumulation_fusion=options.gradient_accumulation_fusion,
         defer_embedding_wgrad_compute=options.defer_embedding_wgrad_compute,

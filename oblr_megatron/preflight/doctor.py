@@ -152,7 +152,7 @@ def _layers(machine: Machine, packages: dict[str, str | None]) -> list[Finding]:
     kernels, more = ("FlashAttention or cuDNN", "") if flash else ("cuDNN", "flash-attn, faster for some shapes")
     return [
         Finding("layers", f"Transformer Engine {version}", "fused norms, grouped experts, FP8 on request", doubt),
-        Finding("attention", f"Transformer Engine's ({kernels})", "context parallelism by parallel.cp_comm_type", more),
+        Finding("attention", f"Transformer Engine's ({kernels})", "context parallelism in a ring", more),
         Finding("norms", "Transformer Engine's RMSNorm", "one kernel together with the next product"),
     ]
 

@@ -52,16 +52,11 @@ def test_every_recipe_is_known_to_megatron_and_has_its_requirements() -> None:
 
 
 def test_fp8_fields_arrive() -> None:
-    delayed = model_of(
-        fp8="e4m3", fp8_recipe="delayed", fp8_margin=2, fp8_amax_history_len=7, fp8_amax_compute_algo="most_recent"
-    )
-    fields = precision_fields(delayed, transformer_engine=True)
+    fields = precision_fields(model_of(fp8="e4m3", fp8_recipe="delayed"), transformer_engine=True)
     made = TransformerConfig(num_layers=4, hidden_size=64, num_attention_heads=4, **fields)
-    assert (made.fp8, made.fp8_margin, made.fp8_amax_history_len) == ("e4m3", 2, 7)
-    assert made.fp8_amax_compute_algo == "most_recent"
-    ends = model_of(
-        fp8="hybrid", first_last_layers_bf16=True, num_layers_at_start_in_bf16=2, num_layers_at_end_in_bf16=3
-    )
+    assert (made.fp8, made.fp8_margin, made.fp8_amax_history_len) == ("e4m3", 0, 1024)
+    assert made.fp8_amax_compute_algo == "max"
+    ends = model_of(fp8="hybrid", num_layers_at_start_in_bf16=2, num_layers_at_end_in_bf16=3)
     fields = precision_fields(ends, transformer_engine=True)
     made = TransformerConfig(num_layers=4, hidden_size=64, num_attention_heads=4, **fields)
     assert made.first_last_layers_bf16
@@ -81,12 +76,8 @@ def test_only_transformer_engine_gets_fp8_fields() -> None:
         (["model.fp8=hybrid"], 'fp8 "hybrid" with dtype "float32"'),
         ([*FP8, "model.transformer_impl=local"], 'transformer_impl "local"'),
         (["model.transformer_impl=transformer_engine", "model.dtype=float64"], 'dtype "float64"'),
-        ([*DELAYED, "model.first_last_layers_bf16=true"], "first_last_layers_bf16 with"),
+        ([*DELAYED, "model.num_layers_at_end_in_bf16=1"], "layers in bf16"),
         ([*DELAYED, "gradnorm.source=length", "gradnorm.check_every=5"], "gradnorm.check_every 5"),
-        (
-            ["parallel.context_parallel_size=2", "parallel.packing=packed", "parallel.cp_comm_type=all_gather"],
-            'cp_comm_type "all_gather"',
-        ),
         (["rollout.quantization=fp8"], "weights pushed in float32"),
         ([*QUANTIZED, "rollout.importance_sampling=none"], 'importance_sampling "none"'),
         ([*QUANTIZED, "weights.verify=true"], "weights.verify with"),
@@ -102,7 +93,7 @@ def test_incompatible_fields_are_refused(overrides: list[str], named: str) -> No
     "overrides",
     [
         FP8,
-        [*FP8, "model.first_last_layers_bf16=true"],
+        [*FP8, "model.num_layers_at_start_in_bf16=1"],
         [*DELAYED, "gradnorm.mode=stash"],
         [*FP8, "parallel.recompute_granularity=selective", 'parallel.recompute_modules=["layernorm"]'],
         QUANTIZED,
@@ -148,33 +139,10 @@ def test_mode_auto_avoids_what_fp8_forbids() -> None:
 @pytest.mark.parametrize(
     ("size", "world", "overrides", "named"),
     [
-        ("0.6B", 8, ["parallel.tensor_model_parallel_size=8", "parallel.cp_comm_type=a2a"], None),
-        (
-            "0.6B",
-            8,
-            [
-                "parallel.tensor_model_parallel_size=4",
-                "parallel.context_parallel_size=2",
-                "parallel.cp_comm_type=a2a",
-                "parallel.sequence_parallel=true",
-            ],
-            None,
-        ),
-        (
-            "0.6B",
-            16,
-            ["parallel.tensor_model_parallel_size=8", "parallel.context_parallel_size=2", "parallel.cp_comm_type=a2a"],
-            "num_key_value_heads 8 / tensor_model_parallel_size 8",
-        ),
         (
             "0.6B",
             7,
-            [
-                *FP8,
-                "parallel.pipeline_model_parallel_size=7",
-                "model.first_last_layers_bf16=true",
-                "model.num_layers_at_end_in_bf16=5",
-            ],
+            [*FP8, "parallel.pipeline_model_parallel_size=7", "model.num_layers_at_end_in_bf16=5"],
             "num_layers_at_end_in_bf16 5 is more than the 4 layers",
         ),
         ("8B", 8, [*FP8, "parallel.tensor_model_parallel_size=8"], None),
@@ -240,12 +208,6 @@ def test_the_fix_names_the_possible_recipes() -> None:
         (["model.transformer_impl=local"], "30B-A3B", HOPPER, "a mixture of experts on a GPU"),
         ([], "30B-A3B", WITHOUT_ENGINE, "a mixture of experts on a GPU"),
         (QUANTIZED, "0.6B", CPU, "vLLM has no FP8 products on a CPU"),
-        (
-            ["parallel.context_parallel_size=2", "parallel.packing=packed", "parallel.cp_comm_type=a2a"],
-            "0.6B",
-            Machine((9, 0), "13.0", "2.9.0"),
-            "needs Transformer Engine 2.10 (here is 2.9.0)",
-        ),
     ],
 )
 def test_requirements_that_a_machine_lacks(overrides: list[str], size: str, machine: Machine, named: str) -> None:
