@@ -79,14 +79,11 @@ def _anywhere(hf_config: Mapping[str, Any], config: Config) -> Iterator[Refusal]
 
 
 def _on_cpu(hf_config: Mapping[str, Any], config: Config) -> Iterator[Refusal]:
-    if config.model.attention == "local":
-        what = "megatron-core's own attention, which sums in the order of its shapes"
-        yield what, "model.attention", 'set it to "sdpa"'
-    if config.parallel.own_weight_gradients:
+    if config.parallel.overlap_grad_reduce:
         yield (
-            "weight gradients by megatron-core: on a CPU the mode needs our taps",
+            "weight gradients by autograd: on a CPU the mode needs our taps",
             "parallel.overlap_grad_reduce",
-            "set parallel.overlap_grad_reduce, gradient_accumulation_fusion and defer_embedding_wgrad_compute to false",
+            "set it to false",
         )
     sizes = {
         "hidden_size": hf_config["hidden_size"],
@@ -111,9 +108,6 @@ def _on_gpu(config: Config) -> Iterator[Refusal]:
     if model.transformer_impl == "local":
         what = "local layers on GPUs: megatron-core replaces Transformer Engine's kernels alone"
         yield what, "model.transformer_impl", 'set it to "auto"'
-    if config.parallel.gradient_accumulation_fusion:
-        what = "gradient_accumulation_fusion on GPUs: megatron-core's products of the mode replace main_grad"
-        yield what, "parallel.gradient_accumulation_fusion", "set it to false"
     if config.parallel.context_parallel_size > 1:
         yield (
             "context parallelism on GPUs: megatron-core refuses it, Transformer Engine uses FlashAttention 2 there",

@@ -31,7 +31,6 @@ def check_layout(hf_config: Mapping[str, Any], config: Config, world_size: int) 
 
     check_world_size(config.parallel, world_size)
     check_model(hf_config, config.parallel, where=str(config.model.path))
-    check_attention(config.model.attention, config.parallel)
     check_router_keys(hf_config, config)
     check_recompute(hf_config, config.parallel)
     check_sizes(hf_config, config)
@@ -129,16 +128,6 @@ def heads_problem(hf_config: Mapping[str, Any], width: int, option: str) -> Prob
         what = f"num_key_value_heads {groups} and {option} {width} do not divide one another"
         return what, f"choose a divisor or a multiple of {groups}"
     return None
-
-
-def check_attention(attention: str, parallel: ParallelConfig) -> None:
-    """Refuse megatron-core's own attention with split sequences or packed samples, which it does not support."""
-    split = f"context_parallel_size {parallel.context_parallel_size}" if parallel.context_parallel_size > 1 else ""
-    refused = split or ('packing "packed"' if parallel.packing == "packed" else "")
-    if attention == "local" and refused:
-        raise UserError(
-            f'attention "local" does not work with {refused}', where="config: model.attention", fix='set it to "sdpa"'
-        )
 
 
 def _check_stages(layers: int, parallel: ParallelConfig, where: str) -> None:

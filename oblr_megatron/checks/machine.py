@@ -35,7 +35,6 @@ class Machine:
     capability: tuple[int, int] | None = None  # compute capability of the GPUs; None without GPUs
     cuda: str | None = None  # version that torch was built with
     transformer_engine: str | None = None  # its version; None if it cannot be imported
-    apex_gradients: bool = False  # whether apex's kernels for gradient_accumulation_fusion are installed
     engine_fault: str = ""  # why an installed Transformer Engine cannot be imported
     engine_breaks_megatron: bool = False  # megatron-core catches only an ImportError when it looks for it
 
@@ -213,13 +212,6 @@ def _layers(config: Config, hf_config: Mapping[str, Any], machine: Machine) -> I
 def _kernels(config: Config, machine: Machine) -> Iterator[tuple[str, str, str]]:
     """Kernels that megatron-core needs when ranks build their models."""
     parallel = config.parallel
-    # Also with Transformer Engine: the output layer is megatron-core's own.
-    if parallel.gradient_accumulation_fusion and not (machine.capability is not None and machine.apex_gradients):
-        yield (
-            "parallel.gradient_accumulation_fusion needs a GPU and apex with its fused_weight_gradient_mlp_cuda",
-            "parallel.gradient_accumulation_fusion",
-            "set it to false, or build apex with its CUDA extensions",
-        )
     if parallel.recompute_granularity == "selective" and not transformer_engine_chosen(config.model, machine):
         engines_own = {"moe_act"} if machine.capability is None else {"moe_act", "layernorm"}
         for name in sorted(engines_own & set(parallel.recompute_modules)):

@@ -74,10 +74,6 @@ def problems(config: Config) -> Iterator[Problem]:
         yield what, 'set num_prompts to 2 or more, or algo.baseline to "optimal" or "rloo"'
     yield from _coefficients(config)
     yield from parallel_problems(config)
-    kind, weight = config.model.moe_router_load_balancing_type, config.model.moe_aux_loss_coeff
-    if (kind == "aux_loss") != (weight > 0):
-        what = f"model.moe_router_load_balancing_type {kind!r} with moe_aux_loss_coeff {weight:g}"
-        yield what, 'set "aux_loss" and a coefficient above 0, or leave both out'
     folds = config.algo.snr.num_folds
     if config.algo.snr.reads_num_folds and config.num_prompts % folds:
         what = f"num_prompts {config.num_prompts} is not a multiple of algo.snr.num_folds {folds}"

@@ -19,8 +19,6 @@ class ModelConfig(Section):
     """Dtype of the trained weights. With bfloat16 the optimizer keeps fp32 master weights. float64 is for tests."""
     make_vocab_size_divisible_by: int = Field(128, ge=1, le=2**20)
     """The vocabulary is padded to a multiple of this times tensor_model_parallel_size."""
-    attention: Literal["sdpa", "local"] = "sdpa"
-    """Core attention without Transformer Engine: torch's scaled_dot_product_attention, or megatron-core's."""
     transformer_impl: Literal["auto", "local", "transformer_engine"] = "auto"
     """Layers of megatron-core ("local") or of Transformer Engine. "auto": Transformer Engine if it and CUDA are there
     and dtype is not float64, which it does not support."""
@@ -36,11 +34,9 @@ class ModelConfig(Section):
     """First layers that FP8 leaves in bf16. Not with delayed scaling."""
     num_layers_at_end_in_bf16: int = Field(0, ge=0)
     """Last layers that FP8 leaves in bf16. Not with delayed scaling."""
-    moe_router_load_balancing_type: Literal["none", "aux_loss"] = "none"
-    """Load-balancing loss of a mixture of experts: none, or Switch Transformer's over each microbatch's response
-    tokens."""
     moe_aux_loss_coeff: float = Field(0.0, ge=0)
-    """Weight of the load-balancing loss."""
+    """Weight of Switch Transformer's load-balancing loss over each microbatch's response tokens, for a mixture of
+    experts. 0: none."""
     moe_z_loss_coeff: float = Field(0.0, ge=0)
     """Weight of the router z-loss (ST-MoE). 0: none."""
     moe_routing_replay: bool = False

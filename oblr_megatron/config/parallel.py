@@ -49,10 +49,6 @@ class ParallelConfig(Section):
     overlap_grad_reduce: bool = False
     """Reduce gradients over data-parallel ranks during backward. Needs a run without norms and algo.snr.estimator
     "momentum"."""
-    gradient_accumulation_fusion: bool = False
-    """Add weight gradients to main_grad inside the matrix product. Needs a GPU, apex and a run without norms."""
-    defer_embedding_wgrad_compute: bool = False
-    """Compute the output layer's weight gradient after the pipeline flush. Needs gradient_accumulation_fusion."""
 
     def layers_of_stage(self, layers: int, stage: int) -> int:
         """Layers of a pipeline stage, all its chunks together.
@@ -61,8 +57,3 @@ class ParallelConfig(Section):
         """
         stages, ends = self.pipeline_model_parallel_size, int(self.account_for_embedding_and_loss)
         return (layers + 2 * ends) // stages - ends * ((stage == 0) + (stage == stages - 1))
-
-    @property
-    def own_weight_gradients(self) -> bool:
-        """Whether megatron-core computes weight gradients in a way that allows no norms."""
-        return self.overlap_grad_reduce or self.gradient_accumulation_fusion or self.defer_embedding_wgrad_compute

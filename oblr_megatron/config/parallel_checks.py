@@ -17,15 +17,19 @@ if TYPE_CHECKING:
 def parallel_problems(config: Config) -> Iterator[Problem]:
     """Options that do not work with the rest of the configuration, with the reason and the fix."""
     yield from _distributed_optimizer(config)
-    yield from _weight_gradients(config)
-    snr = config.algo.snr
-    if config.parallel.overlap_grad_reduce and snr.needs_folds:
+    snr, overlaps = config.algo.snr, config.parallel.overlap_grad_reduce
+    if overlaps and config.uses_norms:  # they are measured in the backward of linear layers (model/taps.py)
+        cause = "gradnorm.always" if config.gradnorm.always else f"algo.baseline {config.algo.baseline!r}"
+        yield (
+            f"parallel.overlap_grad_reduce allows no per-response norms, but {cause} needs them",
+            'set it to false, or use a baseline without norms ("rloo", "group_mean", ...) and gradnorm.always = false',
+        )
+    if overlaps and snr.needs_folds:
         yield (
             f"parallel.overlap_grad_reduce with algo.snr.estimator {snr.estimator!r}: the estimator needs the norm of "
             "each fold's gradient, but the reduce over replicas starts before that gradient is complete",
             'set algo.snr.estimator to "momentum", or overlap_grad_reduce to false',
         )
-    yield from _deferred(config)
     yield from _recompute(config)
     if config.parallel.sequence_parallel and config.parallel.tensor_model_parallel_size == 1:
         what = "sequence_parallel needs tensor_model_parallel_size of 2 or more"
@@ -43,32 +47,6 @@ def _distributed_optimizer(config: Config) -> Iterator[Problem]:
     if config.model.dtype == "float64":
         what = f"{option} with model.dtype 'float64': megatron-core updates only fp32 weights or fp32 masters"
         yield what, 'set model.dtype to "float32" or "bfloat16", or use_distributed_optimizer to false'
-
-
-def _weight_gradients(config: Config) -> Iterator[Problem]:
-    """Norms are measured in the backward of linear layers (model/taps.py), which these options bypass."""
-    for name in ("overlap_grad_reduce", "gradient_accumulation_fusion", "defer_embedding_wgrad_compute"):
-        if getattr(config.parallel, name) and config.uses_norms:
-            cause = "gradnorm.always" if config.gradnorm.always else f"algo.baseline {config.algo.baseline!r}"
-            yield (
-                f"parallel.{name} allows no per-response norms, but {cause} needs them",
-                f'set {name} to false, or use a baseline without norms ("rloo", "rloo_prior", "group_mean", ...) and '
-                "gradnorm.always = false",
-            )
-
-
-def _deferred(config: Config) -> Iterator[Problem]:
-    """megatron-core's conditions; with overlap a bucket would be reduced before its last gradient is computed."""
-    parallel = config.parallel
-    needs = {
-        "gradient_accumulation_fusion = true": parallel.gradient_accumulation_fusion,
-        "pipeline_model_parallel_size of 2 or more": parallel.pipeline_model_parallel_size > 1,
-        "overlap_grad_reduce = false": not parallel.overlap_grad_reduce,
-    }
-    missing = [name for name, met in needs.items() if not met]
-    if parallel.defer_embedding_wgrad_compute and missing:
-        what = f"parallel.defer_embedding_wgrad_compute needs {', '.join(missing)}"
-        yield what, "set these, or set defer_embedding_wgrad_compute to false"
 
 
 def _recompute(config: Config) -> Iterator[Problem]:

@@ -55,5 +55,12 @@ REMOVED: dict[str, Problem] = {
         "set model.num_layers_at_start_in_bf16 and num_layers_at_end_in_bf16",
     ),
     "parallel.cp_comm_type": ("Transformer Engine exchanges keys and values in a ring", "leave it out"),
+    "parallel.gradient_accumulation_fusion": (
+        "it adds products to main_grad inside a kernel, so no norm could be measured",
+        "leave it out",
+    ),
+    "parallel.defer_embedding_wgrad_compute": ("it needs gradient_accumulation_fusion, which is gone", "leave it out"),
+    "model.attention": ("the layers have torch's scaled_dot_product_attention", "leave it out"),
+    "model.moe_router_load_balancing_type": ("moe_aux_loss_coeff says it", "set model.moe_aux_loss_coeff, 0 for none"),
 }
 """Key, or key=value -> (reason, what to do instead): Megatron's options, and keys and values that are gone."""

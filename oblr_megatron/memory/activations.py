@@ -80,11 +80,6 @@ def _core_bytes(sizes: RankSizes, tokens: Tokens, config: Config) -> int:
     """Bytes of the keys after the rotary embedding and of the core attention's own tensors."""
     n, element = tokens.count, sizes.element
     recomputed = recomputes(config, "core_attn")
-    if config.model.attention == "local":
-        if recomputed:
-            return n * (sizes.kv + sizes.query) * element
-        probabilities = element + (sizes.wide if element < sizes.wide else 0)  # softmax in fp32, then rounded
-        return 3 * n * sizes.query * element + score_elements(sizes, tokens) * probabilities  # keys, values per head
     if recomputed:
         return n * (sizes.kv + sizes.query) * element
     sums = n * sizes.heads * sizes.wide
@@ -94,11 +89,6 @@ def _core_bytes(sizes: RankSizes, tokens: Tokens, config: Config) -> int:
         return n * (3 * sizes.kv + sizes.query) * element + sums
     # keys and values are gathered; queries and results of two chunks are concatenated
     return n * 2 * (sizes.cp * sizes.kv + sizes.query) * element + sums + mask_bytes(sizes, tokens)
-
-
-def score_elements(sizes: RankSizes, tokens: Tokens) -> int:
-    """Elements of the probabilities [b, heads, t, t] in megatron-core's own attention."""
-    return tokens.rows * sizes.heads * tokens.length**2
 
 
 def mask_bytes(sizes: RankSizes, tokens: Tokens) -> int:

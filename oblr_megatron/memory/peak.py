@@ -13,10 +13,7 @@ from oblr_megatron.config import Config
 from oblr_megatron.memory.activations import (
     glu_bytes,
     layer_bytes,
-    mlp_bytes,
     recomputed_mlp_bytes,
-    recomputes,
-    score_elements,
 )
 from oblr_megatron.memory.buffer_sizes import CPU_TILE_SIDE, ENTROPY_ROWS, GPU_TILE_SIDE, KEPT_BYTES, SQUARE_CHUNK
 from oblr_megatron.memory.pass_plan import Pass
@@ -66,8 +63,6 @@ class PassOnRank:
         output = 0 if sizes.only_stage else self._residual
         one = self._layers_bytes(-(-sizes.layers // self._chunks)) + output
         scratch = tokens.count * sizes.hidden * sizes.element if sizes.sequence_parallel else 0  # gathered inputs
-        if self.config.model.attention == "local":
-            scratch += score_elements(sizes, tokens) * sizes.element + tokens.length**2  # scores; causal mask
         rotary = tokens.length * sizes.cp * sizes.head_dim * 4
         return one * self.in_flight + scratch + rotary + self._routes
 
@@ -194,10 +189,6 @@ class PassOnRank:
         if sizes.ffn:
             work = max(self._linear_work(sizes.hidden, sizes.ffn), glu_bytes(sizes, self.tokens))
             yield Moment("last layer's backward", held, 0, kept, self._residual + work)
-        if self.config.model.attention == "local":
-            scores = score_elements(sizes, self.tokens) * self._score_bytes
-            done = mlp_bytes(sizes, self.tokens, self.config)
-            yield Moment("last attention's backward", held - done, 0, kept, scores)
 
     def _first_layer_backward(self) -> Moment:
         """The first layer in the last microbatch, when the factors of all other layers are kept."""
@@ -206,14 +197,6 @@ class PassOnRank:
         kept = self.waiting() - missing
         layer = layer_bytes(sizes, tokens, self.config)
         return Moment("first layer's backward", layer, 0, kept, self._residual + glu_bytes(sizes, tokens))
-
-    @property
-    def _score_bytes(self) -> int:
-        """Bytes per pair of tokens that attention allocates in backward, in fp32 and half precision."""
-        sizes = self.sizes
-        if sizes.element < sizes.wide:
-            return sizes.element + sizes.wide
-        return (4 if recomputes(self.config, "core_attn") else 3) * sizes.element
 
     def _end(self) -> Moment:
         """The final norms, or the norm of the gradient: squares in fp64, in chunks."""

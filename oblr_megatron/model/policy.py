@@ -26,7 +26,7 @@ from megatron.core.transformer.transformer_block import TransformerBlockSubmodul
 from megatron.core.transformer.transformer_config import TransformerConfig
 from torch import nn
 
-from oblr_megatron.checks.layout import check_attention, check_model
+from oblr_megatron.checks.layout import check_model
 from oblr_megatron.config import ModelConfig, ParallelConfig
 from oblr_megatron.model import moe
 from oblr_megatron.model.cpu.attention import RMSNorm, SdpaAttention
@@ -94,7 +94,6 @@ def build_policy(
     }
     options = (options or ParallelConfig()).model_copy(update=sizes)
     check_model(hf_config.to_dict(), options, where=str(config.path))
-    check_attention(config.attention, options)
     transformer_config = transformer_config_of(hf_config, config, parallel, options)
     padded = padded_vocab_size(hf_config.vocab_size, config.make_vocab_size_divisible_by, parallel.tp_size)
     ddp_config = DistributedDataParallelConfig(
@@ -109,7 +108,7 @@ def build_policy(
             for parameter in model.parameters():
                 parameter.fill_(float("nan"))
         chunks.append(DistributedDataParallel(transformer_config, ddp_config, model))
-        if options.own_weight_gradients:
+        if options.overlap_grad_reduce:
             continue
         splits = moe.splits_of(model, parallel, tap)
         install(model, tap, splits)
@@ -179,7 +178,7 @@ def _block_spec(
     if config.batch_invariant:
         rope = {"rope_parameters": hf_config.rope_parameters}
         attention.core_attention = ModuleSpec(InvariantAttention, params=rope)
-    elif config.attention == "sdpa":
+    else:
         attention.core_attention = SdpaAttention
     layers = get_num_layers_to_build(transformer_config, vp_stage=chunk)
     return TransformerBlockSubmodules(layer_specs=[layer] * layers, layer_norm=RMSNorm)

@@ -24,8 +24,7 @@ def this_machine() -> Machine:
     engine, fault, breaks = _transformer_engine()
     if not torch.cuda.is_available():
         return Machine(transformer_engine=engine, engine_fault=fault, engine_breaks_megatron=breaks)
-    apex = importlib.util.find_spec("fused_weight_gradient_mlp_cuda") is not None
-    return Machine(torch.cuda.get_device_capability(), torch.version.cuda, engine, apex, fault, breaks)
+    return Machine(torch.cuda.get_device_capability(), torch.version.cuda, engine, fault, breaks)
 
 
 def uses_transformer_engine(config: ModelConfig, parallel: Parallel) -> bool:

@@ -144,7 +144,7 @@ class RouterLosses:
     """
 
     def __init__(self, policy: Policy, config: ModelConfig) -> None:
-        self._aux = config.moe_aux_loss_coeff if config.moe_router_load_balancing_type == "aux_loss" else 0.0
+        self._aux = config.moe_aux_loss_coeff
         self._z = config.moe_z_loss_coeff
         transformer = policy.transformer_config
         self._experts, self._topk = transformer.num_moe_experts or 0, transformer.moe_router_topk

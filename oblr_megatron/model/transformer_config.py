@@ -63,8 +63,7 @@ def transformer_config_of(
         context_parallel_size=parallel.cp_size,
         cp_comm_type="p2p",  # for Transformer Engine's attention; SdpaAttention gathers keys and values
         sequence_parallel=parallel.sequence_parallel,
-        gradient_accumulation_fusion=options.gradient_accumulation_fusion,
-        defer_embedding_wgrad_compute=options.defer_embedding_wgrad_compute,
+        gradient_accumulation_fusion=False,
         **_recompute(options),
         **{"activation_func": nn.functional.silu} | mode_of(config, parallel.device),
         **precision_fields(config, transformer_engine=by_transformer_engine),

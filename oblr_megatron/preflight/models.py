@@ -26,11 +26,7 @@ from oblr_megatron.model.transformer_config import HFConfig, hf_config_of, trans
 from oblr_megatron.padding import padded_vocab_size
 from oblr_megatron.preflight.fake_ranks import standing_as
 
-KERNELS_OFF = {
-    "recompute_granularity": "none",
-    "gradient_accumulation_fusion": False,
-    "defer_embedding_wgrad_compute": False,
-}
+KERNELS_OFF = {"recompute_granularity": "none"}
 """Options without parameters that need kernels, which a login node may not have."""
 
 

@@ -16,7 +16,6 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from oblr_megatron.errors import UserError
 from oblr_megatron.model.parallel import Parallel
 from oblr_megatron.model.sequence import local_part
 from oblr_megatron.model.step import reduce_data_parallel_grads, run_schedule
@@ -123,19 +122,6 @@ def test_the_cut_is_megatrons() -> None:
     first, second = run_ranks(parts_of_a_row, 2)
     assert first == [[1, 2, 7, 8], [1, 2, 0, 0], [1, 0]]
     assert second == [[3, 4, 5, 6], [3, 4, 5, 0], [0, 0]]
-
-
-def refused(path: Path) -> str:
-    with layout(cp=2) as parallel:
-        try:
-            load_policy(path, parallel, attention="local")
-        except UserError as error:
-            return str(error)
-        return ""
-
-
-def test_megatrons_own_attention_is_refused(path: Path) -> None:
-    assert all('attention "local" does not work' in message for message in run_ranks(refused, 2, path))
 
 
 def share_of_a_sum(shape: tuple[int, ...]) -> tuple[Tensor, Tensor, Tensor]:

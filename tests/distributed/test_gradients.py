@@ -77,7 +77,6 @@ class Case:
     batches: str
     sizes: dict[str, Any] = field(default_factory=dict)
     options: str = "no recomputation"
-    attention: str = "sdpa"
 
 
 TP2SP = {"tp": 2, "sp": True}
@@ -89,9 +88,9 @@ PLAIN: dict[int, list[dict[str, Any]]] = {
 }
 
 
-def plain(ranks: int, attention: str = "sdpa") -> list[Case]:
+def plain(ranks: int) -> list[Case]:
     models, rows = ("untied", "tied", "one_group"), ("rows of 1", "rows of 2")
-    return [Case(*names, sizes, attention=attention) for sizes in PLAIN[ranks] for names in product(models, rows)]
+    return [Case(*names, sizes) for sizes in PLAIN[ranks] for names in product(models, rows)]
 
 
 def context(ranks: int) -> list[Case]:
@@ -125,7 +124,6 @@ def recomputed(ranks: int) -> list[Case]:
 
 CASES: dict[str, tuple[int, list[Case]]] = {
     **{f"plain, {ranks} ranks": (ranks, plain(ranks)) for ranks in (1, 2, 4)},
-    **{f"megatron's attention, {ranks} ranks": (ranks, plain(ranks, "local")) for ranks in (1, 2)},
     **{f"context parallel, {ranks} ranks": (ranks, context(ranks)) for ranks in (2, 4)},
     **{f"packed, {ranks} ranks": (ranks, packed(ranks)) for ranks in (1, 2, 4)},
     **{f"interleaved, {ranks} ranks": (ranks, interleaved(ranks)) for ranks in (2, 4)},
@@ -153,7 +151,7 @@ def gradients_of(root: Path, cases: Sequence[Case]) -> list[Outcome]:
     for sizes, group in groupby(cases, key=lambda case: case.sizes):
         with layout(**sizes) as parallel:
             for case in group:
-                policy = load_policy(root / case.model, parallel, OPTIONS[case.options], attention=case.attention)
+                policy = load_policy(root / case.model, parallel, OPTIONS[case.options])
                 assert len(policy.chunks) == sizes.get("vp", 1)
                 outcomes.append(reduced_gradients(policy, BATCHES[case.batches]()))
     return outcomes

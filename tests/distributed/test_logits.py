@@ -40,9 +40,9 @@ def make_batch(seed: int, rows: int, length: int) -> MicroBatch:
 BATCHES = [(1, 2, 11), (2, 3, 7), (3, 1, 16)]  # lengths that neither agree nor divide by the ranks
 
 
-def whole_logits(parallel: Parallel, path: Path, attention: str, dtype: str = "float32") -> list[torch.Tensor] | None:
+def whole_logits(parallel: Parallel, path: Path, dtype: str = "float32") -> list[torch.Tensor] | None:
     """Logits of every batch over the real vocabulary, on the last stage; None on the others."""
-    config = ModelConfig.model_validate({"path": path, "attention": attention, "dtype": dtype})
+    config = ModelConfig.model_validate({"path": path, "dtype": dtype})
     policy = build_policy(AutoConfig.from_pretrained(path), config, parallel)
     load_hf_weights(policy, path)
 
@@ -55,14 +55,12 @@ def whole_logits(parallel: Parallel, path: Path, attention: str, dtype: str = "f
     return [output["logits"] for output in outputs] if parallel.is_last_stage else None
 
 
-def all_layouts(
-    paths: list[Path], attention: str, dtype: str = "float32"
-) -> dict[str, list[list[torch.Tensor] | None]]:
+def all_layouts(paths: list[Path], dtype: str = "float32") -> dict[str, list[list[torch.Tensor] | None]]:
     results: dict[str, list[list[torch.Tensor] | None]] = {}
     for name in LAYOUTS[dist.get_world_size()]:
         sizes = {kind: int(name.split(kind)[1][0]) for kind in ("tp", "pp") if kind in name}
         with layout(**sizes, sp="sp" in name) as parallel:
-            results[name] = [whole_logits(parallel, path, attention, dtype) for path in paths]
+            results[name] = [whole_logits(parallel, path, dtype) for path in paths]
     return results
 
 
@@ -85,10 +83,9 @@ def exact_paths(tmp_path_factory: pytest.TempPathFactory) -> list[Path]:
     return [make_hf_dir(root / family, family=family, tied=True, dtype=torch.float64) for family in DENSE]
 
 
-@pytest.mark.parametrize("attention", ["sdpa", "local"])
 @pytest.mark.parametrize("world_size", [1, 2, 4])
-def test_logits_equal_transformers(world_size: int, attention: str, paths: list[Path]) -> None:
-    results = run_ranks(all_layouts, world_size, paths, attention)
+def test_logits_equal_transformers(world_size: int, paths: list[Path]) -> None:
+    results = run_ranks(all_layouts, world_size, paths)
     for index, path in enumerate(paths):
         model = AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32)
         for batch_index, batch in enumerate(BATCHES):
@@ -104,7 +101,7 @@ def test_logits_equal_transformers(world_size: int, attention: str, paths: list[
 
 
 def test_logits_of_every_family_equal_transformers_in_fp64(exact_paths: list[Path]) -> None:
-    results = run_ranks(all_layouts, 2, exact_paths, "sdpa", "float64")
+    results = run_ranks(all_layouts, 2, exact_paths, "float64")
     for index, path in enumerate(exact_paths):
         model = load_oracle(path)
         for batch_index, batch in enumerate(BATCHES):

@@ -69,7 +69,7 @@ def config_of(path: str, options: dict[str, Any], folds: int, replay: bool) -> C
             "run_dir": "unused",
             "num_prompts": NUM_PROMPTS,
             "group_size": GROUP,
-            "model": model | {"moe_router_load_balancing_type": "aux_loss", "moe_aux_loss_coeff": AUX},
+            "model": model | {"moe_aux_loss_coeff": AUX},
             "data": {"train": "unused"},
             "algo": {"snr": {"num_folds": folds}},
             "rollout": {"importance_sampling": "none", "temperature": TEMPERATURE},

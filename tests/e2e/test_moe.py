@@ -79,7 +79,6 @@ def mixture(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def test_a_run_with_experts_on_two_ranks(mixture: Path, tmp_path: Path, overrides: Callable[..., list[str]]) -> None:
     options = {
         "model__path": mixture / "model",
-        "model__moe_router_load_balancing_type": "aux_loss",
         "model__moe_aux_loss_coeff": 0.01,
         "model__moe_z_loss_coeff": 0.001,
         "model__moe_routing_replay": "true",

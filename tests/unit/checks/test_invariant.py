@@ -40,7 +40,6 @@ def config(*overrides: str) -> Config:
         ("rollout.speculation=ngram", "rollout.speculation"),
         ("rollout.servers=http://a:1", "rollout.servers"),
         ("rollout.vllm.kv_cache_dtype=auto", "rollout.vllm"),
-        ("model.attention=local", "model.attention"),
         ("rollout.max_response_tokens=8192", "model.path"),
     ],
 )
@@ -69,11 +68,7 @@ def test_what_keeps_the_bits_passes() -> None:
 
 @pytest.mark.parametrize(
     "overrides",
-    [
-        ["model.dtype=float32"],
-        ["model.transformer_impl=local"],
-        ["parallel.gradient_accumulation_fusion=true", "algo.baseline=rloo", "gradnorm.always=false"],
-    ],
+    [["model.dtype=float32"], ["model.transformer_impl=local"], ["parallel.context_parallel_size=2"]],
 )
 def test_gpus_need_flash_attention_and_our_sums(overrides: list[str]) -> None:
     check_invariant(MODEL, config("model.dtype=bfloat16"), on_gpu=True)

@@ -28,9 +28,9 @@ MODEL: dict[str, Any] = {
 LLAMA3: dict[str, Any] = {"rope_type": "llama3", "factor": 8.0, **LLAMA3_ROPE}
 
 
-def config(tp: int = 1, pp: int = 1, attention: str = "sdpa", **parallel: Any) -> Config:
+def config(tp: int = 1, pp: int = 1, **parallel: Any) -> Config:
     parallel = {"tensor_model_parallel_size": tp, "pipeline_model_parallel_size": pp} | parallel
-    model = {"path": "models/qwen", "attention": attention}
+    model = {"path": "models/qwen"}
     return parse_config({"run_dir": "run", "model": model, "data": {"train": "t.jsonl"}, "parallel": parallel})
 
 
@@ -128,8 +128,6 @@ def test_further_layouts_that_fit_pass(pp: int, parallel: dict[str, Any]) -> Non
             {"account_for_embedding_and_loss": True, "recompute_granularity": "full", "recompute_num_layers": 2},
             "the 3 layers of a model chunk do not divide",
         ),
-        (1, {"context_parallel_size": 2, "attention": "local"}, '"local" does not work with context_parallel_size 2'),
-        (1, {"packing": "packed", "attention": "local"}, '"local" does not work with packing "packed"'),
     ],
 )
 def test_further_layouts_that_do_not_fit(pp: int, parallel: dict[str, Any], message: str) -> None:

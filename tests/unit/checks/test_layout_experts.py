@@ -79,7 +79,7 @@ def test_experts_are_counted_under_either_key() -> None:
     assert num_experts({}) == 0
 
 
-AUX = {"moe_router_load_balancing_type": "aux_loss", "moe_aux_loss_coeff": 1e-3}
+AUX = {"moe_aux_loss_coeff": 1e-3}
 
 
 def run_with(model: dict[str, Any], mode: str) -> Config:
@@ -103,12 +103,6 @@ def test_routing_replay_needs_experts() -> None:
     with pytest.raises(UserError, match="moe_routing_replay") as caught:
         check_layout(MODEL | {"num_experts": 0}, config, 1)
     assert caught.value.where == "config: model"
-
-
-@pytest.mark.parametrize("half", [{"moe_aux_loss_coeff": 1e-3}, {"moe_router_load_balancing_type": "aux_loss"}])
-def test_an_auxiliary_loss_has_a_name_and_a_weight(half: dict[str, Any]) -> None:
-    with pytest.raises(UserError, match=r"moe_router_load_balancing_type '.*' with moe_aux_loss_coeff"):
-        run_with(half, "auto")
 
 
 VERIFY = {"weights": {"verify": True}}

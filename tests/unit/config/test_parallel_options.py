@@ -17,21 +17,17 @@ from hypothesis import strategies as st
 from oblr_megatron.algo.snr import ESTIMATORS
 from oblr_megatron.checks.layout import check_recompute
 from oblr_megatron.checks.machine import Machine, check_machine
-from oblr_megatron.config import Config, ModelConfig, ParallelConfig, parse_config
+from oblr_megatron.config import Config, ParallelConfig, parse_config
 from oblr_megatron.config.algo import SnrConfig
 from oblr_megatron.config.removed import REMOVED
 from oblr_megatron.errors import UserError
 from oblr_megatron.model.optimizer import optimizer_implementation
 from oblr_megatron.model.shards import put_back, rectangles
-from oblr_megatron.model.transformer_config import _recompute, transformer_config_of
-from oblr_megatron.preflight.fake_ranks import standing_as
+from oblr_megatron.model.transformer_config import _recompute
 from oblr_megatron.types import GradientStats
-from tests.tiny import tiny_config
 
 ENGINE = Machine((9, 0), "13.0", "2.11.0")
 NORMLESS = ("algo.baseline=rloo", "algo.snr.estimator=momentum")
-FUSED = "parallel.gradient_accumulation_fusion=true"
-DEFERRED = "parallel.defer_embedding_wgrad_compute=true"
 DOC = Path(__file__).parents[3] / "docs" / "parallel.md"
 
 
@@ -50,19 +46,6 @@ def configured(*overrides: str) -> Config:
         (("parallel.overlap_grad_reduce=true", "algo.baseline=rloo"), "algo.snr.estimator 'folds'"),
         (("parallel.overlap_grad_reduce=true", "algo.baseline=rloo", "algo.snr.estimator=prompts"), "'prompts'"),
         (("parallel.overlap_grad_reduce=true", "algo.baseline=rloo", "algo.snr.estimator=plugin"), "'plugin'"),
-        ((FUSED,), "parallel.gradient_accumulation_fusion"),
-        ((DEFERRED, FUSED), "algo.baseline 'pooled' needs"),
-        ((DEFERRED, *NORMLESS), "needs gradient_accumulation_fusion = true, pipeline_model_parallel_size of 2 or more"),
-        (
-            (
-                DEFERRED,
-                FUSED,
-                "parallel.overlap_grad_reduce=true",
-                "parallel.pipeline_model_parallel_size=2",
-                *NORMLESS,
-            ),
-            "defer_embedding_wgrad_compute needs overlap_grad_reduce = false",
-        ),
         (
             (
                 "parallel.recompute_granularity=selective",
@@ -89,8 +72,6 @@ def test_refused_with_the_reason_and_a_fix(overrides: tuple[str, ...], said: str
         ("parallel.use_distributed_optimizer=true", "model.dtype=bfloat16", "gradnorm.mode=stash"),
         ("parallel.overlap_grad_reduce=true", *NORMLESS),
         ("parallel.overlap_grad_reduce=true", "parallel.use_distributed_optimizer=true", *NORMLESS),
-        (FUSED, "algo.baseline=rloo"),
-        (FUSED, DEFERRED, "parallel.pipeline_model_parallel_size=2", "algo.baseline=group_mean"),
         ("parallel.recompute_granularity=selective", 'parallel.recompute_modules=["layernorm","mlp","core_attn"]'),
     ],
 )
@@ -103,25 +84,6 @@ def test_overlap_allows_the_estimators_that_need_no_norms_of_folds(name: str) ->
     """With overlap the norms of folds and of samples are unknown."""
     stats = GradientStats(0.0, 1.0, float("nan"), 4, 0.0, 0.0, 0.0, 1, momentum_dot=0.25)
     assert ESTIMATORS[name](stats, 8).defined != SnrConfig.model_validate({"estimator": name}).needs_folds
-
-
-def test_options_reach_megatron_core() -> None:
-    """Under its own names."""
-    names = ("gradient_accumulation_fusion", "defer_embedding_wgrad_compute")
-    for on in (False, True):
-        options = ParallelConfig.model_validate({"pipeline_model_parallel_size": 2, **dict.fromkeys(names, on)})
-        with standing_as(0, 2, options) as parallel:
-            made = transformer_config_of(tiny_config(), ModelConfig(path=Path("m")), parallel, options)
-        assert [getattr(made, name) for name in names] == [on, on]
-
-
-def test_missing_kernels_are_found_before_ranks_are_started() -> None:
-    fused = configured(FUSED, *NORMLESS)
-    for machine in (Machine(), Machine((9, 0)), ENGINE, Machine(apex_gradients=True)):
-        with pytest.raises(UserError) as caught:
-            check_machine(fused, {}, machine)
-        assert caught.value.where == "config: parallel.gradient_accumulation_fusion"
-    check_machine(fused, {}, Machine((9, 0), apex_gradients=True))
 
 
 def recomputing(*modules: str) -> ParallelConfig:
@@ -188,7 +150,6 @@ def test_the_doc_lists_every_option() -> None:
     refused |= {"tp_comm_overlap", "fp8_param"}
     assert refused <= {key.partition(".")[2] for key in REMOVED}
     allowed = {"use_distributed_optimizer", "overlap_grad_reduce"}
-    allowed |= {"gradient_accumulation_fusion", "defer_embedding_wgrad_compute"}
     assert refused | allowed <= rows <= refused | set(ParallelConfig.model_fields)
 
 

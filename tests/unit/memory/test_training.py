@@ -65,7 +65,6 @@ CASES: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
     "large vocabulary": (mode("two_pass"), LARGE),
     "full recomputation": (mode("two_pass") | recompute("full"), {}),
     "selective recomputation": (mode("two_pass") | recompute("selective"), {}),
-    "megatron's attention": (mode("two_pass") | {"model": {"attention": "local"}}, {"num_key_value_heads": 4}),
     "weights in bf16": (mode("two_pass") | {"model": {"dtype": "bfloat16"}}, LARGE),
     "weights in fp64": (mode("stash") | {"model": {"dtype": "float64"}}, {}),
     "offloaded state": (
