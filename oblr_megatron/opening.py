@@ -119,7 +119,7 @@ def open_sampling(config: Config) -> Iterator[Sampling]:
             reward=reward,
             stream=stream,
             held_out=inputs.held_out,
-            evaluations=RunItems(config.run_dir / "evaluations" if config.evaluate.save and rank == 0 else None),
+            evaluations=RunItems(config.run_dir / "evaluations" if rank == 0 else None),
             metrics=metrics,
             trackers=trackers,
             display=display,

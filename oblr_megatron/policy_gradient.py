@@ -26,6 +26,7 @@ if TYPE_CHECKING:
     from oblr_megatron.sampling import Sampling
     from oblr_megatron.types import GradientStats
 
+CHECKED = 16  # responses whose exact norms are compared with estimates, rounded up to whole prompts
 MAX_NONFINITE = 3  # norms of a step; more of them mean a broken model, and the run stops
 
 
@@ -176,7 +177,7 @@ class PolicyGradient:
             return none
         estimated = active if self._measured is None else active & self._measured[list(wave.positions)]
         candidates = estimated.nonzero().flatten()
-        few = -(-options.check_samples * len(active) // (config.group_size * config.num_prompts))
+        few = -(-CHECKED * len(active) // (config.group_size * config.num_prompts))
         chosen = torch.zeros_like(active)
         chosen[candidates[:: max(1, len(candidates) // few)][:few]] = True
         with self._timer("gradnorm"):

@@ -139,8 +139,7 @@ class Run:
             self.optimizer.offload()  # before the engines wake
             if sampling.parallel.device.type == "cuda" and self.config.rollout.takes_turns:
                 self.gradients.release()  # the engines need the memory now
-            piece = self.config.weights.piece_mib * 2**20
-            weights = MegatronWeights(self.policy, engine_dtype(self.config), piece_bytes=piece)
+            weights = MegatronWeights(self.policy, engine_dtype(self.config))
             sampling.engines.push(weights, version)
 
     def checkpoint(self, record: StepRecord) -> bool:

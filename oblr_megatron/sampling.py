@@ -32,7 +32,7 @@ from oblr_megatron.observe.trackers.feed import Trackers
 from oblr_megatron.rewards.base import RewardResult, group_size
 from oblr_megatron.rewards.shared import FailedSteps, SharedReward
 from oblr_megatron.rollout.ahead import Ahead
-from oblr_megatron.rollout.dynamic_sampling import Batch, assembled, refill
+from oblr_megatron.rollout.dynamic_sampling import MAX_BATCHES, Batch, assembled, refill
 from oblr_megatron.rollout.routes import with_routes
 from oblr_megatron.rollout.staleness import staleness
 from oblr_megatron.rollout.step_file import SavedStep, write_step
@@ -212,7 +212,6 @@ class Sampling:
         Raises:
             RunError: the reward has failed for every response of reward.max_failed_steps steps.
         """
-        rollout = self.config.rollout
         if self.refills:
 
             def draw(count: int, number: int) -> Batch:
@@ -221,7 +220,7 @@ class Sampling:
                 return Batch(further, responses, self.score(further, responses, record))
 
             seed = call_seed(self.config.seed, record.done - 1)
-            refilled = refill(batch, draw, max_batches=rollout.dynamic_sampling_max_batches, seed=seed)
+            refilled = refill(batch, draw, max_batches=MAX_BATCHES, seed=seed)
             record.metrics |= refilled.metrics() | step_metrics.of_rewards(refilled.rewards)
             batch = refilled.step
         record.prompts, record.samples, record.scored = batch.prompts, batch.samples, batch.scored

@@ -14,6 +14,7 @@ from oblr_megatron.algo.baseline import advantages
 from oblr_megatron.algo.formulas import NO_HISTORY, History
 from oblr_megatron.algo.kl import kl_slope
 from oblr_megatron.algo.loss import sample_coefficients
+from oblr_megatron.algo.snr import MOMENTUM_HORIZON
 from oblr_megatron.config.algo import AlgoConfig
 from oblr_megatron.types import GradientStats
 from studies.policy import Drawn, ToyPolicy
@@ -155,7 +156,7 @@ class Estimator:
         """<g, average of earlier gradients>, bias-corrected; then g enters the average."""
         if self._algo.snr.estimator != "momentum" or not gradient.any():
             return math.nan
-        share = 1 / self._algo.snr.momentum_horizon
+        share = 1 / MOMENTUM_HORIZON
         found = float(gradient @ self._average) / (1 - (1 - share) ** self._count) if self._count else math.nan
         self._average.lerp_(gradient, share)
         self._count += 1

@@ -50,6 +50,8 @@ class Estimate:
         return math.isfinite(self.shrink_raw)
 
 
+MOMENTUM_HORIZON = 10.0
+"""Steps over which the "momentum" estimator averages gradients."""
 UNDEFINED = Estimate(math.nan, math.nan, math.nan)
 Estimator = Callable[[GradientStats, int], Estimate]
 
@@ -79,7 +81,7 @@ def momentum(stats: GradientStats, num_prompts: int) -> Estimate:
     """signal = <g_t, m_{t-1}>, m the bias-corrected average of earlier raw gradients; the rest of B is noise.
 
     Given the weights, g_t is independent of m_{t-1}, so that E[signal] = <grad J_t, m_{t-1}>. That is close to the
-    signal if the gradient's direction changes slower than the average forgets (snr.momentum_horizon), and too small if
+    signal if the gradient's direction changes slower than the average forgets (MOMENTUM_HORIZON), and too small if
     it changes faster. Needs no folds. Undefined in the first step.
     """
     return _from_signal(stats.momentum_dot, stats.sq_norm, num_prompts)

@@ -96,14 +96,14 @@ class Saver:
     A killed save left a partial directory, maybe on another machine. The first rank removes all of them.
 
     Raises:
-        DeadlineError: in every call but `close`, if a save takes longer than checkpoint.save_timeout_s.
+        DeadlineError: in every call but `close`, if a save takes longer than parallel.distributed_timeout_s.
     """
 
     def __init__(self, config: Config, parallel: Parallel, model: HFDir, resumed: Facts | None = None) -> None:
         self._options, self._model, self._rank = config.checkpoint, model, parallel.rank
-        self._directory = config.run_dir / CHECKPOINTS
+        self._directory, self._seconds = config.run_dir / CHECKPOINTS, config.parallel.distributed_timeout_s
         self._num_bytes = store.checkpoint_bytes(model, config)
-        self._group = dist.new_group(backend="gloo", timeout=timedelta(seconds=config.checkpoint.save_timeout_s))
+        self._group = dist.new_group(backend="gloo", timeout=timedelta(seconds=self._seconds))
         self._writer = TorchDistWriter(self._group, parallel)
         self._pending: Future[Saved] | None = None
         self._deadline = math.inf  # of that save, by time.monotonic
@@ -144,7 +144,7 @@ class Saver:
         target, manifest = self._directory / store.step_name(step), Manifest(step, {}, facts)
         job = _Job(self._group, target, manifest, self._model, keep, self._damaged, self._rank)
         self._reported = False
-        self._deadline = time.monotonic() + self._options.save_timeout_s
+        self._deadline = time.monotonic() + self._seconds
         background = background and self._options.async_save
         with self._within_deadline():
             begun = job.begin(self._num_bytes)
@@ -237,8 +237,8 @@ class Saver:
         except (NotDoneError, RuntimeError) as error:
             if isinstance(error, RuntimeError) and (isinstance(error, RunError) or not timed_out(error)):
                 raise
-            what, seconds = f"its checkpoint in {self._directory}", self._options.save_timeout_s
-            raise DeadlineError(f"rank {self._rank}", what, seconds) from error
+            what = f"its checkpoint in {self._directory}"
+            raise DeadlineError(f"rank {self._rank}", what, self._seconds) from error
 
 
 @dataclass

@@ -91,11 +91,9 @@ class SnrConfig(Section):
 
     estimator: Literal["folds", "prompts", "momentum", "samples", "plugin"] = "folds"
     """How signal and noise are estimated. "folds": from num_folds folds of the batch. "prompts": each prompt is a fold.
-    "momentum": the gradient against the average of earlier ones (one more gradient in memory); needs no folds. For
+    "momentum": the gradient against the average of the last 10 or so (one more gradient in memory); needs no folds. For
     comparison only: "samples", from per-response norms, biased up; "plugin", ||g||^2 as the signal, about 1/2 under
     pure noise."""
-    momentum_horizon: float = Field(10.0, gt=1)
-    """Steps over which the "momentum" estimator averages gradients."""
     num_folds: int = Field(4, ge=1)
     """Folds of whole prompts that the batch is split into, under every schedule. Must divide num_prompts and be a
     multiple of the data-parallel size; four times that size lets replicas share tokens equally. With 1 the noise is

@@ -22,8 +22,6 @@ class CheckpointConfig(Section):
     RUN_DIR/hf_best at the end. Empty: no best checkpoint."""
     async_save: bool = True
     """Copy the state to host memory and write it in a thread while training goes on. false: wait for the files."""
-    save_timeout_s: float = Field(1800.0, gt=0, le=LONGEST_WAIT_S)
-    """Deadline for writing a checkpoint, seconds; after it the run ends with an error."""
     resume: Annotated[str, AfterValidator(written_out)] = "none"
     """"none"; "newest" (`--resume`): the newest complete checkpoint of run_dir, or a fresh start without one; or the
     directory of a checkpoint, from which the run begins while run_dir has none. `--resume` keeps a directory."""

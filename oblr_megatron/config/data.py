@@ -125,10 +125,9 @@ class DataConfig(Section):
     """Drop training rows with a repeated question, and all rows of a question with contradicting answers."""
     exclude: Sources = ()
     """More benchmarks to keep out of the training data. The sets of evaluate.data are always kept out."""
-    overlap_ngram: int = Field(10, ge=1)
-    """n-gram length, in words, for the overlap with benchmarks. Shorter questions must match exactly."""
     overlap_threshold: float = Field(0.5, ge=0, le=1)
-    """Drop a training row that contains at least this share of a benchmark question's n-grams. 0 keeps all rows."""
+    """Drop a training row that contains at least this share of a benchmark question's runs of 10 words. Shorter
+    questions must match exactly. 0 keeps all rows."""
 
 
 class EvaluateConfig(Section):
@@ -151,8 +150,6 @@ class EvaluateConfig(Section):
     """Top-k filter of the sampled responses, -1 for none."""
     max_response_tokens: int | None = Field(None, ge=1)
     """Longest response; by default rollout.max_response_tokens."""
-    save: bool = True
-    """Write every response with its score to RUN_DIR/evaluations/step_000020/SET.jsonl."""
 
     @field_validator("data")
     @classmethod

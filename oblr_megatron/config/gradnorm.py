@@ -25,8 +25,7 @@ class GradnormConfig(Section):
     window_tokens: int = Field(65536, ge=1)
     """Tokens of which bookkeep holds the factors at once; a longer prompt goes alone."""
     check_every: int = Field(0, ge=0)
-    """With an estimated source: log its correlation with exact norms every this many steps. 0: never."""
-    check_samples: int = Field(16, ge=2)
-    """Responses in that check, rounded up to whole prompts."""
+    """With an estimated source: log its correlation with the exact norms of 16 responses every this many steps. 0:
+    never."""
     always: bool = False
     """Measure norms for the metrics even if the baseline does not need them."""

@@ -43,7 +43,7 @@ class ParallelConfig(Section):
     recompute_num_layers: int = Field(1, ge=1)
     """Layers per group ("uniform") or number of recomputed layers ("block")."""
     distributed_timeout_s: float = Field(1800.0, gt=0, le=LONGEST_WAIT_S)
-    """Deadline of a collective, seconds."""
+    """Deadline of a collective and of writing a checkpoint, seconds."""
     use_distributed_optimizer: bool = False
     """Shard Adam's moments and fp32 masters over data- and context-parallel ranks (ZeRO-1). Not in float64."""
     overlap_grad_reduce: bool = False

@@ -62,5 +62,16 @@ REMOVED: dict[str, Problem] = {
     "parallel.defer_embedding_wgrad_compute": ("it needs gradient_accumulation_fusion, which is gone", "leave it out"),
     "model.attention": ("the layers have torch's scaled_dot_product_attention", "leave it out"),
     "model.moe_router_load_balancing_type": ("moe_aux_loss_coeff says it", "set model.moe_aux_loss_coeff, 0 for none"),
+    "data.overlap_ngram": ("overlaps are runs of 10 words", "leave it out"),
+    "rollout.sleep_timeout_s": ("an engine has 120 s to free or reclaim its memory", "leave it out"),
+    "rollout.dynamic_sampling_max_batches": ("a step samples at most 4 batches for mixed groups", "leave it out"),
+    "weights.bucket_mib": ("a bucket has 8 MiB, or the size of the largest tensor by CUDA IPC", "leave it out"),
+    "weights.piece_mib": ("a piece has 512 MiB, or the size of the largest parameter", "leave it out"),
+    "weights.checksum": ("every bucket has a checksum", "leave it out"),
+    "checkpoint.save_timeout_s": ("a save has the deadline of a collective", "set parallel.distributed_timeout_s"),
+    "evaluate.save": ("responses of evaluations are always written", "leave it out"),
+    "gradnorm.check_samples": ("the check takes 16 responses", "leave it out"),
+    "algo.snr.momentum_horizon": ("the estimator averages gradients over 10 steps", "leave it out"),
+    "reward.retries": ("a failed request is sent again at most 3 times, within reward.timeout_s", "leave it out"),
 }
 """Key, or key=value -> (reason, what to do instead): Megatron's options, and keys and values that are gone."""

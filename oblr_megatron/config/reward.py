@@ -38,8 +38,6 @@ class RewardConfig(Section):
     """Worker processes, or concurrent HTTP requests."""
     batch_size: int = Field(64, ge=1)
     """Responses per call of a batch function, an async function or a service, rounded up to whole groups."""
-    retries: int = Field(3, ge=0)
-    """Retries of a failed HTTP request."""
     send_rows: bool = False
     """Whether requests to a service contain "rows": the columns of each response's data row."""
     api_key_env: str = ""

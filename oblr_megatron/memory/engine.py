@@ -19,7 +19,7 @@ from typing import Any
 from oblr_megatron.checks.lengths import max_model_len
 from oblr_megatron.checks.vllm_options import cache_bytes
 from oblr_megatron.config import Config, ParallelConfig
-from oblr_megatron.memory.buffer_sizes import CPU_STEP_TOKENS
+from oblr_megatron.memory.buffer_sizes import BUCKET_BYTES, CPU_STEP_TOKENS, PIECE_BYTES
 from oblr_megatron.memory.rank_shapes import RankSizes
 from oblr_megatron.padding import padded_vocab_size
 
@@ -99,10 +99,10 @@ def push_bytes(hf_config: Mapping[str, Any], config: Config) -> int:
     """
     sizes = engine_sizes(hf_config, config)
     largest = max(hf_config["vocab_size"], 2 * hf_config["intermediate_size"]) * sizes.hidden * sizes.element
-    return max(config.weights.bucket_mib * 2**20, largest) + gather_bytes(hf_config, config) + largest
+    return max(BUCKET_BYTES, largest) + gather_bytes(hf_config, config) + largest
 
 
-def gather_bytes(hf_config: Mapping[str, Any], config: Config) -> int:
+def gather_bytes(hf_config: Mapping[str, Any], config: Config, piece_bytes: int = PIECE_BYTES) -> int:
     """Bytes of the largest piece that a trainer's rank gathers during a push (`weights/pieces.py`).
 
     If a layer is cut into several pieces, the result is too high by less than one parameter of a piece.
@@ -120,7 +120,7 @@ def gather_bytes(hf_config: Mapping[str, Any], config: Config) -> int:
         dense += [2 * hf_config["intermediate_size"] * hidden, hf_config["intermediate_size"] * hidden]
     one = ep * hidden * (hf_config["moe_intermediate_size"] if sizes.experts else 0)  # fc2 of one expert a rank
     experts = [2 * one, one] * (sizes.experts // ep)
-    budget = max(config.weights.piece_mib * 2**20 // sizes.element, vocabulary, *dense, *experts)
+    budget = max(piece_bytes // sizes.element, vocabulary, *dense, *experts)
     groups = [[vocabulary], dense] if tp * stages > 1 else []
     groups += [experts] if ep * etp * stages > 1 else []
     return max((min(sum(group), budget) for group in groups), default=0) * sizes.element

@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from megatron.core.dist_checkpointing.optimizer import get_param_id_to_sharded_param_map
 
+from oblr_megatron.algo.snr import MOMENTUM_HORIZON
 from oblr_megatron.model.optimizer import over_parameters
 from oblr_megatron.model.shards import held, is_sharded, pieces, put_back
 from oblr_megatron.model.sq_norms import dot
@@ -29,8 +30,7 @@ if TYPE_CHECKING:
 
 def momentum_of(policy: Policy, config: Config) -> GradientMomentum | None:
     """The average that the configured estimator needs; None if it needs none."""
-    snr = config.algo.snr
-    return GradientMomentum(policy, snr.momentum_horizon) if snr.estimator == "momentum" else None
+    return GradientMomentum(policy, MOMENTUM_HORIZON) if config.algo.snr.estimator == "momentum" else None
 
 
 class GradientMomentum:

@@ -37,6 +37,7 @@ from oblr_megatron.types import Prompt, Sample
 SCHEMES = {"http": 80, "https": 443}
 REACH_S = 5.0
 """Deadline for the test connection before the run."""
+RETRIES = 3  # of a failed request
 BACKOFF_S = 0.2
 TOO_MANY, FAILED = 429, 500
 ANSWER_BYTES = 2**20
@@ -135,13 +136,13 @@ class HttpReward(Reward):
         deadline, failed = time.monotonic() + self._config.timeout_s, None
         try:
             async with asyncio.timeout(self._config.timeout_s):
-                for attempt in range(self._config.retries + 1):
+                for attempt in range(RETRIES + 1):
                     try:
                         return _read_answer(await self._post(session, body, count), count)
                     except TransientError as error:
                         failed = error
                         pause = max(BACKOFF_S * 2**attempt * random.uniform(0.5, 1.0), error.after_s)
-                        if attempt == self._config.retries or pause >= deadline - time.monotonic():
+                        if attempt == RETRIES or pause >= deadline - time.monotonic():
                             raise
                         await asyncio.sleep(pause)
         except TimeoutError:

@@ -43,6 +43,7 @@ if TYPE_CHECKING:
     from oblr_megatron.weights.manifest import Source
 
 Value = TypeVar("Value")
+SLEEP_TIMEOUT_S = 120.0  # for an engine to free or reclaim its GPU memory
 
 WEIGHTS, KV_CACHE = "weights", "kv_cache"
 """vLLM's tags for the memory that an engine frees and takes back."""
@@ -67,7 +68,7 @@ class ColocatedEngines(RecoveringEngines):
         self._placement = place(config, parallel.world_size, local_world_size(parallel.world_size), on_gpu=self._on_gpu)
         limits = config.rollout
         self._deadlines = Deadlines(
-            limits.start_timeout_s, limits.generate_timeout_s, limits.push_timeout_s, limits.sleep_timeout_s
+            limits.start_timeout_s, limits.generate_timeout_s, limits.push_timeout_s, SLEEP_TIMEOUT_S
         )
         self._ready = False  # every engine has started, and none is known to be lost
         self._asleep: frozenset[str] = frozenset()

@@ -28,6 +28,9 @@ from torch import Tensor
 from oblr_megatron.algo.baseline import mixed_groups
 from oblr_megatron.types import Prompt, Sample, Scored
 
+MAX_BATCHES = 4
+"""Batches of num_prompts prompts that a step may sample; places still empty are filled with dropped groups."""
+
 
 @dataclass(frozen=True, slots=True)
 class Batch:

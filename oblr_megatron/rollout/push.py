@@ -1,7 +1,7 @@
 """One push of weights: all ranks gather the tensors in lockstep, and ranks with a receiver send them to engines.
 
     receiver = EngineReceiver(engine, manifest, version=3)   # or `ServerReceiver`, or `Receiver` if it has no engine
-    stats = push(receiver, source, capacity, checksum=True, verify=False)
+    stats = push(receiver, source, capacity, verify=False)
 
 A rank that left a push early would leave the others in the middle of a gather. So a receiver does not raise during a
 push. It keeps its first error and sends nothing more; `push` raises the error when all ranks have gathered everything.
@@ -22,6 +22,7 @@ from torch import Tensor
 
 from oblr_megatron.engine.protocol import PushStats
 from oblr_megatron.errors import EngineLostError, RunError, WeightError
+from oblr_megatron.memory.buffer_sizes import BUCKET_BYTES
 from oblr_megatron.weights.manifest import Manifest, Source, manifest_of
 from oblr_megatron.weights.names import ModelShape
 from oblr_megatron.weights.shm import HALVES, Bucket, SharedBuffer, bucket_capacity, fill_buckets
@@ -34,14 +35,13 @@ if TYPE_CHECKING:
     from oblr_megatron.engine.handle import VllmEngine
 
 
-def push(receiver: Receiver, source: Source, capacity: int, *, checksum: bool, verify: bool) -> PushStats | None:
+def push(receiver: Receiver, source: Source, capacity: int, *, verify: bool) -> PushStats | None:
     """Send all tensors in buckets, on every rank. The source is iterated to its end, whatever the engines do.
 
     Args:
         receiver: of this rank, made for this push.
         source: collective over the ranks that share its tensors.
         capacity: bytes of a bucket.
-        checksum: compute a checksum for each bucket.
         verify: gather once more, and compare with what the engines read back.
 
     Returns:
@@ -53,7 +53,7 @@ def push(receiver: Receiver, source: Source, capacity: int, *, checksum: bool, v
 
     def send() -> None:
         buffer = receiver.start(capacity)
-        for bucket in fill_buckets(source, capacity, buffer, checksum=checksum):
+        for bucket in fill_buckets(source, capacity, buffer):
             receiver.update(bucket)
         receiver.finish()
 
@@ -231,14 +231,13 @@ class Pusher:
     def __init__(self, engine: VllmEngine | None, device: torch.device, options: WeightsConfig) -> None:
         """Weights go by CUDA IPC from a GPU, through shared memory from a CPU."""
         self._engine, self._device, self._options = engine, device, options
-        self._bucket_bytes = self._options.bucket_mib * 2**20
         self._opened = 0
         self._sender: TrainerWeightTransferEngine[Any] | None = None
 
     def push(self, source: Source, version: int) -> PushStats | None:
         """See `push`."""
         manifest, on_gpu = manifest_of(source), self._device.type == "cuda"
-        capacity = bucket_capacity(manifest, self._bucket_bytes)
+        capacity = bucket_capacity(manifest, BUCKET_BYTES)
         if on_gpu:  # vLLM sends whole tensors: the largest one has to fit
             capacity = max(capacity, max((spec.num_bytes for spec in manifest), default=0))
         opened, self._opened = self._opened, 0  # after a failed push the engine is prepared again
@@ -249,7 +248,7 @@ class Pusher:
         if on_gpu:
             stats = _run(receiver, source, lambda: self._send_ipc(receiver, source, capacity, opened), verify=verify)
         else:
-            stats = push(receiver, source, capacity, checksum=self._options.checksum, verify=verify)
+            stats = push(receiver, source, capacity, verify=verify)
         self._opened = capacity
         return stats
 

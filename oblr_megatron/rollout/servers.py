@@ -23,6 +23,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 from oblr_megatron.engine.http_messages import GenerateBody, Holding, Report
 from oblr_megatron.engine.protocol import PushStats, SamplingRequest
 from oblr_megatron.errors import DeadlineError, EngineLostError, EnginesGoneError, RunError
+from oblr_megatron.memory.buffer_sizes import BUCKET_BYTES
 from oblr_megatron.rollout.balance import MOST_PROMPTS, Balance
 from oblr_megatron.rollout.dispatch import dispatch
 from oblr_megatron.rollout.feed import Put
@@ -142,7 +143,7 @@ class ServerEngines(RecoveringEngines):
                 seconds=self._config.rollout.push_timeout_s,
             )
         capacity = self._transport.capacity(manifest)
-        stats = push(receiver, source, capacity, checksum=weights.checksum, verify=weights.verify)
+        stats = push(receiver, source, capacity, verify=weights.verify)
         return stats, receiver.checksums if isinstance(receiver, ServerReceiver) else []
 
     def _from_first_rank(self, call: Callable[[_Servers], Value], what: str, seconds: float) -> Value:
@@ -243,9 +244,8 @@ class _Servers:
 
 
 def _transport(config: Config, parallel: Parallel) -> Transport:
-    bucket_bytes = config.weights.bucket_mib * 2**20
     if parallel.device.type != "cuda":
-        return SharedMemoryTransport(bucket_bytes)
+        return SharedMemoryTransport(BUCKET_BYTES)
     from oblr_megatron.rollout.nccl_push import NcclTransport
 
-    return NcclTransport(bucket_bytes, parallel.device)
+    return NcclTransport(BUCKET_BYTES, parallel.device)

@@ -30,6 +30,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from oblr_megatron.families import EMBEDDING, OUTPUT
+from oblr_megatron.memory.buffer_sizes import PIECE_BYTES
 from oblr_megatron.weights.names import Entry, ModelShape, entry, layer_of, table, views
 from oblr_megatron.weights.pieces import Piece, pieces
 
@@ -38,9 +39,6 @@ if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
 
     from oblr_megatron.model.policy import Policy
-
-PIECE_BYTES = 512 * 2**20
-"""Bytes of a piece by default (`weights.piece_mib`)."""
 
 Own = dict[tuple[str, ...], "nn.Parameter"]
 """Hugging Face names -> this rank's shard."""

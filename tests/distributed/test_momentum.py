@@ -95,7 +95,7 @@ def test_a_constant_gradient_is_its_own_average(tmp_path: Path) -> None:
     assert math.isnan(found[0]) and found[1:] == pytest.approx([1.0] * 4, rel=1e-13)
 
 
-OVERRIDES = ("algo.snr.estimator=momentum", "algo.snr.momentum_horizon=3", "algo.snr.horizon=5")
+OVERRIDES = ("algo.snr.estimator=momentum", "algo.snr.horizon=5")
 TP2 = ("parallel.tensor_model_parallel_size=2", "parallel.sequence_parallel=true")
 PP2 = ("parallel.pipeline_model_parallel_size=2",)
 

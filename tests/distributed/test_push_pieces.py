@@ -48,15 +48,13 @@ WHOLE, CUT, SINGLE = 2**29, 30_000, 1
 """Bytes of a piece: a whole layer, a part of one, one parameter."""
 
 
-def run_of(sizes: dict[str, Any], piece_bytes: int) -> Config:
-    """A config with the layout. `weights.piece_mib` has no smaller unit, so the field is set to a fraction."""
+def run_of(sizes: dict[str, Any]) -> Config:
+    """A config with the layout."""
     names = {f"{KEYS[key]}_model_parallel_size": size for key, size in sizes.items() if key in ("tp", "pp", "ep")}
     names |= {"context_parallel_size": sizes.get("cp", 1), "sequence_parallel": sizes.get("sp", False)}
     names |= {"expert_tensor_parallel_size": sizes["etp"]} if "etp" in sizes else {}
     table = {"run_dir": "unused", "model": {"path": "unused", "dtype": "float32"}, "data": {"train": "unused"}}
-    config = parse_config(table | {"parallel": names})
-    weights = config.weights.model_copy(update={"piece_mib": piece_bytes / 2**20})
-    return config.model_copy(update={"weights": weights})
+    return parse_config(table | {"parallel": names})
 
 
 def load(path: Path, parallel: Parallel) -> Policy:
@@ -94,7 +92,7 @@ def passes(source: Path, all_sizes: list[dict[str, Any]], backend: str) -> list[
                         "pieces": len(weights._pieces),
                         "pieces a layer": len(rows) / LAYERS,
                         "sizes": sizes | {"whole": piece_bytes == WHOLE, "experts": num_experts(hf_config)},
-                        "predicted": gather_bytes(hf_config, run_of(sizes, piece_bytes)) / (4 * largest or 1),
+                        "predicted": gather_bytes(hf_config, run_of(sizes), piece_bytes) / (4 * largest or 1),
                         "travels": largest > 0,
                     }
                 )

@@ -33,9 +33,10 @@ from tests.tiny import make_hf_dir
 METRIC = "eval/set/accuracy"
 
 
-def config_of(path: Path, run_dir: Path, **checkpoint: Any) -> Any:
+def config_of(path: Path, run_dir: Path, *, deadline_s: float = 1800, **checkpoint: Any) -> Any:
     table = {"run_dir": str(run_dir), "model": {"path": str(path)}, "data": {"train": "t"}, "checkpoint": checkpoint}
     table["evaluate"] = {"data": {"set": "s", "other": "o"}, "every_steps": 1}
+    table |= {"parallel": {"distributed_timeout_s": deadline_s}, "rollout": {"push_timeout_s": 5}}
     return parse_config(table)
 
 
@@ -252,7 +253,7 @@ def _hanging(path: Path, run_dir: Path) -> list[str]:
     with layout(tp=2) as parallel:
         policy = load_policy(path, parallel)
         optimizer = PolicyOptimizer(policy, OptimizerConfig())
-        saver = Saver(config_of(path, run_dir, save_timeout_s=7), parallel, check_hf_dir(path))
+        saver = Saver(config_of(path, run_dir, deadline_s=7), parallel, check_hf_dir(path))
         if parallel.rank == 1:
             saver._writer._write = lambda *_: threading.Event().wait()  # type: ignore[assignment,method-assign,return-value]
         state = training_state(policy, optimizer)
@@ -279,7 +280,7 @@ def _absent(path: Path, run_dir: Path) -> str:
     with layout(tp=2) as parallel:
         policy = load_policy(path, parallel)
         state = training_state(policy, PolicyOptimizer(policy, OptimizerConfig()))
-        saver = Saver(config_of(path, run_dir, save_timeout_s=7), parallel, check_hf_dir(path))
+        saver = Saver(config_of(path, run_dir, deadline_s=7), parallel, check_hf_dir(path))
         if parallel.rank == 1:
             return ""
         with pytest.raises(RuntimeError) as caught:

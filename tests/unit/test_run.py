@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 import torch
 
-from oblr_megatron import run
+from oblr_megatron import policy_gradient, run
 from oblr_megatron.algo.advantage import AdvantageRule
 from oblr_megatron.algo.noise_split import NoiseSplit
 from oblr_megatron.algo.pools import pools_of
@@ -232,10 +232,11 @@ def test_the_panel_needs_norms_and_not_stand_ins(tmp_path: Path) -> None:
     assert len(panels[0]) == 11 and panels[1] == []
 
 
-def test_estimates_are_compared_where_there_are_any(tmp_path: Path) -> None:
+def test_estimates_are_compared_where_there_are_any(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """With gradnorm.sample_fraction, the check takes none of the prompts without an estimate."""
+    monkeypatch.setattr(policy_gradient, "CHECKED", 4)
     parts = make_run(tmp_path, baseline="pooled")
-    options = {"source": "length", "check_every": 1, "sample_fraction": 0.5, "check_samples": 4}
+    options = {"source": "length", "check_every": 1, "sample_fraction": 0.5}
     parts.config = parts.config.model_copy(update={"gradnorm": parts.config.gradnorm.model_copy(update=options)})
     for step in range(1, 6):
         gradients = Gradients(1.0, 4.0, 2.0, 3.0)

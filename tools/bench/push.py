@@ -8,7 +8,7 @@ process with one thread, started from a checkpoint. Rows:
 
 - memcpy: copy the same bytes, parameter by parameter, from the policy into shared memory
 - push: the push after every step of a run
-- push, no checksum; push, verify: the same with weights.checksum off; with weights.verify on
+- push, verify: the same with weights.verify on
 - push, cast: an fp32 policy is sent as bf16 (`bytes` counts bf16)
 - save + reload: safetensors writes the tensors without fsync; another vLLM engine reads them with load_file and
   `model.load_weights`
@@ -60,13 +60,12 @@ DEADLINE_S = 600.0
 class Row:
     """Results of one transport.
 
-    Example: Row(transport="push", bytes=1192099840, bucket_mib=4, rounds=7, seconds=0.19, gb_per_s=6.3,
+    Example: Row(transport="push", bytes=1192099840, rounds=7, seconds=0.19, gb_per_s=6.3,
                  ratio_to_memcpy=0.66)
     """
 
     transport: str
     bytes: int
-    bucket_mib: int
     rounds: int
     seconds: float  # median
     gb_per_s: float  # 10^9 bytes
@@ -93,7 +92,6 @@ def parse_options(arguments: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--json", type=Path, help="write the results here")
     parser.add_argument("--layers", type=int, default=28, help="number of layers with Qwen3-0.6B's sizes")
     parser.add_argument("--vocab", type=int, default=151_936)
-    parser.add_argument("--bucket-mib", type=int, default=WeightsConfig().bucket_mib)
     parser.add_argument("--rounds", type=int, default=7)
     parser.add_argument("--rows", nargs="+", help="only these, besides memcpy")
     return parser.parse_args(arguments)
@@ -110,10 +108,9 @@ def build_ways(
     save_file(own_tensors(source), directory / "model.safetensors", metadata={"format": "pt"})
     ways: dict[str, Callable[[], object]] = {MEMCPY: memcpy(policy, stack)}
     engine = start_engine(directory, stack)
-    usual = WeightsConfig(bucket_mib=options.bucket_mib)
+    usual = WeightsConfig()
     for name, weights, config in (
         ("push", source, usual),
-        ("push, no checksum", source, usual.model_copy(update={"checksum": False})),
         ("push, verify", source, usual.model_copy(update={"verify": True})),
         ("push, cast", MegatronWeights(wide, torch.bfloat16), usual),
     ):
@@ -226,16 +223,15 @@ def measure(ways: dict[str, Callable[[], object]], num_bytes: int, options: argp
             seconds = meter.seconds(ways[name])
             if number:
                 times[name].append(seconds)
-    return [row(name, own, times[MEMCPY], num_bytes, options.bucket_mib) for name, own in times.items()]
+    return [row(name, own, times[MEMCPY], num_bytes) for name, own in times.items()]
 
 
-def row(name: str, own: Sequence[float], plain: Sequence[float], num_bytes: int, bucket_mib: int) -> Row:
+def row(name: str, own: Sequence[float], plain: Sequence[float], num_bytes: int) -> Row:
     """One transport's row, from its times and memcpy's times by round."""
     seconds = statistics.median(own)
     return Row(
         transport=name,
         bytes=num_bytes,
-        bucket_mib=0 if name in (MEMCPY, RELOAD) else bucket_mib,
         rounds=len(own),
         seconds=seconds,
         gb_per_s=num_bytes / seconds / 1e9,

@@ -194,7 +194,7 @@ SOURCES = chart(
     "Sample staleness and dynamic sampling",
     "Age of the step's oldest sample in weight updates (0 is on-policy), and engine restarts. With dynamic sampling, "
     "the strips show the batches drawn, the groups dropped for equal rewards, and the mixed groups left unused.",
-    "Repeated restarts, or batches that stay at rollout.dynamic_sampling_max_batches: few groups are mixed, so the "
+    "Repeated restarts, or batches that stay at the most of 4: few groups are mixed, so the "
     "training groups are not representative of the data.",
     strip(
         "",

@@ -19,6 +19,7 @@ import pytest
 from oblr_megatron.config import RewardConfig
 from oblr_megatron.errors import UserError
 from oblr_megatron.processes.patience import MIN_LATE
+from oblr_megatron.rewards import http
 from oblr_megatron.rewards.base import Reward, RewardResult
 from oblr_megatron.rewards.http import HttpReward, _seconds
 from oblr_megatron.rewards.registry import build_reward, check_reward
@@ -138,19 +139,19 @@ def test_consecutive_batches() -> None:
 
 @pytest.mark.parametrize("trouble", [drop, cut, status(500), status(503), status(429, Retry_After="0")])
 def test_transient_errors_are_retried(trouble: Step) -> None:
-    result, asked = score(trouble, trouble, score_batch, retries=2)
+    result, asked = score(trouble, trouble, score_batch)
     assert (result.rewards, result.faults, len(asked)) == (LENGTHS, {}, 3)
     assert asked[0].body == asked[1].body == asked[2].body
 
 
 def test_the_number_of_retries() -> None:
-    result, asked = score(drop, drop, score_batch, retries=1)
-    assert (result.rewards, result.failures, len(asked)) == ([0] * 4, 4, 2)
+    result, asked = score(drop, drop, drop, drop, score_batch)
+    assert (result.rewards, result.failures, len(asked)) == ([0] * 4, 4, 4)
     assert result.error
 
 
 def test_pauses_double() -> None:
-    _, asked = score(status(500), retries=3)
+    _, asked = score(status(500))
     times = [one.at for one in asked]
     pauses = [after - before for before, after in pairwise(times)]
     assert all(pause >= 0.1 * 2**place for place, pause in enumerate(pauses)) and len(pauses) == 3
@@ -221,9 +222,10 @@ def test_the_deadline_is_hard(trouble: Step) -> None:
     assert time.monotonic() - start < 10
 
 
-def test_the_deadline_includes_the_retries() -> None:
+def test_the_deadline_includes_the_retries(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(http, "RETRIES", 1000)
     start = time.monotonic()
-    result, asked = score(status(500), timeout_s=7.0, retries=1000)
+    result, asked = score(status(500), timeout_s=7.0)
     assert result.failures == 4 and 2 <= len(asked) < 20
     assert time.monotonic() - start < 60
 
@@ -234,7 +236,7 @@ def test_the_deadline_keeps_the_error_of_an_earlier_attempt() -> None:
     def fail_and_hang(handler: Handler, asked: Asked) -> None:
         next(calls, hang)(handler, asked)
 
-    result, _ = score(fail_and_hang, timeout_s=7.0, retries=1)
+    result, _ = score(fail_and_hang, timeout_s=7.0)
     assert (result.failures, result.timeouts) == (4, 0) and "status 500" in (result.error or "")
 
 
@@ -248,7 +250,7 @@ def test_a_hanging_request_does_not_delay_others() -> None:
 
 def test_a_service_that_stops_does_not_end_the_run() -> None:
     with serving(score_batch) as service:
-        reward = build(service.url, retries=1)
+        reward = build(service.url)
         assert reward.score(*batch(GROUPS)).rewards == LENGTHS
     with reward:
         result = reward.score(*batch(GROUPS))

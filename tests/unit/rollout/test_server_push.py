@@ -102,7 +102,7 @@ def receiver_of(servers: Any, transport: Any = None, seconds: float = 30.0, **op
 def test_a_server_that_does_not_connect_is_lost_and_the_other_gets_the_push(name: str, error: Any, reason: str) -> None:
     lost, other = StubServer(name), StubServer("two")
     with receiver_of([lost, other], StubTransport(failures={"one": error}), seconds=8) as receiver:
-        stats = push(receiver, TENSORS, CAPACITY, checksum=True, verify=False)
+        stats = push(receiver, TENSORS, CAPACITY, verify=False)
     assert stats is not None and stats.buckets == 3
     assert other.told == WHOLE and other.lost is None
     assert lost.lost is not None and re.search(reason, lost.lost)
@@ -111,7 +111,7 @@ def test_a_server_that_does_not_connect_is_lost_and_the_other_gets_the_push(name
 def test_a_server_that_refuses_to_connect_ends_the_push() -> None:
     refusing, other = StubServer("one", {http.PUSH_OPEN: [ServerRefusedError("another machine")]}), StubServer("two")
     with receiver_of([refusing, other]) as receiver, pytest.raises(ServerRefusedError, match="another machine"):
-        push(receiver, TENSORS, CAPACITY, checksum=True, verify=False)
+        push(receiver, TENSORS, CAPACITY, verify=False)
     assert http.PUSH_FINISH not in other.told and other.told[-1] == http.PUSH_ABORT
 
 
@@ -219,5 +219,5 @@ def test_a_failure_of_the_comparison_leaves_no_rank_in_the_second_gather(small_m
     source = Counted([tensor for _, tensor in small_model])
     with receiver_of([StubServer("one")], model=tmp_path) as receiver:
         with pytest.raises(FileNotFoundError, match=r"config\.json"):
-            push(receiver, source, 2**16, checksum=True, verify=True)
+            push(receiver, source, 2**16, verify=True)
         assert len(gathered) == 2 * len(ITEMS), "to the end, twice"
