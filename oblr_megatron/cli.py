@@ -162,9 +162,8 @@ def _check_first(config: Config, ranks: int, port: int | None) -> None:
     from oblr_megatron.checkpoint.hf_dir import check_hf_dir
     from oblr_megatron.checks.layout import check_layout, check_port
     from oblr_megatron.checks.lengths import check_positions
-    from oblr_megatron.checks.run_dir import check_run_dir
+    from oblr_megatron.checks.run_dir import check_run_dir, check_saved_samples
     from oblr_megatron.data.sources import kind_of
-    from oblr_megatron.formatting import searched_from
     from oblr_megatron.observe.trackers.registry import check_trackers
     from oblr_megatron.rewards.registry import check_reward, check_rows
     from oblr_megatron.runtime.run_lock import check_unlocked
@@ -179,10 +178,9 @@ def _check_first(config: Config, ranks: int, port: int | None) -> None:
     check_positions(config, model.config)
     check_reward(config.reward, max_response_tokens=config.rollout.max_response_tokens)
     replay = config.rollout.replay
-    if replay is not None and not replay.is_dir():
-        fix = f"give the rollouts/ of a run with --save-rollouts{searched_from(replay)}"
-        raise UserError("the directory of saved samples does not exist", where=str(replay), fix=fix)
-    if replay is None:
+    if replay is not None:
+        check_saved_samples(replay)
+    else:
         scored = (*config.data.train, *config.evaluate.data.values())
         check_rows(config.reward, scored)
         for source in (*scored, *config.data.exclude):

@@ -62,7 +62,7 @@ def at_size(preset: Path, nodes: int, changes: Sequence[str] = ()) -> Config:
     config = load_config(preset, changes)
     hf_config, _ = model_of(config.model.path)
     layout = Layout.of(hf_config, config, nodes * PER_NODE)
-    folds = max(config.algo.snr.num_folds, layout.replicas // layout.sharing)
+    folds = max(config.algo.snr.num_folds, layout.replicas // layout.block)
     prompts = max(config.num_prompts, folds)
     return load_config(preset, [*changes, f"algo.snr.num_folds={folds}", f"num_prompts={prompts}"])
 

@@ -21,8 +21,7 @@ import math
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from oblr_megatron.config.algo import AlgoConfig, SnrConfig
-from oblr_megatron.errors import UserError
+from oblr_megatron.config.algo import SnrConfig
 from oblr_megatron.types import GradientStats
 
 ScheduleState = dict[str, str | float | int | bool | None]
@@ -120,20 +119,6 @@ ESTIMATORS: dict[str, Estimator] = {
     "samples": samples,
     "plugin": plugin,
 }
-
-
-def check_estimator(algo: AlgoConfig, *, norms: bool) -> None:
-    """Refuse an estimator that needs gradient norms in a run without `norms`.
-
-    Raises:
-        UserError: the estimator is "samples", and the run measures no norms of its responses' gradients.
-    """
-    if algo.snr.estimator == "samples" and not norms:
-        raise UserError(
-            f"estimator 'samples' needs gradient norms, but baseline {algo.baseline!r} measures none",
-            where="algo.snr.estimator",
-            fix="set gradnorm.always to true and gradnorm.source to exact, or select another estimator",
-        )
 
 
 def decay_of(config: SnrConfig) -> float:

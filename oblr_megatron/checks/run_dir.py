@@ -6,6 +6,7 @@ import os
 from pathlib import Path
 
 from oblr_megatron.errors import UserError
+from oblr_megatron.formatting import searched_from
 
 CONFIG_FILE = "config.json"
 """The resolved configuration in a run directory; it marks the directory of a run."""
@@ -58,3 +59,14 @@ def check_writable(path: Path, name: str) -> None:
             where=str(path),
             fix="name a directory that you can write to",
         )
+
+
+def check_saved_samples(directory: Path) -> None:
+    """Refuse a `rollout.replay` that is not there.
+
+    Raises:
+        UserError: with what was meant, if the path is relative.
+    """
+    if not directory.is_dir():
+        fix = f"give the rollouts/ of a run with --save-rollouts{searched_from(directory)}"
+        raise UserError("the directory of saved samples does not exist", where=str(directory), fix=fix)

@@ -137,6 +137,11 @@ def _coefficients(config: Config) -> Iterator[Problem]:
             f"gradnorm.sample_fraction is below 1, but baseline {config.algo.baseline!r} reads every norm of its step",
             'set algo.baseline to "pooled", or gradnorm.sample_fraction to 1',
         )
+    if config.algo.snr.estimator == "samples" and not (config.measures_norms or config.rollout.only):
+        yield (
+            f"algo.snr.estimator 'samples' needs gradient norms, but baseline {config.algo.baseline!r} measures none",
+            'set gradnorm.always to true and gradnorm.source to "exact", or algo.snr.estimator to "folds"',
+        )
     if config.gradnorm.sample_fraction < 1 and config.algo.snr.estimator == "samples":
         yield (
             "gradnorm.sample_fraction is below 1, but algo.snr.estimator 'samples' needs the norm of every response",

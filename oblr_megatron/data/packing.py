@@ -92,18 +92,12 @@ def empty_batch(*, device: torch.device | str = "cpu") -> MicroBatch:
     return _batch([nothing], [0], [1], device)
 
 
-def check_folds(num_prompts: int, num_folds: int, dp_size: int) -> None:
-    """Check that folds have equal size and that no fold is split over data-parallel ranks.
+def check_folds(num_folds: int, dp_size: int) -> None:
+    """Refuse folds of which one would be split over data-parallel ranks.
 
     Raises:
-        UserError: num_folds does not divide num_prompts, or dp_size does not divide num_folds.
+        UserError: dp_size does not divide num_folds.
     """
-    if num_prompts % num_folds:
-        raise UserError(
-            f"num_prompts {num_prompts} is not a multiple of algo.snr.num_folds {num_folds}",
-            where="config: algo.snr.num_folds",
-            fix="make num_prompts a multiple of algo.snr.num_folds",
-        )
     if num_folds % dp_size:
         raise UserError(
             f"{num_folds} folds are not a multiple of the data-parallel size {dp_size}",
@@ -117,11 +111,8 @@ def local_folds(num_prompts: int, num_folds: int, dp_rank: int, dp_size: int) ->
     """The folds of one data-parallel rank, as ranges of prompt positions. The folds of all ranks in order are 0..Q-1.
 
     Example: local_folds(8, 4, dp_rank=1, dp_size=2) == [range(4, 6), range(6, 8)].
-
-    Raises:
-        UserError: the sizes do not divide.
     """
-    check_folds(num_prompts, num_folds, dp_size)
+    assert num_prompts % num_folds == num_folds % dp_size == 0, "checks come first: `config.checks` and `check_folds`"
     size, share = num_prompts // num_folds, num_folds // dp_size
     return [range(fold * size, (fold + 1) * size) for fold in range(dp_rank * share, (dp_rank + 1) * share)]
 

@@ -13,7 +13,6 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from oblr_megatron.algo.rate_controls import check_source
-from oblr_megatron.algo.snr import check_estimator
 from oblr_megatron.checkpoint import resume
 from oblr_megatron.checkpoint.hf_dir import HFDir, check_hf_dir
 from oblr_megatron.checkpoint.partials import disk_bytes
@@ -137,7 +136,6 @@ def check_settings(
     """
     if not config.rollout.only:
         check_source(config.algo, config.num_steps)
-        check_estimator(config.algo, norms=config.measures_norms)
     if config.rollout.replay is None:
         rollout = config.rollout
         check_rows(config.reward, (*config.data.train, *config.evaluate.data.values()))
@@ -181,9 +179,9 @@ def check_dealing(hf_config: Mapping[str, Any], config: Config, world_size: int)
     Raises:
         UserError: names both numbers.
     """
-    layout, update = Layout.of(hf_config, config, world_size), config.per_update
+    layout = Layout.of(hf_config, config, world_size)
     if config.algo.snr.needs_folds:
-        check_folds(update.num_prompts, num_folds(update), layout.replicas // layout.sharing)
+        check_folds(num_folds(config.per_update), layout.replicas // layout.block)
 
 
 def select_mode(model: HFDir, config: Config, world_size: int) -> ModeChoice:

@@ -66,7 +66,6 @@ def test_a_control_is_resumed(inputs: Path, source: Path, tmp_path: Path) -> Non
         (("algo.schedule=shuffled", "algo.schedule_from={source}", "num_steps=9"), "only 8 learning rates"),
         (("algo.schedule_from={source}",), "[algo.schedule_from]"),
         (("algo.schedule=matched_decay", "algo.schedule_from=nowhere"), "metrics file does not exist"),
-        (("algo.baseline=rloo", "algo.snr.estimator=samples"), "set gradnorm.always to true"),
     ],
 )
 def test_what_cannot_be_is_said_before_the_run(

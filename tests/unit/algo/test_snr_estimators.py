@@ -13,9 +13,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from oblr_megatron.algo.snr import ESTIMATORS, SnrAverages, check_estimator
-from oblr_megatron.config.algo import AlgoConfig, SnrConfig
-from oblr_megatron.errors import UserError
+from oblr_megatron.algo.snr import ESTIMATORS, SnrAverages
+from oblr_megatron.config.algo import SnrConfig
 from oblr_megatron.types import GradientStats
 
 Q, G, SIZE, STEPS, BLOCK = 16, 4, 40, 2000, 50
@@ -117,12 +116,3 @@ def test_missing_measurements_give_an_undefined_estimate(name: str, sq_norm: flo
     stats = GradientStats(0.0, sq_norm, 0.0, 1, 0, 0, 0, 1)
     assert not ESTIMATORS[name](stats, Q).defined
     assert not SnrAverages(SnrConfig(estimator=name), Q).observe(stats)
-
-
-def test_samples_need_norms() -> None:
-    algo = AlgoConfig.model_validate({"baseline": "rloo", "snr": {"estimator": "samples"}})
-    check_estimator(algo, norms=True)
-    with pytest.raises(UserError) as error:
-        check_estimator(algo, norms=False)
-    assert error.value.where == "algo.snr.estimator"
-    check_estimator(AlgoConfig(baseline="rloo"), norms=False)

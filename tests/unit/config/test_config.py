@@ -118,6 +118,8 @@ def test_bad_values(override: str, named: list[str]) -> None:
         (["rollout.push_timeout_s=60", "parallel.distributed_timeout_s=60"], "rollout.push_timeout_s 60 is not below"),
         (["optimizer.offload=sampling", "optimizer.name=sgd"], "has nothing to move"),
         (["gradnorm.sample_fraction=0.5", "algo.snr.estimator=samples"], "needs the norm of every response"),
+        (["algo.baseline=rloo", "algo.snr.estimator=samples"], "baseline 'rloo' measures none"),
+        (["gradnorm.source=logit", "algo.snr.estimator=samples"], "needs gradient norms"),
         (["checkpoint.best_metric=eval/a/accuracy"], "checkpoint.best_metric 'eval/a/accuracy'"),
         (["checkpoint.best_metric=eval/a/loss", "evaluate.data.a=a.jsonl"], "eval/a/accuracy, eval/a/mean_at_k, eval"),
         (["checkpoint.best_metric=eval/a/pass_at_k", "evaluate.data.a=a.jsonl"], "but evaluate.every_steps is 0"),
