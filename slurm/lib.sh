@@ -288,7 +288,7 @@ oblr_servers() {
     done
     OBLR_API_KEY="$(od -An -N32 -tx1 /dev/urandom | tr -d ' \n')" # other users cannot read an environment
     export OBLR_API_KEY
-    overrides+=("rollout.api_key_env=OBLR_API_KEY" "rollout.servers=[$(printf '"%s",' "${urls[@]}" | sed 's/,$//')]")
+    overrides+=("rollout.servers=[$(printf '"%s",' "${urls[@]}" | sed 's/,$//')]")
 }
 
 # Start the servers on the second component's nodes, and wait until all answer.

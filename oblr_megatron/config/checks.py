@@ -241,12 +241,6 @@ def _environment(config: Config) -> Iterator[Problem]:
     if rollout.servers:
         what = "rollout.environment with rollout.servers is not supported"
         yield what, "leave rollout.servers out, so that the run starts its own engines"
-    if options.blocked_s > options.deadline_s:
-        what = (
-            f"rollout.environment.blocked_s {options.blocked_s:g} is above rollout.environment.deadline_s "
-            f"{options.deadline_s:g}: an episode that blocks the others would make them late"
-        )
-        yield what, "lower the first or raise the second"
 
 
 def _one_step(rollout: RolloutConfig) -> Iterator[Problem]:

@@ -6,7 +6,7 @@ from typing import Literal
 
 from pydantic import Field
 
-from oblr_megatron.config.section import LONGEST_WAIT_S, Section
+from oblr_megatron.config.section import Section
 
 
 class LogConfig(Section):
@@ -19,22 +19,15 @@ class LogConfig(Section):
     """Project (mlflow: experiment) of the run. By default the tracker's own variable, or "oblr-megatron"."""
     run_name: str | None = Field(None, min_length=1)
     """Name of the run in its trackers; by default the name of run_dir."""
-    tracker_timeout_s: float = Field(30.0, gt=0, le=LONGEST_WAIT_S)
-    """Seconds that all trackers together have at the end of the run, e.g. for an upload."""
     console: Literal["auto", "live", "plain"] = "auto"
     """"live": a progress display; "plain": one line per step; "auto": live on a terminal."""
     samples: int = Field(0, ge=0)
     """Responses that the console shows after each step, with prompt, answer and reward: the best, the worst, and
     others evenly spaced between them by reward."""
-    peak_tflops: float | None = Field(None, gt=0)
-    """Peak TFLOP/s of one device in the training precision, for perf/mfu. By default from
-    observe/performance/hardware.py (bf16 or FP8); perf/mfu is left out for unknown devices."""
     profile: Literal["none", "torch", "nsys"] = "none"
-    """Profiler. "torch": one trace per rank in RUN_DIR/profile. "nsys": ranges and cudaProfilerStart/Stop for
+    """Profiler. "torch": a trace of the first rank in RUN_DIR/profile. "nsys": ranges and cudaProfilerStart/Stop for
     `nsys profile --capture-range=cudaProfilerApi`."""
     profile_step_start: int = Field(3, ge=0)
     """First profiled step, counted from 0. The first steps of a run are slower than the rest."""
     profile_step_end: int = Field(5, ge=1)
     """First step that is no longer profiled."""
-    profile_ranks: tuple[int, ...] = Field((0,), min_length=1)
-    """Ranks that are profiled."""

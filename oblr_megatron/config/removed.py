@@ -73,5 +73,13 @@ REMOVED: dict[str, Problem] = {
     "gradnorm.check_samples": ("the check takes 16 responses", "leave it out"),
     "algo.snr.momentum_horizon": ("the estimator averages gradients over 10 steps", "leave it out"),
     "reward.retries": ("a failed request is sent again at most 3 times, within reward.timeout_s", "leave it out"),
+    "rollout.environment.blocked_s": (
+        "a function may run for 10 s without an await, or for deadline_s if that is less",
+        "leave it out",
+    ),
+    "log.tracker_timeout_s": ("trackers have 120 s at the end of a run", "leave it out"),
+    "rollout.api_key_env": ("the key of the servers is in OBLR_API_KEY", "export OBLR_API_KEY=KEY"),
+    "log.peak_tflops": ("the peak is that of the device in observe/performance/hardware.py", "leave it out"),
+    "log.profile_ranks": ("the first rank is profiled", "leave it out"),
 }
 """Key, or key=value -> (reason, what to do instead): Megatron's options, and keys and values that are gone."""

@@ -22,10 +22,8 @@ class EnvironmentConfig(Section):
     """Most responses of the policy in one episode."""
     deadline_s: float = Field(60.0, gt=0, le=LONGEST_WAIT_S)
     """Seconds of an episode, without those in which it waits for the engine. After them its sample is empty, with
-    reward 0."""
-    blocked_s: float = Field(10.0, gt=0, le=LONGEST_WAIT_S)
-    """Seconds that the function may run without an await. After them its process is killed: the episode's sample is
-    empty, and the other episodes run again."""
+    reward 0. A function that runs for 10 s without an await is late, too: its process is killed, and the other episodes
+    run again."""
     tool_timeout_s: float = Field(10.0, gt=0, le=LONGEST_WAIT_S)
     """Deadline of one call of a tool, seconds."""
     tool_workers: int = Field(2, ge=1)
@@ -60,9 +58,7 @@ class RolloutConfig(Section):
     environment: Annotated[EnvironmentConfig, BeforeValidator(_as_environment)] = EnvironmentConfig()
     servers: Annotated[tuple[str, ...], AfterValidator(_urls)] = ()
     """URLs of vLLM API servers to sample from instead of own engines, e.g. ["http://10.0.0.5:8000"]. One URL may stand
-    without brackets. Start them with `oblr-megatron serve`."""
-    api_key_env: str = "OBLR_API_KEY"
-    """Environment variable with the API key of the servers."""
+    without brackets. Start them with `oblr-megatron serve`. OBLR_API_KEY holds their key."""
     num_engines: int | None = Field(None, ge=1)
     """vLLM engines. By default one per tensor_parallel_size ranks on GPUs, and a single one on CPUs."""
     tensor_parallel_size: int = Field(1, ge=1)

@@ -24,6 +24,8 @@ from oblr_megatron.errors import RunError
 from oblr_megatron.types import Sample
 
 PREFIX = "/oblr"
+API_KEY = "OBLR_API_KEY"
+"""Environment variable with the key of the servers."""
 INFO, GENERATE, DIGESTS, SPECULATION = (f"{PREFIX}/{name}" for name in ("info", "generate", "digests", "speculation"))
 PUSH = tuple(f"{PREFIX}/push/{step}" for step in ("open", "start", "update", "finish", "abort"))
 PUSH_OPEN, PUSH_START, PUSH_UPDATE, PUSH_FINISH, PUSH_ABORT = PUSH

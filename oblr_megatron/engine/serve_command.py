@@ -29,6 +29,7 @@ from oblr_megatron.checks.vllm_options import (
     check_vllm_options,
     command_words,
 )
+from oblr_megatron.engine.http_messages import API_KEY
 from oblr_megatron.engine.plugin import NCCL_BACKEND, SERVER_SHM_BACKEND
 from oblr_megatron.engine.protocol import EngineSpec
 from oblr_megatron.engine.speculation import METHODS, check_installed
@@ -56,7 +57,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--host", default="127.0.0.1", help="address to listen on; any other than loopback needs a key")
     number("--port", port_number, 8000, "port to listen on")
     parser.add_argument(
-        "--api-key-env", default="OBLR_API_KEY", metavar="NAME", help="environment variable that holds the API key"
+        "--api-key-env", default=API_KEY, metavar="NAME", help="environment variable that holds the API key"
     )
     parser.add_argument(
         "--dtype",

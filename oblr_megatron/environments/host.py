@@ -39,6 +39,7 @@ logger = logging.getLogger(__name__)
 MOST_LOSSES = 8
 """Processes that a batch may lose before its remaining episodes fail."""
 GRACE_SECONDS = 5.0
+BLOCKED_SECONDS = 10.0  # that a function may run without an await
 """Seconds after its deadline until an episode's process is killed. Normally the episode ends itself at the deadline."""
 
 
@@ -78,6 +79,7 @@ class EpisodeHost:
         owner: who waits, for error messages.
         """
         self._options = config.rollout.environment
+        self._blocked_s = min(BLOCKED_SECONDS, self._options.deadline_s)
         shapes = json.loads((config.model.path / "config.json").read_text(encoding="utf-8"))
         self._launcher = Launcher(config, vocab_size=int(shapes["vocab_size"]), index=index, owner=owner)
         self._queue: queue.SimpleQueue[tuple[Process | None, Any]] = queue.SimpleQueue()  # (None: the engine, message)
@@ -264,11 +266,11 @@ class EpisodeHost:
         if process is None or not batch.running:
             return
         number, since = seen = self._launcher.watch.get()
-        if number != NOBODY and seen == process.seen and now - since > self._options.blocked_s:
-            what = f"it ran for {self._options.blocked_s:g} seconds without an await (rollout.environment.blocked_s)"
+        if number != NOBODY and seen == process.seen and now - since > self._blocked_s:
+            what = f"it ran for {self._blocked_s:g} seconds without an await"
             self._lost(batch, what, "late")
         process.seen = seen
-        limit = self._options.deadline_s + self._options.blocked_s + GRACE_SECONDS
+        limit = self._options.deadline_s + self._blocked_s + GRACE_SECONDS
         for number, running in batch.running.items():
             if running.waits == 0 and running.spent_s + now - running.since > limit:
                 self._lost(batch, "it did not end at its deadline", "late", number)
@@ -312,9 +314,9 @@ class EpisodeHost:
         """Send to the process. One that does not read is blocked, and one that has ended is noticed by its reader."""
         assert self._process is not None
         try:
-            self._process.writer.send(messages, time.monotonic() + self._options.blocked_s + GRACE_SECONDS)
+            self._process.writer.send(messages, time.monotonic() + self._blocked_s + GRACE_SECONDS)
         except TimeoutError:
-            self._lost(batch, "it ran for too long without an await (rollout.environment.blocked_s)", "late")
+            self._lost(batch, "it ran for too long without an await", "late")
         except OSError:
             return
 

@@ -150,7 +150,7 @@ def check_settings(
             raise UserError(problem[0], where="config: rollout", fix=problem[1])
     check_pushable(hf_config, config, on_gpu=on_gpu)
     check_invariant(hf_config, config, on_gpu=on_gpu)
-    check_profile(config.log, world_size, on_gpu=on_gpu)
+    check_profile(config.log, on_gpu=on_gpu)
     check_reward(config.reward, max_response_tokens=config.rollout.max_response_tokens)
     check_environment(config)
     check_positions(config, hf_config)

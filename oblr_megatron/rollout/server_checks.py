@@ -14,7 +14,7 @@ from oblr_megatron.checkpoint.hf_dir import checkpoint_shapes
 from oblr_megatron.checks.lengths import max_model_len
 from oblr_megatron.checks.vllm_options import serve_words
 from oblr_megatron.config import Config
-from oblr_megatron.engine.http_messages import PROTOCOL, Holding, Info, shapes_digest
+from oblr_megatron.engine.http_messages import API_KEY, PROTOCOL, Holding, Info, shapes_digest
 from oblr_megatron.engine.plugin import NCCL_BACKEND, SERVER_SHM_BACKEND
 from oblr_megatron.errors import Problem, RunError, UserError
 from oblr_megatron.rollout.placement import engine_dtype
@@ -32,7 +32,7 @@ def check_servers(config: Config) -> None:
     if len(set(urls)) < len(urls):
         raise UserError(f"a server is listed twice: {', '.join(urls)}", where=WHERE, fix="list each server once")
     named: dict[str, str] = {}  # the URL of each server process
-    for url, answer in zip(urls, asyncio.run(_ask_all(urls, config.rollout.api_key_env)), strict=True):
+    for url, answer in zip(urls, asyncio.run(_ask_all(urls)), strict=True):
         if isinstance(answer, BaseException):
             raise answer
         _check_info(url, answer, config)
@@ -40,19 +40,19 @@ def check_servers(config: Config) -> None:
             raise UserError(f"{first} and {url} are one server", where=WHERE, fix="list each server once")
 
 
-async def _ask_all(urls: tuple[str, ...], variable: str) -> list[Info | BaseException]:
-    return await asyncio.gather(*(_ask(url, variable) for url in urls), return_exceptions=True)
+async def _ask_all(urls: tuple[str, ...]) -> list[Info | BaseException]:
+    return await asyncio.gather(*(_ask(url) for url in urls), return_exceptions=True)
 
 
-async def _ask(url: str, variable: str) -> Info:
+async def _ask(url: str) -> Info:
     """The server's settings."""
-    server = VllmServer(url, os.environ.get(variable, ""), owner="the check before the run")
+    server = VllmServer(url, os.environ.get(API_KEY, ""), owner="the check before the run")
     try:
         return await server.info(ANSWER_SECONDS)
     except RunError as error:
         lost = isinstance(error, ServerLostError)
         what = "cannot be reached" if lost else "does not answer like an oblr-megatron server"
-        fix = f"start it with oblr-megatron serve, and check the address and the key in {variable}"
+        fix = f"start it with oblr-megatron serve, and check the address and the key in {API_KEY}"
         raise UserError(f"{url} {what}: {error}", where=WHERE, fix=fix) from None
     finally:
         await server.close()

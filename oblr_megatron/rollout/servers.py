@@ -20,7 +20,7 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, TypeVar
 
-from oblr_megatron.engine.http_messages import GenerateBody, Holding, Report
+from oblr_megatron.engine.http_messages import API_KEY, GenerateBody, Holding, Report
 from oblr_megatron.engine.protocol import PushStats, SamplingRequest
 from oblr_megatron.errors import DeadlineError, EngineLostError, EnginesGoneError, RunError
 from oblr_megatron.memory.buffer_sizes import BUCKET_BYTES
@@ -157,7 +157,7 @@ class _Servers:
     """The servers' handles and the event loop that they live in; on rank 0."""
 
     def __init__(self, config: Config) -> None:
-        key = os.environ.get(config.rollout.api_key_env, "")
+        key = os.environ.get(API_KEY, "")
         self.servers = [VllmServer(url, key) for url in config.rollout.servers]
         self._known: set[VllmServer] = set()  # servers that have answered before
         self.loop = HttpLoop()

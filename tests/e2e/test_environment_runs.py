@@ -23,7 +23,7 @@ from tests.e2e.test_resume import certain
 
 Overrides = Callable[..., list[str]]
 FUNCTION = "tests.e2e.environments:second_thoughts"
-OPTIONS = f'{{function = "{FUNCTION}", deadline_s = 8.0, blocked_s = 8.0, in_rounds = true}}'
+OPTIONS = f'{{function = "{FUNCTION}", deadline_s = 8.0, in_rounds = true}}'
 CALL = re.compile(r'"expression": "(\d+)\*(\d+)"')
 RESULT = re.compile(r"<tool_response>\n(\d+)\n</tool_response>")
 RUN = {

@@ -23,7 +23,7 @@ from tests.tiny import make_hf_dir
 
 Rollout = tuple[ColocatedEngines, Qwen3ForCausalLM]
 # The limits are far above what a loaded machine makes a process wait for: a stall may not look like a blocked function.
-OPTIONS = {"function": "tests.e2e.environments:turns", "deadline_s": 8.0, "blocked_s": 8.0, "max_turns": 8}
+OPTIONS = {"function": "tests.e2e.environments:turns", "deadline_s": 8.0, "max_turns": 8}
 
 
 @pytest.fixture(scope="module")

@@ -27,7 +27,6 @@ def test_a_run_and_its_continuation_are_one_run_of_each_tracker(
             evaluate__every_steps=1,
             evaluate__num_prompts=4,
             log__trackers=json.dumps(NAMES),
-            log__tracker_timeout_s=120,
             algo__schedule="constant",
             checkpoint__every_steps=1,
         )

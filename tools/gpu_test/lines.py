@@ -8,7 +8,7 @@ GPU = ("CUDA", "compiler")
 TE = (*GPU, "Transformer Engine")
 FULL = "layers=28 vocabulary=151936 tied=1 tokens=2048 dtype=bfloat16"
 TINY_RUN = {"tiny": True, "dtype": "float32", "tokens": 40}
-TINY_REPLAY = {**TINY_RUN, "layers_of": "auto", "prompts": 4, "group": 3, "steps": 2, "more": ["log.peak_tflops=0.1"]}
+TINY_REPLAY = {**TINY_RUN, "layers_of": "auto", "prompts": 4, "group": 3, "steps": 2}
 TINY_CELL = {"shape": "tiny", "layers": 1, "dtype": "float32", "layers_of": "auto"}
 TINY_EXPERTS = {
     "hidden_size": 32,

@@ -4,7 +4,7 @@
     python -m oblr_megatron.extras.cluster.servers wait http://gpu-07:12002 http://gpu-07:12003 --deadline 1800
 
 The run's config defines model and engine settings. Task k of a node uses port + k and the GPUs from
-k * tensor_parallel_size on. The API key is in the variable that rollout.api_key_env names.
+k * tensor_parallel_size on. The API key is in OBLR_API_KEY.
 """
 
 from __future__ import annotations
@@ -73,7 +73,6 @@ def serve_arguments(config: Config, environment: Mapping[str, str], port: int, t
         "model": config.model.path,
         "host": environment["SLURMD_NODENAME"],
         "port": port + int(environment["SLURM_LOCALID"]),
-        "api-key-env": rollout.api_key_env,
         "dtype": str(engine_dtype(config)).removeprefix("torch."),
         "quantization": rollout.quantization,
         "speculation": rollout.speculation,

@@ -117,12 +117,12 @@ class Profiler:
 
 @contextmanager
 def open_profiler(config: Config, rank: int, say: Callable[[str], None]) -> Iterator[Profiler | None]:
-    """The profiler that log.profile selects; None on ranks not in log.profile_ranks."""
+    """The profiler that log.profile selects; None on ranks other than the first."""
     log = config.log
-    if log.profile == "none" or rank not in log.profile_ranks:
+    if log.profile == "none" or rank != 0:
         yield None
         return
-    file = config.run_dir / "profile" / f"rank_{rank}.json.gz"
+    file = config.run_dir / "profile" / "rank_0.json.gz"
     backend: Backend = TorchProfile(file) if log.profile == "torch" else NsysProfile()
     profiler = Profiler(backend, log.profile_step_start, log.profile_step_end, say)
     try:
@@ -131,21 +131,12 @@ def open_profiler(config: Config, rank: int, say: Callable[[str], None]) -> Iter
         profiler.close()
 
 
-def check_profile(log: LogConfig, world_size: int, *, on_gpu: bool) -> None:
-    """Check that this machine and the number of ranks allow the configured profile.
+def check_profile(log: LogConfig, *, on_gpu: bool) -> None:
+    """Check that this machine allows the configured profile.
 
     Raises:
-        UserError: nsys without CUDA, or a rank that does not exist.
+        UserError: nsys without CUDA.
     """
-    if log.profile == "none":
-        return
     if log.profile == "nsys" and not on_gpu:
         what, fix = 'log.profile is "nsys", but there is no GPU', 'set log.profile to "torch"'
         raise UserError(what, where="log.profile", fix=fix)
-    beyond = [rank for rank in log.profile_ranks if not 0 <= rank < world_size]
-    if beyond:
-        raise UserError(
-            f"log.profile_ranks names rank {beyond[0]}, but the run has ranks 0 to {world_size - 1}",
-            where="log.profile_ranks",
-            fix="name existing ranks",
-        )

@@ -72,8 +72,6 @@ class Utilization:
 
 def peak_flops(config: Config, device: Device | None) -> float | None:
     """FLOP/s of one device in the training precision; None if unknown."""
-    if config.log.peak_tflops is not None:
-        return config.log.peak_tflops * 1e12
     if device is None or config.model.dtype != "bfloat16":
         return None
     tflops = device.bf16_tflops if config.model.fp8 == "none" else device.fp8_tflops

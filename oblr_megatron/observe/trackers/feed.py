@@ -28,6 +28,7 @@ if TYPE_CHECKING:
 
 PROCESS = "oblr_megatron.observe.trackers.process"
 WAITING = 1000  # messages that wait for a slow tracker; further ones are lost
+CLOSE_SECONDS = 120.0  # that all trackers together have at the end of a run, e.g. for an upload
 DRAIN_S = 1.0  # for what a process that has ended or is killed leaves behind
 LONGEST_SHOWN = 300  # characters of an error on the console
 ENDED = "its process has ended"
@@ -94,16 +95,15 @@ class Trackers:
         return self
 
     def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
-        """Close the trackers, all within log.tracker_timeout_s, and say what was lost."""
+        """Close the trackers, all within CLOSE_SECONDS, and say what was lost."""
         self._send("close", state=self.state if kind is None else "failed")
-        seconds = self._config.log.tracker_timeout_s
-        end = time.monotonic() + seconds
+        end = time.monotonic() + CLOSE_SECONDS
         for feed in self._feeds:
             feed.finish()
         for feed in self._feeds:
             late = not feed.join(end - time.monotonic())
             if late or feed.lost:
-                cause = f"not done within log.tracker_timeout_s, {seconds:g} s" if late else ENDED
+                cause = f"not done within {CLOSE_SECONDS:g} s" if late else ENDED
                 self._say(
                     f"tracker {feed.name}: {feed.lost:,} of {feed.sent:,} records were lost: "
                     f"{feed.error or cause}; see {feed.log}"

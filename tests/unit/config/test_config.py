@@ -248,7 +248,7 @@ def keys(section: type[Section] = Config, prefix: str = "") -> list[str]:
     ]
 
 
-WAITS = [key for key in keys() if key.endswith(("timeout_s", "deadline_s", "blocked_s"))]
+WAITS = [key for key in keys() if key.endswith(("timeout_s", "deadline_s"))]
 
 
 @pytest.mark.parametrize("key", WAITS)

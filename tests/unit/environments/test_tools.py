@@ -226,7 +226,6 @@ def test_refusals(environment: object, sections: dict[str, object], named: str) 
         ({"rollout": {"environment": {"tools": ["a:b"]}}}, "has no function"),
         ({"rollout": {"environment": "a:b", "speculation": "ngram"}}, "speculation"),
         ({"rollout": {"environment": "a:b", "servers": "http://127.0.0.1:1"}}, "servers"),
-        ({"rollout": {"environment": {"function": "a:b", "deadline_s": 1.0}}}, "blocked_s"),
         ({"rollout": {"environment": {"function": "a:b", "turns": 3}}}, "max_turns"),
     ],
 )

@@ -20,7 +20,7 @@ def configured(run_dir: Path, *names: str, **log: object) -> Config:
         "model": {"path": "unused"},
         "data": {"train": "unused"},
         "evaluate": {"samples_per_prompt": 8},
-        "log": {"trackers": list(names), "project": "sums", "tracker_timeout_s": 120.0, **log},
+        "log": {"trackers": list(names), "project": "sums", **log},
     }
     return validated(Config, table, "test")
 

@@ -38,7 +38,8 @@ def test_an_address_that_refuses_costs_the_run_its_deadline_at_most(
 ) -> None:
     for variable, value in REFUSING[name].items():
         monkeypatch.setenv(variable, value)
-    config = configured(offline / "run", name, tracker_timeout_s=8.0)
+    monkeypatch.setattr(feed, "CLOSE_SECONDS", 8.0)
+    config = configured(offline / "run", name)
     before, start = set(children_of(os.getpid())), time.monotonic()
     said = follow(config, range(1, 4))
     assert time.monotonic() - start < 20
@@ -84,8 +85,11 @@ def foreign(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     yield
 
 
-def test_a_tracker_that_hangs_is_ended_with_its_children(tmp_path: Path, foreign: None) -> None:
-    config, said = configured(tmp_path / "run", "hanging", "raising", tracker_timeout_s=8.0), []
+def test_a_tracker_that_hangs_is_ended_with_its_children(
+    tmp_path: Path, foreign: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(feed, "CLOSE_SECONDS", 8.0)
+    config, said = configured(tmp_path / "run", "hanging", "raising"), []
     check_trackers(config.log.trackers)
     start = time.monotonic()
     with Trackers(config, said.append, rank=0, resume_step=None) as trackers:
@@ -96,19 +100,20 @@ def test_a_tracker_that_hangs_is_ended_with_its_children(tmp_path: Path, foreign
     assert time.monotonic() - start < 60
     hanging, raising = [line for line in said if "were lost" in line]
     assert hanging.startswith("tracker hanging: 4 of 5 records were lost")  # log x 3 and close
-    assert "log.tracker_timeout_s" in hanging
+    assert "not done within 8 s" in hanging
     assert raising.startswith("tracker raising: 1 of 5 records were lost") and "No space left" in raising
     children = [int(pid) for pid in (config.run_dir / "children").read_text().split()]
     assert children
     wait_until_ended(children)
 
 
-def test_a_step_never_waits_for_a_tracker(tmp_path: Path, foreign: None) -> None:
+def test_a_step_never_waits_for_a_tracker(tmp_path: Path, foreign: None, monkeypatch: pytest.MonkeyPatch) -> None:
     """More than the queue and a pipe hold: the rest is lost at once, and counted.
 
     The kernel counts how often the thread blocked. A clock would also count other work of a busy machine.
     """
-    config, said = configured(tmp_path / "run", "hanging", tracker_timeout_s=1.0), []
+    monkeypatch.setattr(feed, "CLOSE_SECONDS", 1.0)
+    config, said = configured(tmp_path / "run", "hanging"), []
     record: Record = {"step": 1, **{f"eval/{number}/accuracy": 0.5 for number in range(200)}}
     with Trackers(config, said.append, rank=0, resume_step=None) as trackers:
         trackers.start()
@@ -169,7 +174,7 @@ FULL = [(name, size) for name in ("tensorboard", "trackio", "wandb") for size in
 
 @pytest.mark.parametrize(("name", "size"), [*FULL, ("mlflow", 2_000)])
 def test_a_full_disk_ends_no_run_and_is_said(offline: Path, name: str, size: int) -> None:
-    config, said = configured(offline / "run", name, tracker_timeout_s=60.0), []
+    config, said = configured(offline / "run", name), []
 
     def attempt() -> None:
         with Trackers(config, said.append, rank=0, resume_step=None) as trackers:

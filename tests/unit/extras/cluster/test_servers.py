@@ -20,7 +20,7 @@ def test_each_task_has_its_port_and_its_gpus() -> None:
             "run_dir": "unused",
             "model": {"path": "models/q", "dtype": "bfloat16", "moe_routing_replay": True},
             "data": {"train": "unused", "max_prompt_tokens": 100},
-            "rollout": {"max_response_tokens": 400, "max_num_seqs": 7, "api_key_env": "KEY"},
+            "rollout": {"max_response_tokens": 400, "max_num_seqs": 7},
         }
     )
     environment = {"SLURMD_NODENAME": "gpu-07", "SLURM_LOCALID": "1", "SLURM_GPUS_ON_NODE": "8"}
@@ -29,7 +29,8 @@ def test_each_task_has_its_port_and_its_gpus() -> None:
     given = parser.parse_args(servers.serve_arguments(config, environment, 12002, 4))
     assert (given.host, given.port, given.tensor_parallel_size) == ("gpu-07", 12003, 4)
     assert given.moe_routing_replay
-    assert (given.dtype, given.max_model_len, given.max_num_seqs, given.api_key_env) == ("bfloat16", 500, 7, "KEY")
+    assert (given.dtype, given.max_model_len, given.max_num_seqs) == ("bfloat16", 500, 7)
+    assert given.api_key_env == "OBLR_API_KEY"
     assert servers.devices_of(environment, 4) == "4,5,6,7"
     assert servers.devices_of(environment | {"CUDA_VISIBLE_DEVICES": "3,2,1,0"}, 2) == "1,0"
     assert servers.devices_of({"SLURM_LOCALID": "1"}, 4) is None
