@@ -156,23 +156,20 @@ def _run(arguments: Sequence[str]) -> None:
     The process has a session of its own: Ctrl-C reaches it once, through the caller, in a terminal and in a notebook.
     It gets SIGTERM when the caller dies, so that no run outlives its notebook.
     """
-    terminal = sys.__stdout__
-    live = terminal is not None and sys.stdout is terminal and terminal.isatty()  # it shows the progress display
     plain = {name: text for name, text in os.environ.items() if name not in FORCED}
     child = Popen(
         [sys.executable, "-c", STARTER, str(os.getpid()), *arguments],
         stdin=DEVNULL,
-        stdout=None if live else PIPE,
-        stderr=PIPE if live else STDOUT,
-        env=(dict(os.environ) if live else plain) | {"PYTHONUNBUFFERED": "1"},
+        stdout=PIPE,
+        stderr=STDOUT,
+        env=plain | {"PYTHONUNBUFFERED": "1"},
         start_new_session=True,
     )
-    stream = child.stderr or child.stdout
-    assert stream is not None, "one of the two is a pipe"
+    assert child.stdout is not None, "it is a pipe"
     interrupted, reason = False, ""
     while True:
         try:
-            for line in _lines(child, stream):
+            for line in _lines(child, child.stdout):
                 found = line.startswith(ERROR)
                 print(reason if found else line, end="", flush=True)  # an earlier error is not the last line
                 reason = line.removeprefix(ERROR) if found else reason

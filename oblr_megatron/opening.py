@@ -84,7 +84,7 @@ def open_sampling(config: Config) -> Iterator[Sampling]:
         share = parallel.dp_rank if first else None
         scoring = build_reward(config.reward, max_response_tokens=config.rollout.max_response_tokens)
         reward = stack.enter_context(SharedReward(scoring, share, parallel.dp_size))
-        display = open_display(config.log, config.num_steps, rank=parallel.rank)
+        display = open_display(config.num_steps, rank=parallel.rank)
         engines = open_engines(config, parallel, display.waiting)
         stack.callback(engines.close)
         stack.enter_context(display)

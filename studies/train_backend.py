@@ -45,7 +45,7 @@ def train_table(config: ToyConfig) -> dict[str, Any]:
             "temperature": config.temperature,
             "save": False,
         },
-        "log": {"trackers": [], "console": "plain"},
+        "log": {"trackers": []},
     }
 
 

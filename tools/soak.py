@@ -279,7 +279,6 @@ def settings(task: Task, run_dir: Path, steps: int, **more: object) -> list[str]
         "evaluate.every_steps": 0,
         "evaluate.data": "{}",
         "gradnorm.mode": "bookkeep",  # mode "auto" would depend on the free memory
-        "log.console": "plain",
         "log.trackers": "[]",
         **{f"rollout.{name}": value for name, value in DEADLINES.items()},
         **{key.replace("__", "."): value for key, value in more.items()},

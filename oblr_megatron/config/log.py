@@ -19,8 +19,6 @@ class LogConfig(Section):
     """Project (mlflow: experiment) of the run. By default the tracker's own variable, or "oblr-megatron"."""
     run_name: str | None = Field(None, min_length=1)
     """Name of the run in its trackers; by default the name of run_dir."""
-    console: Literal["auto", "live", "plain"] = "auto"
-    """"live": a progress display; "plain": one line per step; "auto": live on a terminal."""
     samples: int = Field(0, ge=0)
     """Responses that the console shows after each step, with prompt, answer and reward: the best, the worst, and
     others evenly spaced between them by reward."""

@@ -81,5 +81,6 @@ REMOVED: dict[str, Problem] = {
     "rollout.api_key_env": ("the key of the servers is in OBLR_API_KEY", "export OBLR_API_KEY=KEY"),
     "log.peak_tflops": ("the peak is that of the device in observe/performance/hardware.py", "leave it out"),
     "log.profile_ranks": ("the first rank is profiled", "leave it out"),
+    "log.console": ("the console has one line per step", "leave it out"),
 }
 """Key, or key=value -> (reason, what to do instead): Megatron's options, and keys and values that are gone."""

@@ -79,7 +79,7 @@ def _benchmarks(config: DataConfig, held_out: Mapping[str, SourceConfig], long_r
 
     A question that is far longer than any prompt is left out, because no training row contains it.
     """
-    benchmarks = Benchmarks(ngram=config.overlap_ngram, threshold=config.overlap_threshold)
+    benchmarks = Benchmarks(threshold=config.overlap_threshold)
     if config.overlap_threshold > 0:
         for name, source in [*((source.path, source) for source in config.exclude), *held_out.items()]:
             rows = (row for row in read_rows(source, config, []) if not long_rows.exceeding(row))
@@ -133,12 +133,12 @@ class Benchmarks:
     """Benchmark questions that must not occur in the training set.
 
     Example:
-        benchmarks = Benchmarks(ngram=10, threshold=0.5)
+        benchmarks = Benchmarks(threshold=0.5)
         benchmarks.add("gsm8k", ["Janet's ducks lay 16 eggs per day. ..."])
         benchmarks.overlapping("Janet's ducks lay 18 eggs per day. ...")  # "gsm8k"
     """
 
-    def __init__(self, *, ngram: int, threshold: float) -> None:
+    def __init__(self, *, threshold: float, ngram: int = 10) -> None:
         self._ngram, self._threshold = ngram, threshold
         self._held: list[tuple[str, int]] = []  # benchmark and number of shingles of each question
         self._by_shingle: dict[Shingle, list[int]] = {}

@@ -1,11 +1,11 @@
-"""Shows a run's progress: a live display on a terminal, one plain line per step elsewhere.
+"""Shows a run's progress: one line per step.
 
-    with open_display(config.log, config.num_steps, rank=parallel.rank) as display:
+    with open_display(config.num_steps, rank=parallel.rank) as display:
         timer = PhaseTimer(on_phase=display.phase)
         ...
         display.step(step, record)
 
-Plain lines read
+The lines read
     starting 1 engine (log: run/logs/engine-*.log), 10 s
     reward: mean reward of all responses sampled for the step | len: mean response length, ... | ...
     step 12/150  reward 0.53  len 6.1  lr 8.1e-4  shrink 0.42  crit 310  grad 0.31  diff 2e-6  2.1 s
@@ -15,22 +15,17 @@ Plain lines read
 
 from __future__ import annotations
 
-import math
 import shlex
 import sys
 import time
-from collections import deque
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from rich.console import Console, Group
-from rich.live import Live
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
-from rich.table import Table
-from rich.text import Text
+from rich.console import Console
+from rich.progress import Progress
 
 from oblr_megatron.checks.packages import installed_version
 from oblr_megatron.checks.run_dir import CONFIG_FILE, ROLLOUTS
@@ -39,12 +34,10 @@ from oblr_megatron.metrics import describe
 from oblr_megatron.runtime.run_lock import repeated
 
 if TYPE_CHECKING:
-    from oblr_megatron.config import Config, LogConfig
+    from oblr_megatron.config import Config
 
 Values = Mapping[str, float | None]
 
-BLOCKS = "▁▂▃▄▅▆▇█"
-HISTORY = 32  # steps in a sparkline
 FIRST_S, AGAIN_S = 10.0, 30.0  # seconds until a wait's first line, and between its further lines
 LOOK_S = 1.0  # between two looks at the clock of a wait
 EVAL_LABELS = {
@@ -58,52 +51,40 @@ EVAL_LABELS = {
 
 @dataclass(frozen=True, slots=True)
 class Shown:
-    """A metric that the displays show. Example: Shown("lr", "lr", "learning rate", scientific)."""
+    """A metric that a line shows. Example: Shown("lr", "lr", scientific)."""
 
     name: str  # in metrics.jsonl
-    short: str  # in plain lines
-    long: str  # in the live table
+    short: str  # in a line
     show: Callable[[float | None], str]
 
 
 SHOWN = (
-    Shown("reward/mean", "reward", "reward", lambda value: fixed(value, 2)),
-    Shown("response_length/mean", "len", "response length, tokens", lambda value: fixed(value, 1)),
-    Shown("lr", "lr", "learning rate", scientific),
-    Shown("snr/shrink_ema", "shrink", "shrink, averaged", lambda value: fixed(value, 2)),
-    Shown("snr/critical_batch_size", "crit", "critical batch size, prompts", number),
-    Shown("grad_norm", "grad", "gradient norm", lambda value: number(value, 2)),
-    Shown("perf/mfu/actor", "mfu", "model FLOPs utilization", lambda value: number(value, 2)),
-    Shown("rollout/logprob_abs_diff", "diff", "trainer - rollout log-prob", lambda value: scientific(value, 1)),
+    Shown("reward/mean", "reward", lambda value: fixed(value, 2)),
+    Shown("response_length/mean", "len", lambda value: fixed(value, 1)),
+    Shown("lr", "lr", scientific),
+    Shown("snr/shrink_ema", "shrink", lambda value: fixed(value, 2)),
+    Shown("snr/critical_batch_size", "crit", number),
+    Shown("grad_norm", "grad", lambda value: number(value, 2)),
+    Shown("perf/mfu/actor", "mfu", lambda value: number(value, 2)),
+    Shown("rollout/logprob_abs_diff", "diff", lambda value: scientific(value, 1)),
 )
 
 
-def legend(values: Values, *, live: bool = False) -> str:
+def legend(values: Values) -> str:
     """One line with the meaning of each metric that the display shows of `values`.
 
     Example: "reward: mean reward of all responses sampled for the step | lr: learning rate of the step"
     """
-    return " | ".join(
-        f"{metric.long if live else metric.short}: {describe(metric.name).meaning}"
-        for metric in SHOWN
-        if metric.name in values
-    )
+    return " | ".join(f"{metric.short}: {describe(metric.name).meaning}" for metric in SHOWN if metric.name in values)
 
 
-def open_display(config: LogConfig, num_steps: int, *, rank: int = 0, console: Console | None = None) -> Display:
-    """The display that log.console selects; a silent one on ranks other than 0. `console` is rich's, for tests."""
-    if rank != 0:
-        return Display(num_steps)
-    terminal = console or Console(force_terminal=True if config.console == "live" else None)
-    if config.console == "live" or (config.console == "auto" and terminal.is_terminal):
-        return LiveDisplay(num_steps, terminal)
-    return PlainDisplay(num_steps)
+def open_display(num_steps: int, *, rank: int = 0) -> Display:
+    """The run's display; a silent one on ranks other than 0."""
+    return Display(num_steps) if rank else PlainDisplay(num_steps)
 
 
 class Display:
     """Base class; shows nothing and keeps what the summary needs. Ranks other than 0 use it as it is."""
-
-    live = False  # whether metrics have their long names
 
     def __init__(self, num_steps: int) -> None:
         self.num_steps = num_steps
@@ -127,7 +108,7 @@ class Display:
         """Show a finished step, or the evaluation before the first step."""
         evaluation = self.recall(values)
         self.last_step = step
-        line = "" if self._explained else legend(values, live=self.live)
+        line = "" if self._explained else legend(values)
         if line:
             self.message(line)
             self._explained = True
@@ -215,115 +196,6 @@ def _eval_text(name: str, value: float | None) -> str:
     if name.endswith("/unscored"):  # the only count
         return fixed(value, 0) if value else ""
     return fixed(value, 2)
-
-
-class LiveDisplay(Display):
-    """A progress bar with the current phase, and a table of the SHOWN metrics with sparklines."""
-
-    live = True
-
-    def __init__(self, num_steps: int, console: Console) -> None:
-        super().__init__(num_steps)
-        self._console = console
-        self._history: dict[str, deque[float | None]] = {metric.name: deque(maxlen=HISTORY) for metric in SHOWN}
-        self._progress = Progress(
-            TextColumn("step"),
-            MofNCompleteColumn(),
-            BarColumn(bar_width=32),
-            TimeElapsedColumn(),
-            TextColumn("left"),
-            TimeRemainingColumn(elapsed_when_finished=False),
-            TextColumn("[cyan]{task.fields[phase]}"),
-            console=console,
-            speed_estimate_period=1800,  # steps may take minutes; the default of 30 s would give no estimate
-        )
-        self._task = self._progress.add_task("steps", total=num_steps, phase="")
-        self._since: float | None = None  # begin of the current phase
-        self._live = Live(get_renderable=self._render, console=console, refresh_per_second=4)
-
-    def __enter__(self) -> Display:
-        self._live.start()
-        return self
-
-    def __exit__(self, kind: type[BaseException] | None, *error: object) -> None:
-        self.phase(None)
-        self._live.stop()
-        super().__exit__(kind, *error)
-
-    def phase(self, name: str | None) -> None:
-        super().phase(name)
-        self._since = time.monotonic() if name else None
-
-    def message(self, text: str) -> None:
-        self._console.print(text, markup=False, highlight=False, soft_wrap=True)
-
-    @contextmanager
-    def waiting(self, what: str) -> Iterator[None]:
-        if not self._live.is_started:
-            with waiting(what, self.message):
-                yield
-            return
-        before, self._since = (self._phase, self._since), time.monotonic()
-        self._phase = what.partition(" (")[0]  # the line is narrow
-        try:
-            yield
-        finally:
-            self._phase, self._since = before
-
-    def _show_metrics(self, step: int, values: Values) -> None:
-        for name, history in self._history.items():
-            if name in values:
-                history.append(values[name])
-        self._progress.update(self._task, completed=step)
-
-    def _render(self) -> Group:
-        since, phase = self._since, self._phase or ""
-        seconds = 0 if since is None else int(time.monotonic() - since)
-        shown = "" if since is None else f"{phase} {seconds} s" if seconds else phase
-        self._progress.update(self._task, phase=shown)
-        table = Table.grid(padding=(0, 2))
-        table.add_column(style="dim", min_width=26)
-        table.add_column(justify="right", min_width=8)
-        table.add_column()
-        table.add_column(style="cyan")
-        for metric in SHOWN:
-            history = list(self._history[metric.name])  # a copy, because rich renders in its own thread
-            finite = [None if value is None or not math.isfinite(value) else value for value in history]
-            if history:
-                table.add_row(metric.long, metric.show(history[-1]), trend(finite), sparkline(finite))
-        for name, value in list(self.last_evaluation.items()):
-            if text := _eval_text(name, value):
-                first = _eval_text(name, self.first_evaluation[name]) or "0"
-                table.add_row(" ".join(_eval_label(name)), text, "", Text(f"from {first}", style="dim"))
-        return Group(self._progress, table)
-
-
-def sparkline(values: Sequence[float | None]) -> str:
-    """Block characters scaled from the smallest to the largest value; a blank for None. Values are finite.
-
-    >>> sparkline([0, 1, None, 2, 3.5])
-    '▁▃ ▅█'
-    """
-    known = [value for value in values if value is not None]
-    low = min(known, default=0.0)
-    span = max(known, default=0.0) - low
-    height = (len(BLOCKS) - 1) / span if span > 0 else 0.0
-    return "".join(" " if value is None else BLOCKS[round((value - low) * height)] for value in values)
-
-
-def trend(values: Sequence[float | None]) -> str:
-    """An arrow: up or down if the newest quarter's mean differs from the rest by over half the rest's deviation."""
-    known = [value for value in values if value is not None]
-    recent = known[-max(1, len(known) // 4) :]
-    rest = known[: -len(recent)]
-    if len(rest) < 2:
-        return " "
-    mean = sum(rest) / len(rest)
-    spread = (sum((value - mean) ** 2 for value in rest) / len(rest)) ** 0.5
-    change = sum(recent) / len(recent) - mean
-    if abs(change) <= max(0.5 * spread, 1e-6 * abs(mean)):  # rounding of a constant is no trend
-        return "→"
-    return "↑" if change > 0 else "↓"
 
 
 @contextmanager

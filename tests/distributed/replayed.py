@@ -67,7 +67,7 @@ def config_of(inputs: Path, run_dir: Path, *overrides: str) -> Config:
         "algo": {"snr": {"num_folds": 2, "warmup_steps": 2}} | recipe,
         "optimizer": {"lr": 1e-2},
         "checkpoint": {"every_steps": 4, "export_hf": True},
-        "log": {"console": "plain", "trackers": []},
+        "log": {"trackers": []},
     }
     return parse_config(table, overrides=list(overrides))
 

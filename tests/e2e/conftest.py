@@ -75,7 +75,6 @@ def overrides(tiny: Path) -> Callable[..., list[str]]:
             "reward.name": "tests.e2e.rewards:matching_characters",
             "num_steps": 1,
             "rollout.num_threads": 1,
-            "log.console": "plain",
             "evaluate.data.heldout": tiny / "heldout.jsonl",
             "evaluate.every_steps": 0,
             "log.trackers": "[]",

@@ -1,6 +1,6 @@
 """The Python API trains, evaluates and fails as the command line does; the notebook under examples/ runs.
 
-Not covered: the progress display of a script in a terminal, an interrupt by Jupyter's own button.
+Not covered: an interrupt by Jupyter's own button.
 """
 
 from __future__ import annotations

@@ -131,7 +131,6 @@ def train(run_dir: Path, values: Mapping[str, object], options: argparse.Namespa
         "evaluate.every_steps": 0,
         "checkpoint.every_steps": 0,
         "checkpoint.export_hf": "false",
-        "log.console": "plain",
         "log.trackers": "[]",
     }
     config = run_dir.parent / "config.toml"

@@ -85,7 +85,7 @@ def test_a_mixture_of_training_sets(words: PreTrainedTokenizerFast) -> None:
 
 @pytest.mark.parametrize("name", ["gsm8k_train", "dapo_math_17k"])
 def test_overlaps_are_the_flagged_rows(name: str) -> None:
-    benchmarks = Benchmarks(ngram=10, threshold=0.5)
+    benchmarks = Benchmarks(threshold=0.5)
     there = set()
     for benchmark in BENCHMARKS:
         rows = raw(benchmark)
