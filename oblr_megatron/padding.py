@@ -18,9 +18,9 @@ from dataclasses import dataclass
 from math import lcm
 from typing import Protocol
 
-FP8_TOKENS = {"delayed": 16, "tensorwise": 16, "blockwise": 16, "mxfp8": 32}
+FP8_TOKENS = {"tensorwise": 16, "blockwise": 16, "mxfp8": 32}
 """The number of tokens in a matrix product is a multiple of this."""
-FP8_GATHERED_TOKENS = {"delayed": 1, "tensorwise": 1, "blockwise": 128, "mxfp8": 32}
+FP8_GATHERED_TOKENS = {"tensorwise": 1, "blockwise": 128, "mxfp8": 32}
 """With sequence parallelism, the number of tokens on each rank is a multiple of this."""
 PLANNED_TOKENS = 128
 """Rows of Transformer Engine's layers are a multiple of this; see above. Not yet run on a GPU."""

@@ -59,8 +59,7 @@ State = dict[str, Any]
 def model_state(policy: Policy) -> State:
     """The weights, keyed by their names in a GPTModel, each placed within the whole model.
 
-    Transformer Engine's extra state (the scale history of delayed FP8) is left out, so that checkpoints do not depend
-    on the layer implementation. A resumed run in delayed FP8 starts a new history.
+    Transformer Engine's extra state is left out, so that checkpoints do not depend on the layer implementation.
     """
     states = [chunk.module.sharded_state_dict() for chunk in policy.chunks]
     return {

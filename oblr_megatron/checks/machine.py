@@ -78,7 +78,6 @@ class Requirement:
 
 
 RECIPES: dict[str, Requirement] = {
-    "delayed": Requirement((8, 9), None, "2.1", None),
     "tensorwise": Requirement((8, 9), None, "2.2", None),
     "blockwise": Requirement((9, 0), None, "2.3", "12.9"),
     "mxfp8": Requirement((10, 0), (12, 0), "2.1", None),

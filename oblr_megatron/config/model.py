@@ -28,12 +28,12 @@ class ModelConfig(Section):
     fp8: Literal["none", "e4m3", "hybrid"] = "none"
     """FP8 matrix products by Transformer Engine: e4m3 everywhere, or e5m2 for gradients ("hybrid"). Needs dtype
     "bfloat16", the dtype of the weights."""
-    fp8_recipe: Literal["delayed", "tensorwise", "blockwise", "mxfp8"] = "tensorwise"
-    """FP8 scales: from earlier steps, from each tensor, from blocks of 128 or from blocks of 32 (docs/precision.md)."""
+    fp8_recipe: Literal["tensorwise", "blockwise", "mxfp8"] = "tensorwise"
+    """FP8 scales: from each tensor, from blocks of 128 or from blocks of 32 (docs/precision.md)."""
     num_layers_at_start_in_bf16: int = Field(0, ge=0)
-    """First layers that FP8 leaves in bf16. Not with delayed scaling."""
+    """First layers that FP8 leaves in bf16."""
     num_layers_at_end_in_bf16: int = Field(0, ge=0)
-    """Last layers that FP8 leaves in bf16. Not with delayed scaling."""
+    """Last layers that FP8 leaves in bf16."""
     moe_aux_loss_coeff: float = Field(0.0, ge=0)
     """Weight of Switch Transformer's load-balancing loss over each microbatch's response tokens, for a mixture of
     experts. 0: none."""

@@ -30,7 +30,6 @@ def parallel_problems(config: Config) -> Iterator[Problem]:
             "each fold's gradient, but the reduce over replicas starts before that gradient is complete",
             'set algo.snr.estimator to "momentum", or overlap_grad_reduce to false',
         )
-    yield from _recompute(config)
     if config.parallel.sequence_parallel and config.parallel.tensor_model_parallel_size == 1:
         what = "sequence_parallel needs tensor_model_parallel_size of 2 or more"
         yield what, "set parallel.sequence_parallel to false"
@@ -47,12 +46,3 @@ def _distributed_optimizer(config: Config) -> Iterator[Problem]:
     if config.model.dtype == "float64":
         what = f"{option} with model.dtype 'float64': megatron-core updates only fp32 weights or fp32 masters"
         yield what, 'set model.dtype to "float32" or "bfloat16", or use_distributed_optimizer to false'
-
-
-def _recompute(config: Config) -> Iterator[Problem]:
-    """megatron-core cannot recompute these modules with delayed FP8 scaling."""
-    again = sorted({"layernorm", "moe_act"} & set(config.parallel.recompute_modules))
-    delayed = config.model.fp8 != "none" and config.model.fp8_recipe == "delayed"
-    if config.parallel.recompute_granularity == "selective" and again and delayed:
-        what = f"parallel.recompute_modules {again[0]!r} with model.fp8_recipe 'delayed'"
-        yield what, 'leave it out, or set model.fp8_recipe to "tensorwise", "blockwise" or "mxfp8"'

@@ -47,24 +47,13 @@ def check_sizes(hf_config: Mapping[str, Any], config: Config) -> None:
 
 
 def _fp8(config: Config) -> Iterator[Problem]:
-    """Delayed scales come from all earlier forward passes, so all layers must use FP8, in gradient passes only."""
-    model, norms = config.model, config.gradnorm
+    """FP8 is Transformer Engine's, for weights in bfloat16."""
+    model = config.model
     if model.dtype != "bfloat16":
         yield f'fp8 "{model.fp8}" with dtype "{model.dtype}"', 'set model.dtype to "bfloat16"'
     if model.transformer_impl == "local":
         what = f'fp8 "{model.fp8}" with transformer_impl "local": only Transformer Engine has FP8 products'
         yield what, 'set model.transformer_impl to "auto"'
-    if model.fp8_recipe == "delayed" and model.keeps_layers_in_bf16:
-        yield (
-            'layers in bf16 (model.num_layers_at_start_in_bf16, num_layers_at_end_in_bf16) with fp8_recipe "delayed"',
-            'set model.fp8_recipe to "tensorwise"',
-        )
-    if model.fp8_recipe == "delayed" and norms.source != "exact" and norms.check_every:
-        yield (
-            f'gradnorm.check_every {norms.check_every} with fp8_recipe "delayed": the norm pass would change the '
-            "scales of the gradient pass",
-            'set model.fp8_recipe to "tensorwise", or gradnorm.check_every to 0',
-        )
 
 
 def _rounded_cache(config: Config) -> Iterator[Problem]:

@@ -47,9 +47,13 @@ REMOVED: dict[str, Problem] = {
         "token-wise baselines needed a forward pass of their own and lost to pooled",
         'set algo.preset = "oblr_pooled"; otb is an arm of the toy studies (studies/token_baseline.py)',
     ),
-    "model.fp8_margin": ("delayed scaling has Transformer Engine's margin of 0", "leave it out"),
-    "model.fp8_amax_history_len": ("delayed scaling looks at the last 1024 passes", "leave it out"),
-    "model.fp8_amax_compute_algo": ("delayed scaling takes the largest value of its history", "leave it out"),
+    "model.fp8_recipe=delayed": (
+        "its scales come from earlier passes, and a step has passes of several kinds",
+        'write "tensorwise", "blockwise" or "mxfp8"',
+    ),
+    "model.fp8_margin": ("it belonged to delayed scaling, which is gone", "leave it out"),
+    "model.fp8_amax_history_len": ("it belonged to delayed scaling, which is gone", "leave it out"),
+    "model.fp8_amax_compute_algo": ("it belonged to delayed scaling, which is gone", "leave it out"),
     "model.first_last_layers_bf16": (
         "the numbers of layers say it",
         "set model.num_layers_at_start_in_bf16 and num_layers_at_end_in_bf16",

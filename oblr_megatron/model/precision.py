@@ -38,21 +38,12 @@ def precision_fields(config: ModelConfig, *, transformer_engine: bool) -> dict[s
     fields = {"params_dtype": dtype, "pipeline_dtype": dtype, "bf16": dtype == torch.bfloat16}
     if config.fp8 == "none" or not transformer_engine:
         return fields
-    fields |= {
+    return fields | {
         "fp8": config.fp8,
         "fp8_recipe": config.fp8_recipe,
         "first_last_layers_bf16": config.keeps_layers_in_bf16,
         "num_layers_at_start_in_bf16": config.num_layers_at_start_in_bf16,
         "num_layers_at_end_in_bf16": config.num_layers_at_end_in_bf16,
-    }
-    if config.fp8_recipe != "delayed":
-        return fields
-    return fields | {
-        "fp8_amax_history_len": 1024,
-        "fp8_amax_compute_algo": "max",
-        # Reduce the amax history only over ranks that share a sample. Replicas run different numbers of microbatches,
-        # so that a reduction over all of them would hang.
-        "tp_only_amax_red": True,
     }
 
 

@@ -58,7 +58,7 @@ def test_rows_of_transformer_engine_have_few_lengths() -> None:
         ((1, 1, False), None, 1),
         ((2, 2, True), None, 8),
         ((1, 1, False), "tensorwise", 16),
-        ((8, 1, True), "delayed", 16),  # 16 tokens among 8 ranks, 2 on each
+        ((8, 1, True), "tensorwise", 16),  # 16 tokens among 8 ranks, 2 on each
         ((8, 1, True), "blockwise", 1024),
         ((8, 1, False), "blockwise", 16),
         ((1, 2, False), "mxfp8", 64),

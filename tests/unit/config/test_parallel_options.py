@@ -46,16 +46,6 @@ def configured(*overrides: str) -> Config:
         (("parallel.overlap_grad_reduce=true", "algo.baseline=rloo"), "algo.snr.estimator 'folds'"),
         (("parallel.overlap_grad_reduce=true", "algo.baseline=rloo", "algo.snr.estimator=prompts"), "'prompts'"),
         (("parallel.overlap_grad_reduce=true", "algo.baseline=rloo", "algo.snr.estimator=plugin"), "'plugin'"),
-        (
-            (
-                "parallel.recompute_granularity=selective",
-                'parallel.recompute_modules=["layernorm"]',
-                "model.fp8=hybrid",
-                "model.fp8_recipe=delayed",
-                "model.dtype=bfloat16",
-            ),
-            "parallel.recompute_modules 'layernorm' with model.fp8_recipe 'delayed'",
-        ),
     ],
 )
 def test_refused_with_the_reason_and_a_fix(overrides: tuple[str, ...], said: str) -> None:

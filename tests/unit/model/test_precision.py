@@ -28,7 +28,6 @@ from oblr_megatron.model.published import published
 CPU, HOPPER = Machine(), Machine((9, 0), "13.0", "2.11.0")
 WITHOUT_ENGINE = Machine((9, 0), "13.0", None)
 FP8 = ["model.dtype=bfloat16", "model.fp8=hybrid"]
-DELAYED = [*FP8, "model.fp8_recipe=delayed"]
 QUANTIZED = ["model.dtype=bfloat16", "rollout.quantization=fp8"]
 
 
@@ -47,15 +46,10 @@ def test_every_recipe_is_known_to_megatron_and_has_its_requirements() -> None:
         fields = precision_fields(model_of(fp8="hybrid", fp8_recipe=recipe), transformer_engine=True)
         made = TransformerConfig(num_layers=4, hidden_size=64, num_attention_heads=4, **fields)
         assert (made.fp8, made.fp8_recipe) == ("hybrid", recipe)
-        assert made.tp_only_amax_red is (recipe == "delayed"), "else replicas would wait for one another"
         assert not made.first_last_layers_bf16
 
 
 def test_fp8_fields_arrive() -> None:
-    fields = precision_fields(model_of(fp8="e4m3", fp8_recipe="delayed"), transformer_engine=True)
-    made = TransformerConfig(num_layers=4, hidden_size=64, num_attention_heads=4, **fields)
-    assert (made.fp8, made.fp8_margin, made.fp8_amax_history_len) == ("e4m3", 0, 1024)
-    assert made.fp8_amax_compute_algo == "max"
     ends = model_of(fp8="hybrid", num_layers_at_start_in_bf16=2, num_layers_at_end_in_bf16=3)
     fields = precision_fields(ends, transformer_engine=True)
     made = TransformerConfig(num_layers=4, hidden_size=64, num_attention_heads=4, **fields)
@@ -76,8 +70,6 @@ def test_only_transformer_engine_gets_fp8_fields() -> None:
         (["model.fp8=hybrid"], 'fp8 "hybrid" with dtype "float32"'),
         ([*FP8, "model.transformer_impl=local"], 'transformer_impl "local"'),
         (["model.transformer_impl=transformer_engine", "model.dtype=float64"], 'dtype "float64"'),
-        ([*DELAYED, "model.num_layers_at_end_in_bf16=1"], "layers in bf16"),
-        ([*DELAYED, "gradnorm.source=length", "gradnorm.check_every=5"], "gradnorm.check_every 5"),
         (["rollout.quantization=fp8"], "weights pushed in float32"),
         ([*QUANTIZED, "rollout.importance_sampling=none"], 'importance_sampling "none"'),
         ([*QUANTIZED, "weights.verify=true"], "weights.verify with"),
@@ -94,7 +86,7 @@ def test_incompatible_fields_are_refused(overrides: list[str], named: str) -> No
     [
         FP8,
         [*FP8, "model.num_layers_at_start_in_bf16=1"],
-        [*DELAYED, "gradnorm.mode=stash"],
+        [*FP8, "gradnorm.mode=stash"],
         [*FP8, "parallel.recompute_granularity=selective", 'parallel.recompute_modules=["layernorm"]'],
         QUANTIZED,
         [*QUANTIZED, "rollout.importance_sampling=sequence"],
@@ -111,7 +103,6 @@ def test_compatible_fields_are_accepted(overrides: list[str]) -> None:
     [
         ([], {}),
         (FP8, {"bookkeep": "expose no factors"}),
-        (DELAYED, {"bookkeep": "expose no factors", "two_pass": "delayed scales"}),
     ],
 )
 def test_modes_that_measure_norms(overrides: list[str], refused: dict[str, str]) -> None:
@@ -124,14 +115,9 @@ def test_modes_that_measure_norms(overrides: list[str], refused: dict[str, str])
 
 def test_mode_auto_avoids_what_fp8_forbids() -> None:
     dense, world = published("0.6B"), {"on_gpu": True, "transformer_engine": True}
-    assert resolve(dense, config_of(*DELAYED), 1, **world).mode == "stash"
     assert resolve(dense, config_of(*FP8, "rollout.max_response_tokens=64"), 1, **world).mode != "bookkeep"
-    with pytest.raises(UserError, match="delayed scales"):
-        resolve(dense, config_of(*DELAYED), 1, free_bytes=2**30, **world)
-    with pytest.raises(UserError, match="mode 'two_pass': delayed scales"):
-        resolve(dense, config_of(*DELAYED, "gradnorm.mode=two_pass"), 1, **world)
-    plain = resolve(dense, config_of(*DELAYED, "gradnorm.mode=two_pass", "algo.baseline=rloo"), 1, **world)
-    assert plain.mode == "two_pass", "allowed, because rloo measures no norms"
+    unused = resolve(dense, config_of(*FP8, "gradnorm.mode=bookkeep", "algo.baseline=rloo"), 1, **world)
+    assert unused.mode == "bookkeep", "allowed, because rloo measures no norms"
     with pytest.raises(UserError, match="2 replicas share experts"):
         resolve(published("30B-A3B"), config_of(*FP8, "parallel.expert_model_parallel_size=2"), 2, **world)
 
@@ -171,14 +157,13 @@ def test_shards_of_a_size_without_fp8_products_are_refused() -> None:
         (CPU, "tensorwise", "a GPU"),
         (WITHOUT_ENGINE, "tensorwise", "Transformer Engine"),
         (HOPPER, "tensorwise", None),
-        (HOPPER, "delayed", None),
         (HOPPER, "blockwise", None),
         (HOPPER, "mxfp8", "compute capability 10.0 (this GPU has 9.0)"),
         (Machine((10, 0), "13.0", "2.11.0"), "mxfp8", None),
         (Machine((12, 0), "13.0", "2.11.0"), "mxfp8", "compute capability below 12.0 (this GPU has 12.0)"),
         (Machine((8, 9), "13.0", "2.11.0"), "tensorwise", None),
         (Machine((8, 9), "13.0", "2.11.0"), "blockwise", "compute capability 9.0 (this GPU has 8.9)"),
-        (Machine((8, 0), "13.0", "2.11.0"), "delayed", "compute capability 8.9 (this GPU has 8.0)"),
+        (Machine((8, 0), "13.0", "2.11.0"), "tensorwise", "compute capability 8.9 (this GPU has 8.0)"),
         (Machine((9, 0), "12.8", "2.11.0"), "blockwise", "CUDA 12.9 (torch was built with 12.8)"),
         (Machine((9, 0), "13.0", "2.1.0"), "tensorwise", "Transformer Engine 2.2 (here is 2.1.0)"),
         (Machine((9, 0), "13.0", "2.11.0+c9e3b1a"), "blockwise", None),
@@ -196,7 +181,7 @@ def test_requirements_of_recipes(machine: Machine, recipe: str, missing: str | N
 
 
 def test_the_fix_names_the_possible_recipes() -> None:
-    with pytest.raises(UserError, match="delayed, tensorwise, blockwise"):
+    with pytest.raises(UserError, match="tensorwise, blockwise"):
         check_machine(config_of(*FP8, "model.fp8_recipe=mxfp8"), published("0.6B"), HOPPER)
 
 

@@ -115,8 +115,8 @@ def test_setup_installs_the_accepted_versions(package: packages.Package) -> None
     [
         (Machine(), "none", "a GPU"),
         (Machine((9, 0), "13.0", None), "none", "Transformer Engine"),
-        (HOPPER, "delayed, tensorwise, blockwise", "mxfp8: compute capability 10.0 (this GPU has 9.0)"),
-        (Machine((10, 0), "13.0", "2.11.0"), "delayed, tensorwise, blockwise, mxfp8", ""),
+        (HOPPER, "tensorwise, blockwise", "mxfp8: compute capability 10.0 (this GPU has 9.0)"),
+        (Machine((10, 0), "13.0", "2.11.0"), "tensorwise, blockwise, mxfp8", ""),
         (Machine((8, 0), "13.0", "2.11.0"), "none", "compute capability 8.9"),
     ],
 )
