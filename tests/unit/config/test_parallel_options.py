@@ -137,7 +137,7 @@ def test_the_doc_lists_every_option() -> None:
     table = DOC.read_text(encoding="utf-8")
     rows = set(re.findall(r"^\| `([a-z0-9_]+)`", table, re.MULTILINE))
     refused = {"overlap_param_gather", "overlap_moe_expert_parallel_comm", "delay_wgrad_compute", "cuda_graph_impl"}
-    refused |= {"tp_comm_overlap", "fp8_param"}
+    refused |= {"tp_comm_overlap", "fp8_param", "gradient_accumulation_fusion", "defer_embedding_wgrad_compute"}
     assert refused <= {key.partition(".")[2] for key in REMOVED}
     allowed = {"use_distributed_optimizer", "overlap_grad_reduce"}
     assert refused | allowed <= rows <= refused | set(ParallelConfig.model_fields)
