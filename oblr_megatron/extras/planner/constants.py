@@ -56,7 +56,7 @@ class Constants:
     mixture_s: float = 2.2e-3
     """Additional seconds per layer with experts in a forward pass: the host waits for the router's counts and launches
     the experts one by one. A third of the time left unexplained in Megatron-Bridge's published throughputs of
-    Qwen3-30B-A3B at 1 and 8 sequences per microbatch (B200, B300; docs/planner.md)."""
+    Qwen3-30B-A3B at 1 and 8 sequences per microbatch (B200, B300; tools/bench/planner_rows.py)."""
     node_copies: float = 1.0
     """Share of an all-to-all's bytes to other nodes that travels. Below 1 for dispatchers that send a token to a node
     once for all of its experts there (DeepEP, HybridEP); ours does not."""

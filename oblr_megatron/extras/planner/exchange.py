@@ -1,4 +1,4 @@
-"""Seconds of a collective among g ranks, and the links it uses (formulas: docs/planner.md). Imports no torch.
+"""Seconds of a collective among g ranks, and the links it uses. Imports no torch.
 
 Bytes are those of the whole tensor, all g parts together. Ranks are ordered as in megatron-core: tensor, context, data,
 then pipeline parallel.

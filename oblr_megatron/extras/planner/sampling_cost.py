@@ -1,6 +1,6 @@
 """Predicted seconds of sampling and of the weight push. Imports no torch.
 
-docs/planner.md has the formulas. Of E experts with k per token, a step of B tokens reads E (1 - (1 - k / E)^B). With
+Of E experts with k per token, a step of B tokens reads E (1 - (1 - k / E)^B). With
 `speculation_acceptance` p, a step of the longest response computes d + 1 tokens and gains 1 + p + ... + p^d of them,
 for drafts of d tokens ("ngram"), if that is faster.
 """

@@ -1,6 +1,6 @@
 """Predicted seconds of one microbatch on one rank of a pipeline stage, by term. Imports no torch.
 
-docs/planner.md has the formula of each term. Symbols: n tokens of the rank's part of a microbatch; x bytes per element;
+Each method is the formula of its term. Symbols: n tokens of the rank's part of a microbatch; x bytes per element;
 h hidden size. The factor 2.5 of attention's backward pass is FlashAttention-2's.
 """
 

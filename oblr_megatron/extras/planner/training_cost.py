@@ -1,6 +1,6 @@
 """Predicted seconds of the training phases of a step: norms, gradient, optimizer. Imports no torch.
 
-docs/planner.md has the formulas. On a CPU, where other ranks use the cores of idle stages, a pass of m microbatches of
+On a CPU, where other ranks use the cores of idle stages, a pass of m microbatches of
 T_s seconds on stage s takes at least m mean_s T_s * stretch.
 """
 
