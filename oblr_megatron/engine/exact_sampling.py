@@ -56,7 +56,8 @@ def verify(sampler: Any, metadata: Any, draft_probs: Any, logits: torch.Tensor, 
     """
     from vllm.v1.outputs import LogprobsTensors, SamplerOutput
 
-    assert sampling_metadata.allowed_token_ids_mask is None and not sampling_metadata.bad_words_token_ids
+    excluded = sampling_metadata.allowed_token_ids_mask is not None or sampling_metadata.bad_words_token_ids
+    assert not excluded, "a run excludes no tokens"
     device = logits.device
     lengths = torch.tensor(metadata.num_draft_tokens, device=device) + 1
     request_of = torch.arange(len(lengths), device=device).repeat_interleave(lengths)

@@ -137,8 +137,8 @@ class EpisodeHost:
             while batch.running:
                 self._take(batch)
                 self._look(batch)
-        except BaseException:
-            self._end_process()  # its episodes belong to a batch that is over
+        except BaseException:  # whatever ended the batch, its episodes must end too
+            self._end_process()
             raise
         finally:
             engine.ask(None)
@@ -312,7 +312,7 @@ class EpisodeHost:
 
     def _tell(self, batch: _Batch, messages: Sequence[Begin | Answer]) -> None:
         """Send to the process. One that does not read is blocked, and one that has ended is noticed by its reader."""
-        assert self._process is not None
+        assert self._process is not None, "a batch that runs has a process"
         try:
             self._process.writer.send(messages, time.monotonic() + self._blocked_s + GRACE_SECONDS)
         except TimeoutError:

@@ -160,7 +160,7 @@ def add_sample_products(weight: Parameter, x: Tensor, dy: Tensor, segments: Segm
 
 def _per_token(segments: Segments, own: Tensor) -> Tensor:
     """[1, t]: the coefficient of each token of a packed row."""
-    assert segments.cu_seqlens is not None
+    assert segments.cu_seqlens is not None, "a packed row has the bounds of its samples"
     return own.repeat_interleave(torch.tensor(segments.cu_seqlens).diff())[None]
 
 

@@ -135,7 +135,7 @@ def _from_file(path: Path) -> ModuleType:
         sys.modules[name] = module = importlib.util.module_from_spec(spec)
         try:
             spec.loader.exec_module(module)
-        except BaseException:
+        except BaseException:  # half a module must not stay; the user's code may raise anything
             del sys.modules[name]
             raise
     return sys.modules[name]

@@ -1,6 +1,7 @@
 """What the planner says that `rollout.overlap` is worth, for each preset on 8, 64 and 1,024 H100s.
 
     python tools/bench/overlap_plan.py --json run/bench/overlap_plan.json     minutes
+    python tools/bench/overlap_plan.py --models 0.6B --gpus 8                 seconds
 
 A step has 256 x 4 responses, and 4,096 x 4 on 1,024 GPUs, with the preset's longest response and half of that on
 average. "none" shares all GPUs between trainer and engines, with `optimizer.offload` where that is faster or fits at
@@ -53,8 +54,10 @@ def main(arguments: Sequence[str] | None = None) -> None:
     """Search, print the table, write the results."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("--json", type=Path, help="write the results here")
+    parser.add_argument("--models", nargs="+", default=MODELS, choices=MODELS, metavar="SIZE")
+    parser.add_argument("--gpus", nargs="+", type=int, default=list(GPUS), choices=GPUS)
     options = parser.parse_args(arguments)
-    publish([row(model, gpus) for model in MODELS for gpus in GPUS], "overlap_plan", options.json)
+    publish([row(model, gpus) for model in options.models for gpus in options.gpus], "overlap_plan", options.json)
 
 
 def row(size: str, gpus: int) -> Row:

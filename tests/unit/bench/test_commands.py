@@ -67,10 +67,86 @@ def test_push(tmp_path: Path) -> None:
     assert rows[0]["ratio_to_memcpy"] == 1
 
 
-def test_verifier(tmp_path: Path) -> None:
+def test_push_beside_a_reloading_engine(tmp_path: Path) -> None:
+    rows = rows_of("push", tmp_path, *SMALL, "--rows", "save + reload")
+    assert [row["transport"] for row in rows] == ["memcpy", "save + reload"]
+    assert_rates(rows, 2 * LAYER)
+
+
+def write_questions(directory: Path, *names: str) -> None:
     lines = [json.dumps({"answer": answer, "solution": solution}) for answer, solution in QUESTIONS]
-    for name in ("gsm8k_test", "olympiadbench"):
-        (tmp_path / f"{name}.jsonl").write_text("\n".join(lines), encoding="utf-8")
+    for name in names:
+        (directory / f"{name}.jsonl").write_text("\n".join(lines), encoding="utf-8")
+
+
+def test_golds(tmp_path: Path) -> None:
+    write_questions(tmp_path, "gsm8k_train", "gsm8k_test", "math500", "olympiadbench", "dapo_math_17k")
+    rows = rows_of("golds", tmp_path, "--data", str(tmp_path))
+    assert len({row["set"] for row in rows}) == 5 and {row["expected"] for row in rows} == {"equal", "unequal"}
+    assert all(row["rate"] == 1 - row["exceptions"] / row["count"] for row in rows)
+
+
+def test_cases(tmp_path: Path) -> None:
+    *rules, every = rows_of("cases", tmp_path)
+    assert every["rule"] == "all" and every["cases"] == sum(row["cases"] for row in rules) == every["math"]
+
+
+def test_balance(tmp_path: Path) -> None:
+    """1 is a perfect division. By position no division is better than by tokens."""
+    for row in rows_of("balance", tmp_path):
+        assert 1 <= row["by_tokens"] <= row["by_position"]
+
+
+def test_data(tmp_path: Path) -> None:
+    """Twenty questions, each twice; one is excluded."""
+    rows = [json.dumps({"question": f"What is {n} + {n}?", "answer": str(2 * n)}) for n in range(20)] * 2
+    (tmp_path / "train.jsonl").write_text("\n".join(rows), encoding="utf-8")
+    (tmp_path / "test.jsonl").write_text(rows[0], encoding="utf-8")
+    command = [sys.executable, "tools/bench/data.py", "--train", str(tmp_path / "train.jsonl")]
+    command += ["--exclude", str(tmp_path / "test.jsonl")]
+    said = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=300, check=True).stdout
+    counts = [int(line.split(" s, ")[1].split()[0]) for line in said.splitlines() if " prompts, " in line]
+    assert counts == [40, 20, 19] and "MiB" in said
+
+
+def test_memory(tmp_path: Path) -> None:
+    (row,) = rows_of("memory", tmp_path, "--cases", "two_pass shape=tiny layers=1 tokens=64 samples=2")
+    assert row["mode"] == "two_pass" and 0.5 < row["ratio"] == row["estimated"] / row["measured"] < 1.5
+
+
+def test_overlap_plan(tmp_path: Path) -> None:
+    (row,) = rows_of("overlap_plan", tmp_path, "--models", "0.6B", "--gpus", "8")
+    assert row["model"] == "Qwen3-0.6B" and row["none_s"] > 0
+
+
+def test_planner(tmp_path: Path) -> None:
+    for row in rows_of("planner", tmp_path):
+        assert row["ratio"] == pytest.approx(row["predicted"] / row["published"])
+
+
+def test_overlap(tmp_path: Path) -> None:
+    small = ["--prompts", "4", "--group", "2", "--hidden", "64", "--layers", "1", "--max-tokens", "8"]
+    rows = rows_of("overlap", tmp_path, *small, "--steps", "3", "--rounds", "1")
+    assert [row["mode"] for row in rows] == ["none", "stream", "one_step"] and rows[0]["ratio"] == 1
+    assert all(row["step_s"] > 0 and 0 < row["mean_length"] <= 8 for row in rows)
+
+
+def test_routing_replay(tmp_path: Path) -> None:
+    rows = rows_of("routing_replay", tmp_path, "--prompts", "2", "--group", "2", "--max-tokens", "8", "--steps", "2")
+    assert [(row["engine"], row["replay"]) for row in rows] == [
+        (dtype, replay) for dtype in ("float32", "bfloat16") for replay in (False, True)
+    ]
+
+
+def test_rollout(tmp_path: Path) -> None:
+    rows = rows_of("rollout", tmp_path, "--prompts", "2", "--group", "2", "--max-tokens", "8", "--rounds", "1")
+    assert [row["placement"] for row in rows] == ["bare", "bare, a run's options", "colocated", "server"]
+    assert rows[0]["ratio_to_bare"] == 1
+    assert all(row["samples"] == 4 and 0 < row["tokens"] <= 32 and row["tokens_per_s"] > 0 for row in rows)
+
+
+def test_verifier(tmp_path: Path) -> None:
+    write_questions(tmp_path, "gsm8k_test", "olympiadbench")
     rows = rows_of("verifier", tmp_path, "--rounds", "1", "--data", str(tmp_path))
     kinds = [f"{kind}-like{part}" for kind in ("GSM8K", "OlympiadBench") for part in ("", ", algebra")]
     assert [(row["answers"], row["judge"]) for row in rows] == [(k, j) for k in kinds for j in ("math", "math-verify")]
