@@ -20,7 +20,7 @@ REQUIRED = [
     "tensorboard",
     "math-verify==0.9.0",
     "xxhash",
-    "aiohttp",
+    "aiohttp>=3.14.3",
 ]
 
 setup(
@@ -69,6 +69,5 @@ setup(
     entry_points={
         "console_scripts": ["oblr-megatron = oblr_megatron.cli:main"],
         "vllm.general_plugins": ["oblr_megatron = oblr_megatron.engine.plugin:register"],
-        "vllm.endpoint_plugins": ["oblr_megatron = oblr_megatron.engine.server_routes:ServerRoutes"],
     },
 )

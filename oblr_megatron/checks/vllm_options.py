@@ -17,11 +17,6 @@ from typing import Any
 from oblr_megatron.checks.layout import num_experts
 from oblr_megatron.errors import UserError
 
-KEY = "oblr_vllm"
-"""Key of vLLM's `additional_config` with a server's options, which the trainer compares with its own."""
-
-_FLAGS = ("aggregate_engine_logging", "disable_log_stats")  # off unless named, without a form for false
-
 _REASONS: dict[str, str] = {
     "is set by rollout.dtype": "dtype",
     "is set by seed": "seed",
@@ -188,20 +183,3 @@ def toml_value(value: object) -> str:
     if isinstance(value, list):
         return f"[{', '.join(toml_value(one) for one in value)}]"
     return json.dumps(value)
-
-
-def command_words(options: Mapping[str, Any]) -> list[str]:
-    """The options on the command line of vLLM's API server.
-
-    Example: {"enable_prefix_caching": False, "block_size": 16} -> ["--no-enable-prefix-caching", "--block-size", "16"]
-    """
-    words: list[str] = []
-    for name, value in options.items():
-        flag = name.replace("_", "-")
-        if isinstance(value, bool):
-            words += [f"--{flag}"] if value else [] if name in _FLAGS else [f"--no-{flag}"]
-        elif isinstance(value, list):
-            words += [f"--{flag}", *(str(one) for one in value)]
-        else:
-            words += [f"--{flag}", json.dumps(value) if isinstance(value, dict) else str(value)]
-    return words

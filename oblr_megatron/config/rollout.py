@@ -57,7 +57,7 @@ class RolloutConfig(Section):
     prompt."""
     environment: Annotated[EnvironmentConfig, BeforeValidator(_as_environment)] = EnvironmentConfig()
     servers: Annotated[tuple[str, ...], AfterValidator(_urls)] = ()
-    """URLs of vLLM API servers to sample from instead of own engines, e.g. ["http://10.0.0.5:8000"]. One URL may stand
+    """URLs of servers to sample from instead of own engines, e.g. ["http://10.0.0.5:8000"]. One URL may stand
     without brackets. Start them with `oblr-megatron serve`. OBLR_API_KEY holds their key."""
     num_engines: int | None = Field(None, ge=1)
     """vLLM engines. By default one per tensor_parallel_size ranks on GPUs, and a single one on CPUs."""

@@ -1,4 +1,4 @@
-"""vLLM's options for an engine, of the run or in an API server. Imports no vllm."""
+"""vLLM's options for an engine. Imports no vllm."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from oblr_megatron.engine.speculation import vllm_options
 def vllm_arguments(spec: EngineSpec, backend: str) -> dict[str, Any]:
     """The fields of vLLM's `EngineArgs` that differ from its defaults; `backend` is that of weight transfers."""
     on_gpu = spec.device == "cuda"
-    found: dict[str, Any] = {
+    options: dict[str, Any] = {
         "model": str(spec.model),
         "dtype": spec.dtype,
         "max_model_len": spec.max_model_len,
@@ -22,21 +22,21 @@ def vllm_arguments(spec: EngineSpec, backend: str) -> dict[str, Any]:
         "weight_transfer_config": {"backend": backend},
     }
     if spec.speculation != "none":
-        found |= vllm_options(spec.speculation, spec.speculation_below, spec.max_num_seqs)
+        options |= vllm_options(spec.speculation, spec.speculation_below, spec.max_num_seqs)
     if spec.routes:
-        found |= {"enable_return_routed_experts": True} | ({} if on_gpu else {"worker_cls": WORKER})
+        options |= {"enable_return_routed_experts": True} | ({} if on_gpu else {"worker_cls": WORKER})
     if not on_gpu or spec.batch_invariant:  # in the latter case, because a prompt in parts has other tiles
-        found |= {"enable_chunked_prefill": False, "max_num_batched_tokens": spec.cpu_step_tokens}
+        options |= {"enable_chunked_prefill": False, "max_num_batched_tokens": spec.cpu_step_tokens}
     if not on_gpu:
-        return found | {"enforce_eager": True, "kv_cache_memory_bytes": spec.kv_cache_bytes, **spec.vllm}
+        return options | {"enforce_eager": True, "kv_cache_memory_bytes": spec.kv_cache_bytes, **spec.vllm}
     if spec.batch_invariant:  # the kernel of megatron-core's mode
-        found["attention_config"] = {"backend": "FLASH_ATTN", "flash_attn_version": 3}
+        options["attention_config"] = {"backend": "FLASH_ATTN", "flash_attn_version": 3}
     if spec.sleep_mode:
-        found["enable_sleep_mode"] = True
+        options["enable_sleep_mode"] = True
     if spec.vllm_quantization is not None:
-        found["quantization"] = spec.vllm_quantization
-        found["quantization_config"] = {"ignore": ["*.mlp.gate"]}  # rounded routers would choose other experts
-    return found | {
+        options["quantization"] = spec.vllm_quantization
+        options["quantization_config"] = {"ignore": ["*.mlp.gate"]}  # rounded routers would choose other experts
+    return options | {
         "gpu_memory_utilization": spec.gpu_memory_utilization,
         "tensor_parallel_size": spec.tensor_parallel_size,
         **spec.vllm,  # names none of the others: checks/vllm_options.py

@@ -1,11 +1,13 @@
-"""Messages between the trainer and an engine process: a length and a pickle, over an inherited socket pair.
+"""Messages between an engine process and its parent: a length and a pickle, over an inherited socket pair.
 
 No wait is unbounded: a receiver checks every `CHECK_SECONDS` that its peer is alive. Pickle is safe here, because the
-only writer at the other end is the process that this one started, or was started by.
+only writer at the other end is the process that this one started, or was started by. `AsyncChannel` is the same for an
+event loop.
 """
 
 from __future__ import annotations
 
+import asyncio
 import pickle
 import select
 import socket
@@ -18,6 +20,8 @@ from typing import Any
 from oblr_megatron.errors import RunError
 
 CHECK_SECONDS = 0.2
+READ_AHEAD = 2**24
+"""Bytes that an event loop reads before somebody asks for them."""
 _HEADER = struct.Struct(">Q")
 
 
@@ -27,10 +31,11 @@ class PeerGone(ConnectionError):
 
 @dataclass(frozen=True, slots=True)
 class Call:
-    """A call of an engine method. Example: Call("sleep", {"level": 1})"""
+    """A call of an engine method. Example: Call("sleep", {"level": 1}, number=12)"""
 
     method: str
     arguments: dict[str, Any]
+    number: int = 0  # names the call in its replies
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,6 +46,7 @@ class Reply:
     more: bool = False  # further replies to the same call follow
     error: str | None = None
     kind: type[RunError] = RunError  # type of the error
+    number: int = 0  # of the call
 
 
 class Channel:
@@ -56,10 +62,9 @@ class Channel:
             TimeoutError: the peer did not read in time.
             PeerGone: the peer has ended.
         """
-        payload = pickle.dumps(message, protocol=pickle.HIGHEST_PROTOCOL)
         self._socket.settimeout(None if deadline is None else max(1e-3, deadline - time.monotonic()))
         try:
-            self._socket.sendall(_HEADER.pack(len(payload)) + payload)
+            self._socket.sendall(_packed(message))
         except (BrokenPipeError, ConnectionResetError) as error:
             raise PeerGone("the other end is closed") from error
 
@@ -82,6 +87,11 @@ class Channel:
         """
         (size,) = _HEADER.unpack(self._read(_HEADER.size, deadline, alive))
         return pickle.loads(self._read(size, deadline, alive))
+
+    async def for_loop(self) -> AsyncChannel:
+        """This end, for the running event loop. The channel itself must not be used any more."""
+        self._socket.setblocking(False)
+        return AsyncChannel(*await asyncio.open_unix_connection(sock=self._socket, limit=READ_AHEAD))
 
     def close(self) -> None:
         """Close this end; the peer sees it at its next read."""
@@ -106,3 +116,28 @@ class Channel:
                 raise PeerGone("the other end is closed")
             filled += count
         return buffer
+
+
+@dataclass(frozen=True, slots=True)
+class AsyncChannel:
+    """One end of the socket pair in an event loop."""
+
+    reader: asyncio.StreamReader
+    writer: asyncio.StreamWriter
+
+    def send(self, message: object) -> None:
+        """Write a picklable message when the peer reads. A peer that has ended is noticed by `receive`."""
+        self.writer.write(_packed(message))
+
+    async def receive(self) -> Any:
+        """Read the next message; a `PeerGone` at the end of the stream."""
+        try:
+            (size,) = _HEADER.unpack(await self.reader.readexactly(_HEADER.size))
+            return pickle.loads(await self.reader.readexactly(size))
+        except (asyncio.IncompleteReadError, ConnectionError) as error:
+            raise PeerGone("the other end is closed") from error
+
+
+def _packed(message: object) -> bytes:
+    payload = pickle.dumps(message, protocol=pickle.HIGHEST_PROTOCOL)
+    return _HEADER.pack(len(payload)) + payload

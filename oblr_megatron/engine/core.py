@@ -1,160 +1,226 @@
-"""The engine process: one `vllm.LLM`, and the methods that the trainer calls on it by name.
+"""The engine process: one `vllm.LLM`, and the methods that a `Call` names. Both doors lead here.
 
-`engine.state` decides whether the engine may sample, and which step of a push comes next.
+    engine = EngineServer(spec)
+    replies = engine.answer(Call("start_push", {"holding": holding, "manifest": manifest}))
+    replies = engine.answer(Call("sample", {"asked": asked}, number=7))
+    while engine.sampling:
+        replies = engine.step()              # to call 7, as its prompts are completed
+
+Calls may come while prompts are being sampled: those of `sample` join the next decoding step. `engine.state` decides
+whether the engine may sample, and which step of a push comes next.
 """
 
 from __future__ import annotations
 
+import secrets
+import traceback
+from collections import Counter, defaultdict
 from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from typing import Any
 
 from oblr_megatron.checkpoint.hf_dir import checkpoint_shapes
 from oblr_megatron.engine import invariant
 from oblr_megatron.engine.arguments import vllm_arguments
-from oblr_megatron.engine.http_messages import Holding, Report, ended_of
-from oblr_megatron.engine.protocol import EngineSpec, SamplingRequest
+from oblr_megatron.engine.channel import Call, Reply
+from oblr_megatron.engine.http_messages import PROTOCOL, Holding, Info, Report, shapes_digest
+from oblr_megatron.engine.protocol import EngineSpec, PromptRequest, SamplingRequest
 from oblr_megatron.engine.samples import sampling_params, to_sample
-from oblr_megatron.engine.state import WeightState, check_reset
-from oblr_megatron.engine.turns import Abandon, Answered, Inbox, Turn, TurnRequest
-from oblr_megatron.errors import RunError
+from oblr_megatron.engine.state import InvalidRequest, Refusal, WeightState, check_reset
+from oblr_megatron.errors import DamagedError, RunError
 from oblr_megatron.types import Sample
 from oblr_megatron.weights.manifest import Manifest, parts_of
 from oblr_megatron.weights.names import HF_EMBEDDING
+from oblr_megatron.weights.shm import DAMAGED
+
+Groups = list[tuple[int, list[Sample]]]
+"""(number of a `PromptRequest`, its responses) of prompts that are complete."""
 
 
 class EngineServer:
-    """The engine; the trainer may call every method without a leading underscore."""
+    """The engine; a call may name every method from `info` on."""
 
     def __init__(self, spec: EngineSpec) -> None:
         import vllm
 
-        from oblr_megatron.engine.plugin import IPC_BACKEND, SHM_BACKEND
+        from oblr_megatron.engine.plugin import BACKENDS
 
         if spec.batch_invariant and spec.device == "cpu":
             invariant.install(spec)
-        backend = IPC_BACKEND if spec.device == "cuda" else SHM_BACKEND
-        self._llm = vllm.LLM(**vllm_arguments(spec, backend))
+        self._spec, self._backend = spec, BACKENDS[spec.device, spec.server]
+        self._llm = vllm.LLM(**vllm_arguments(spec, self._backend))
         self._tokenizer = self._llm.get_tokenizer()
         shapes = checkpoint_shapes(spec.model, quantized=True)  # evaluation may load one; no run pushes into it
-        self._vocab_size = shapes[HF_EMBEDDING][0]
+        self._vocab_size, self._digest = shapes[HF_EMBEDDING][0], shapes_digest(shapes)
+        self._instance = secrets.token_hex(8)
         self._state = WeightState(shapes, spec.dtype)
         self._asleep: set[str] = set()
+        self._running: dict[str, tuple[int, PromptRequest]] = {}  # number of the call, by vLLM's name of the request
+        self._unfinished: Counter[int] = Counter()  # prompts of each call
+        self._replies: list[Reply] = []  # not yet returned
+        self._generated = self._cached = 0
         self._llm.update_weight_version("0")
         # vLLM finds some faults only in its first forward pass, e.g. a head_dim without a kernel: fail at the start.
-        list(self.stream([(0,)], [0], SamplingRequest(group_size=1, temperature=0.0, max_tokens=1, seed=0)))
+        request = SamplingRequest(group_size=1, temperature=0.0, max_tokens=1, seed=0)
+        self.sample(0, [PromptRequest(0, (0,), request, 0)])
+        while self.sampling:
+            self._decode()
 
-    def stream(
-        self, prompts: Sequence[Sequence[int]], positions: Sequence[int], request: SamplingRequest
-    ) -> Iterator[list[tuple[int, list[Sample]]]]:
-        """Sample a group of responses for each prompt.
+    @property
+    def sampling(self) -> bool:
+        """Whether `step` has something to do."""
+        return bool(self._running)
 
-        Yields the (position, group) of all prompts that a decoding step has finished, as one message for the trainer.
-        The position of a prompt in the step's batch decides its seed.
-        The prefix cache is emptied before each call: a cached prefix changes the last bits of the log-probs, and equal
-        calls would return different values.
+    def answer(self, call: Call) -> list[Reply]:
+        """Run a call. Its reply is returned, or comes from `step` if it samples."""
+        try:
+            if call.method == "sample":
+                self.sample(call.number, **call.arguments)
+            else:
+                value = getattr(self, call.method)(**call.arguments)
+                self._replies.append(Reply(value, number=call.number))
+        except Exception as error:  # noqa: BLE001  any error of vLLM must reach the caller, who waits for an answer
+            self._replies.append(failure(error, call.number))
+        return self._take_replies()
+
+    def step(self) -> list[Reply]:
+        """Decode one token of each response. Returns a reply to each call of which prompts are complete now."""
+        try:
+            for call, groups in self._decode().items():
+                self._replies.append(Reply(groups, more=self._unfinished[call] > 0, number=call))
+        except Exception as error:  # noqa: BLE001  see `answer`
+            self._drop(error)
+        self._unfinished = +self._unfinished
+        return self._take_replies()
+
+    def info(self) -> Info:
+        """The model, its limits and its state."""
+        config = self._llm.llm_engine.vllm_config
+        return Info(
+            protocol=PROTOCOL,
+            instance=self._instance,
+            model=str(self._spec.model),
+            shapes=self._digest,
+            dtype=self._spec.dtype,
+            quantization=config.model_config.quantization or "none",
+            speculation=self._spec.speculation,
+            routes=self._spec.routes,
+            vllm=dict(self._spec.vllm),
+            max_model_len=config.model_config.max_model_len,
+            max_num_seqs=config.scheduler_config.max_num_seqs,
+            workers=config.parallel_config.world_size_across_dp,
+            transfer=self._backend,
+            holding=self._state.holding,
+            unusable=self._state.unusable,
+            generated=self._generated,
+            cached=self._cached,
+        )
+
+    def sample(
+        self,
+        call: int,
+        asked: Sequence[PromptRequest],
+        holding: Holding | None = None,
+        *,
+        keep_prefixes: bool = False,
+    ) -> None:
+        """Sample G responses to each prompt.
+
+        Each reply has the `Groups` that a decoding step has completed. The prefix cache is emptied before the first
+        prompt: a cached prefix changes the last bits of the log-probs, and equal calls would return different values.
+
+        Args:
+            call: its number.
+            asked: the prompts.
+            holding: weights that the caller expects; None: whichever.
+            keep_prefixes: do not empty the cache.
+
+        Raises:
+            Refusal: the engine holds other weights, or none that can be used.
+            InvalidRequest: vLLM does not accept a prompt.
         """
         from vllm import TokensPrompt
+        from vllm.exceptions import VLLMClientError
 
-        engine, version = self._ready()
-        copies = request.group_size if request.greedy else 1
-
-        def group_of(output: Any) -> tuple[int, list[Sample]]:
-            position, prompt = waiting.pop(output.request_id)
-            group = [
-                to_sample(position, prompt, one, version, self._tokenizer, self._vocab_size, routes=request.routes)
-                for one in output.outputs
-            ]
-            return position, group * copies
-
-        waiting = {str(position): (position, prompt) for position, prompt in zip(positions, prompts, strict=True)}
-        try:
-            for name, (position, prompt) in waiting.items():
-                tokens = TokensPrompt(prompt_token_ids=list(prompt))
-                engine.add_request(name, tokens, sampling_params(request, position))
-            while engine.has_unfinished_requests():
-                if finished := [group_of(output) for output in engine.step() if output.finished]:
-                    yield finished
-        finally:
-            if waiting:  # after an error: the next call must not meet these requests
-                engine.abort_request(list(waiting))
-
-    def turns(self, inbox: Inbox) -> Iterator[Answered]:
-        """Sample one response to each request of the inbox, until it ends; see `engine.turns`."""
-        from vllm import TokensPrompt
-
-        engine, version = self._ready()
-        waiting: dict[str, TurnRequest] = {}
-
-        def answer(output: Any) -> tuple[int, Turn]:
-            asked = waiting.pop(output.request_id)
-            one = to_sample(0, asked.ids, output.outputs[0], version, self._tokenizer, self._vocab_size)
-            return asked.number, Turn(one.response_ids, one.logprobs, one.text, ended_of(one))
-
-        try:
-            while (messages := inbox(not waiting)) is not None:
-                for message in messages:
-                    if isinstance(message, Abandon):
-                        names = [name for name in map(str, message.numbers) if waiting.pop(name, None) is not None]
-                        engine.abort_request(names)
-                    else:
-                        name, tokens = str(message.number), TokensPrompt(prompt_token_ids=list(message.ids))
-                        waiting[name] = message
-                        engine.add_request(name, tokens, sampling_params(message.request, message.turn, message.stop))
-                if waiting and (found := [answer(output) for output in engine.step() if output.finished]):
-                    yield found
-        finally:
-            if waiting:
-                engine.abort_request(list(waiting))
-
-    def _ready(self) -> tuple[Any, int]:
-        """vLLM's engine, without cached prefixes, and the version of the weights that it samples from."""
         if self._asleep:
             raise RunError(f"it is asleep ({', '.join(sorted(self._asleep))})")
-        self._state.check_usable()
-        self._llm.reset_prefix_cache()
-        return self._llm.llm_engine, self._state.holding.version
+        self._state.check_usable(holding)
+        if not (self.sampling or keep_prefixes):
+            self._llm.reset_prefix_cache()
+        if not asked:
+            self._replies.append(Reply([], number=call))
+        try:
+            for one in asked:
+                if one.request.routes and not self._spec.routes:
+                    raise InvalidRequest("it was started without --moe-routing-replay, and returns no routes")
+                parameters = sampling_params(one.request, one.position, one.stop)
+                name = str(one.number)
+                self._llm.llm_engine.add_request(name, TokensPrompt(prompt_token_ids=list(one.ids)), parameters)
+                self._running[name] = call, one
+                self._unfinished[call] += 1
+        except Exception as error:
+            self.abandon([one.number for one in asked])
+            if isinstance(error, (ValueError, VLLMClientError)):
+                raise InvalidRequest(str(error)) from error
+            raise
 
-    def init_transfer(self, init_info: dict[str, Any]) -> None:
+    def abandon(self, numbers: Sequence[int] | None = None) -> None:
+        """Stop sampling these prompts, or all; nobody waits for them."""
+        names = [name for name in self._running if numbers is None or int(name) in numbers]
+        for name in names:
+            call, _ = self._running.pop(name)
+            self._unfinished[call] -= 1
+        self._llm.llm_engine.abort_request(names)
+
+    def open_push(self, init_info: dict[str, Any]) -> None:
         """Pass the transport's parameters to vLLM."""
-        self._llm.init_weight_transfer_engine({"init_info": init_info})
+        with _refusals():
+            self._llm.init_weight_transfer_engine({"init_info": init_info})
 
-    def start_push(self, manifest: Manifest, version: int) -> None:
-        """Begin to replace the weights; nothing is sampled until `finish_push`."""
-        self.abort_push(f"push {version} has not ended")
-        with self._state.begin(Holding(version=version), manifest):
+    def start_push(self, holding: Holding, manifest: Manifest) -> None:
+        """Begin to replace the weights; nothing is sampled until `finish_push`. Unfinished responses are dropped."""
+        reason = f"push {holding.version} has not ended"
+        self.abort_push(reason)
+        self._drop(Refusal(reason))
+        with self._state.begin(holding, manifest), _refusals():
             self._llm.start_weight_update()
 
-    def update_weights(self, update_info: dict[str, Any]) -> None:
+    def update_push(self, holding: Holding, update_info: dict[str, Any]) -> None:
         """Load one bucket."""
-        with self._state.bucket(parts_of(update_info)):
+        with self._state.bucket(parts_of(update_info), holding), _refusals():
             self._llm.update_weights({"update_info": update_info})
 
-    def finish_push(self, version: int) -> None:
+    def finish_push(self, holding: Holding) -> None:
         """Serve the new weights, provided that all of them have come."""
-        with self._state.finish():
-            self._llm.finish_weight_update(weight_version=str(version))
+        with self._state.finish(holding), _refusals():
+            self._llm.finish_weight_update(weight_version=str(holding.version))
             check_reset(self._llm.reset_prefix_cache())
 
-    def read_back(self) -> list[dict[str, str]]:
-        """Digests of the weights in place, one dict per worker; see `weights.verify`."""
-        from oblr_megatron.weights.verify import read_back
+    def abort_push(self, reason: str, holding: Holding | None = None) -> None:
+        """Give up a push, if it is the open or the last one; None: whichever it is.
 
-        return self._llm.apply_model(read_back)
-
-    def speculation(self) -> Report:
-        """What speculation did since the last call; only of an engine that speculates."""
-        core: Any = self._llm.llm_engine.engine_core  # in this process
-        return core.engine_core.scheduler.take_report()
-
-    def abort_push(self, reason: str) -> None:
-        """Give up a push. The weights may be mixed until the next complete push."""
-        self._state.fail(reason)
+        The weights may be mixed until the next complete push.
+        """
+        self._state.fail(reason, holding)
         if self._state.leave_session():
             try:
                 self._llm.update_weights({"update_info": {}})
             except Exception:  # noqa: BLE001  a failing update is the only way to end vLLM's update session early
                 return
             raise AssertionError("vLLM accepted an empty update")
+
+    def digests(self) -> list[dict[str, str]]:
+        """Digests of the weights in place, one dict per worker; see `weights.verify`."""
+        from oblr_megatron.weights.verify import read_back
+
+        return self._llm.apply_model(read_back)
+
+    def speculation(self) -> Report:
+        """Drafts since the last call, and the bound; a `Refusal` if the engine does not speculate."""
+        if self._spec.speculation == "none":
+            raise Refusal("it was started without --speculation")
+        core: Any = self._llm.llm_engine.engine_core  # in this process
+        return core.engine_core.scheduler.take_report()
 
     def sleep(self, level: int) -> None:
         """Free GPU memory. Level 1 moves the weights to host memory; level 2 drops them, so a push must follow."""
@@ -169,3 +235,59 @@ class EngineServer:
         if asleep:
             self._llm.wake_up(tags=asleep)
             self._asleep -= set(asleep)
+
+    def _decode(self) -> dict[int, Groups]:
+        """One decoding step: the groups that it has completed, by their calls."""
+        complete: defaultdict[int, Groups] = defaultdict(list)
+        for output in self._llm.llm_engine.step():
+            if output.finished and output.request_id in self._running:
+                call, one = self._running.pop(output.request_id)
+                self._unfinished[call] -= 1
+                complete[call].append((one.number, self._group(one, output)))
+        return complete
+
+    def _group(self, one: PromptRequest, output: Any) -> list[Sample]:
+        version, routes = self._state.holding.version, one.request.routes
+        group = [
+            to_sample(one.position, one.ids, response, version, self._tokenizer, self._vocab_size, routes=routes)
+            for response in output.outputs
+        ]
+        self._generated += sum(len(sample.response_ids) for sample in group)
+        self._cached += output.num_cached_tokens or 0
+        return group * (one.request.group_size if one.request.greedy else 1)
+
+    def _drop(self, error: Exception) -> None:
+        """End all calls that sample with an error."""
+        calls = {call for call, _ in self._running.values()} | {*(+self._unfinished)}
+        self.abandon()
+        self._unfinished.clear()
+        self._replies += [failure(error, call) for call in calls]
+
+    def _take_replies(self) -> list[Reply]:
+        replies, self._replies = self._replies, []
+        return replies
+
+
+def failure(error: Exception, number: int = 0) -> Reply:
+    """The reply to a call that ended with an error. One that no code of ours has raised is printed in full."""
+    if isinstance(error, RunError):
+        return Reply(error=str(error), kind=type(error), number=number)
+    traceback.print_exception(error)
+    return Reply(error=f"{type(error).__name__}: {error}", number=number)
+
+
+@contextmanager
+def _refusals() -> Iterator[None]:
+    """An error of vLLM in a step of a push becomes a refusal.
+
+    Raises:
+        DamagedError: a bucket has another checksum than the trainer's.
+        Refusal: any other error.
+    """
+    try:
+        yield
+    except RunError:
+        raise
+    except Exception as error:  # any error: vLLM has no type of its own for a failed update
+        kind = DamagedError if DAMAGED in str(error) else Refusal
+        raise kind(str(error) or type(error).__name__) from error

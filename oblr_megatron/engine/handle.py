@@ -21,14 +21,14 @@ from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from subprocess import DEVNULL, STDOUT, Popen, TimeoutExpired
-from typing import Any
+from typing import IO, Any
 
 import torch
 
 from oblr_megatron.engine.channel import CHECK_SECONDS, Call, Channel, PeerGone, Reply
 from oblr_megatron.engine.http_messages import Report
-from oblr_megatron.engine.protocol import EngineSpec, SamplingRequest
-from oblr_megatron.engine.turns import Answered, TurnMessage
+from oblr_megatron.engine.protocol import EngineSpec, PromptRequest, SamplingRequest
+from oblr_megatron.engine.turns import Answered, Turn
 from oblr_megatron.errors import EngineDeadlineError, EngineLostError, RunError
 from oblr_megatron.formatting import log_tail
 from oblr_megatron.runtime.processes import alive, identity
@@ -37,6 +37,8 @@ from oblr_megatron.weights.shm import SharedBuffer
 
 GRACE_SECONDS = 5.0
 """Time for an ending engine and its child processes; then they are killed."""
+NOBODY = -1
+"""Number of a call whose reply nobody waits for."""
 
 _TORCHRUN = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "NODE_RANK", "OMP_NUM_THREADS")
 _MEGATRON = ("CUDA_DEVICE_MAX_CONNECTIONS",)  # 1 orders megatron-core's kernels, but would serialise vLLM's streams
@@ -83,6 +85,57 @@ def child_environment(environment: Mapping[str, str], spec: EngineSpec) -> dict[
     }
 
 
+def launch(
+    spec: EngineSpec, output: IO[bytes] | None = None, inherited: Sequence[int] = ()
+) -> tuple[Channel, Popen[bytes]]:
+    """Start an engine process. The first message on the channel is its reply to the start.
+
+    Args:
+        spec: of the engine.
+        output: for the process's output; None: where this process writes.
+        inherited: file descriptors that the process keeps.
+    """
+    own_end, child_end = socket.socketpair()
+    command = [sys.executable, "-m", "oblr_megatron.engine.worker", str(child_end.fileno()), str(os.getpid())]
+    with child_end:
+        process = Popen(
+            command,
+            env=child_environment(os.environ, spec),
+            stdin=DEVNULL,
+            stdout=output,
+            stderr=STDOUT,
+            pass_fds=(child_end.fileno(), *inherited),
+            start_new_session=True,  # the parent handles Ctrl-C; and one signal ends the engine's children, too
+        )
+    channel = Channel(own_end)
+    with suppress(PeerGone):  # the process is dead already: the wait for its reply reports it
+        channel.send(spec)
+    return channel, process
+
+
+def kill(process: Popen[bytes]) -> None:
+    """End an engine process and its children, whatever they are doing, and reap it."""
+    process.kill()
+    end = time.monotonic() + GRACE_SECONDS
+    while _others_in_group(process.pid) and time.monotonic() < end:
+        time.sleep(CHECK_SECONDS)  # workers end by themselves, and the last one removes what they shared
+    with suppress(ProcessLookupError):  # the whole group: an engine over several GPUs has child processes
+        os.killpg(process.pid, signal.SIGKILL)
+    with suppress(TimeoutExpired):  # in a driver that hangs it cannot be reaped; its engine is replaced anyway
+        process.wait(GRACE_SECONDS)
+
+
+def how_it_ended(process: Popen[bytes]) -> str:
+    """For an error message, of a process that is ending. Examples: "was ended by SIGKILL", "ended with status 1"."""
+    with suppress(TimeoutExpired):
+        process.wait(GRACE_SECONDS)
+    if process.returncode is None:
+        return "does not answer"
+    if process.returncode < 0:
+        return f"was ended by {signal.Signals(-process.returncode).name}"
+    return f"ended with status {process.returncode}"
+
+
 class VllmEngine:
     """The trainer's handle of an engine process.
 
@@ -102,6 +155,7 @@ class VllmEngine:
         self._lost: str | None = None
         self._closed = False
         self._wait_for: tuple[str, float, float] | None = None  # what, begin, seconds
+        self._number = 0  # of the last call; of the start before the first
         self._ready = False
         self._started_at = time.monotonic()
         self._channel, self._process = self._launch()
@@ -156,8 +210,9 @@ class VllmEngine:
         self.wait_ready()
         self._check_lost()
         begin = time.monotonic() if begin is None else begin
+        self._number += 1
         try:
-            self._channel.send(Call(method, arguments), begin + seconds)
+            self._channel.send(Call(method, arguments, self._number), begin + seconds)
         except TimeoutError:
             raise self._too_late(what, seconds) from None
         except PeerGone:
@@ -183,28 +238,51 @@ class VllmEngine:
             RunError: the engine refused.
         """
         what = f"{len(prompts)} x {request.group_size} samples of {self.spec.name}"
-        for finished in self._replies("stream", what, prompts=prompts, positions=positions, request=request):
-            yield from finished
+        pairs = zip(prompts, positions, strict=True)
+        asked = [PromptRequest(position, tuple(ids), request, position) for ids, position in pairs]
+        for reply in self._begin_sampling(what, asked):
+            yield from reply.value
+            if not reply.more:
+                return
 
     def begin_turns(self) -> Iterator[Answered]:
-        """Begin a call that samples the requests of `ask` (see `engine.turns`); yields the responses as they end.
+        """Begin a call that samples the requests of `ask`, until `end_turns`; yields the responses as they end.
 
         Read it in a thread of its own, and call `ask` in another. `wait_ready` must have returned before. Raises as
         `stream`.
         """
         self._turns_end = time.monotonic() + self.deadlines.generate
-        return self._replies("turns", f"the turns of {self.spec.name}")
+        replies = self._begin_sampling(f"the turns of {self.spec.name}", [])
 
-    def ask(self, messages: Sequence[TurnMessage] | None) -> None:
-        """Send requests to the open call of `begin_turns`; None ends it.
+        def answers() -> Iterator[Answered]:
+            for reply in replies:
+                if reply.value is None:  # the reply to `end_turns`
+                    return
+                yield [(number, Turn.of(sample)) for number, (sample,) in reply.value]
 
-        Nothing is raised: the thread that reads the call notices a lost engine.
+        return answers()
+
+    def ask(self, asked: Sequence[PromptRequest]) -> None:
+        """Sample one response to each request, in the open call of `begin_turns`.
+
+        Neither this nor the methods below raise: the thread that reads the call notices a lost engine.
         """
+        self._write(Call("sample", {"asked": asked, "keep_prefixes": True}, self._number))
+
+    def abandon(self, numbers: Sequence[int]) -> None:
+        """Take requests of `ask` back."""
+        self._write(Call("abandon", {"numbers": numbers}, NOBODY))
+
+    def end_turns(self) -> None:
+        """End the call of `begin_turns`; requests without a response are abandoned."""
+        self._write(Call("abandon", {}, self._number))
+
+    def _write(self, call: Call) -> None:
         with suppress(OSError):
-            self._writer.send(messages, self._turns_end)
+            self._writer.send(call, self._turns_end)
 
     def speculation(self) -> Report:
-        """What speculation did since the last call; see `EngineServer.speculation`."""
+        """Drafts since the last call, and the bound; see `EngineServer.speculation`."""
         return self.call("speculation", {}, what=f"{self.spec.name}'s speculation", seconds=self.deadlines.sleep)
 
     def sleep(self, level: int) -> None:
@@ -228,17 +306,12 @@ class VllmEngine:
             self._lose(message)
             raise EngineLostError(message) from error
 
-    def _replies(self, method: str, what: str, **arguments: Any) -> Iterator[Any]:
-        """Begin a call with many replies, within `deadlines.generate`; yields their values as they come."""
+    def _begin_sampling(self, what: str, asked: Sequence[PromptRequest]) -> Iterator[Reply]:
+        """Begin a call with many replies, within `deadlines.generate`."""
         begin, seconds = time.monotonic(), self.deadlines.generate
-        self.post(method, arguments, what=what, seconds=seconds, begin=begin)
+        self.post("sample", {"asked": asked}, what=what, seconds=seconds, begin=begin)
         self._wait_for = None
-
-        def values() -> Iterator[Any]:
-            while (reply := self._receive(what, begin, seconds)).more:
-                yield reply.value
-
-        return values()
+        return iter(lambda: self._receive(what, begin, seconds), None)
 
     def close(self) -> None:
         """End the process, whatever it is doing. May be called more than once."""
@@ -246,28 +319,16 @@ class VllmEngine:
         self._lose(f"{self.spec.name} is closed")
 
     def _launch(self) -> tuple[Channel, Popen[bytes]]:
-        own_end, child_end = socket.socketpair()
-        command = [sys.executable, "-m", "oblr_megatron.engine.worker", str(child_end.fileno()), str(os.getpid())]
         self.log.parent.mkdir(parents=True, exist_ok=True)
-        with child_end, self.log.open("ab") as output:
-            process = Popen(
-                command,
-                env=child_environment(os.environ, self.spec),
-                stdin=DEVNULL,
-                stdout=output,
-                stderr=STDOUT,
-                pass_fds=(child_end.fileno(), self.buffer.fd),
-                start_new_session=True,  # the trainer handles Ctrl-C; and one signal ends the engine's children, too
-            )
-        channel = Channel(own_end)
-        with suppress(PeerGone):  # the process is dead already: `wait_ready` reports it
-            channel.send(self.spec)
-        return channel, process
+        with self.log.open("ab") as output:
+            return launch(self.spec, output, (self.buffer.fd,))
 
     def _receive(self, what: str, begin: float, seconds: float) -> Reply:
         self._check_lost()
         try:
-            reply: Reply = self._channel.receive(begin + seconds, alive=lambda: self._process.poll() is None)
+            reply = Reply(number=NOBODY)
+            while reply.number != self._number:  # replies to a call that was given up are left
+                reply = self._channel.receive(begin + seconds, alive=lambda: self._process.poll() is None)
         except TimeoutError:
             raise self._too_late(what, seconds) from None
         except PeerGone:
@@ -282,9 +343,7 @@ class VllmEngine:
         return error
 
     def _died(self, what: str) -> EngineLostError:
-        with suppress(TimeoutExpired):
-            self._process.wait(GRACE_SECONDS)
-        ending = f"{self.spec.name} (process {self.pid}) {_ending(self._process.returncode)}"
+        ending = f"{self.spec.name} (process {self.pid}) {how_it_ended(self._process)}"
         self._lose(ending)
         return EngineLostError(f"{ending} while {self.owner} waited for {what}; {log_tail(self.log)}")
 
@@ -293,14 +352,7 @@ class VllmEngine:
         if self._lost is not None:
             return
         self._lost = reason
-        self._process.kill()
-        end = time.monotonic() + GRACE_SECONDS
-        while _others_in_group(self._process.pid) and time.monotonic() < end:
-            time.sleep(CHECK_SECONDS)  # workers end by themselves, and the last one removes what they shared
-        with suppress(ProcessLookupError):  # the whole group: an engine over several GPUs has child processes
-            os.killpg(self._process.pid, signal.SIGKILL)
-        with suppress(TimeoutExpired):  # in a driver that hangs it cannot be reaped; its engine is replaced anyway
-            self._process.wait(GRACE_SECONDS)
+        kill(self._process)
         self._channel.close()
         self._writer.close()
         self.buffer.close()
@@ -317,14 +369,6 @@ def _others_in_group(leader: int) -> bool:
             if int(name) != leader and os.getpgid(int(name)) == leader and alive(identity(int(name))):
                 return True
     return False
-
-
-def _ending(returncode: int | None) -> str:
-    if returncode is None:
-        return "does not answer"
-    if returncode < 0:
-        return f"was ended by {signal.Signals(-returncode).name}"
-    return f"ended with status {returncode}"
 
 
 def _free_memory() -> str:

@@ -1,4 +1,6 @@
-"""Messages between the trainer and an API server, as JSON: paths, bodies, answers. Imports no torch and no vllm.
+"""Calls of an engine as JSON over HTTP. Imports no torch and no vllm.
+
+A path names a method of `engine.core.EngineServer`. The body holds its arguments, and the answer its value.
 
 A server holds the weights of one push, named by a `Holding`: a `holder` that each run draws, and a version. A request
 for samples names the holding that it expects, and a server that holds anything else refuses. So a restarted server or
@@ -10,32 +12,31 @@ from __future__ import annotations
 import base64
 import hashlib
 import json
-from collections.abc import Mapping, Sequence
-from dataclasses import asdict
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, Literal
 
 import numpy as np
 from numpy.typing import NDArray
-from pydantic import BaseModel, ConfigDict, Field
+from pydantic import BaseModel, ConfigDict
 
-from oblr_megatron.engine.protocol import SamplingRequest
+from oblr_megatron.engine.protocol import PromptRequest
 from oblr_megatron.engine.routes import routes_of
 from oblr_megatron.errors import RunError
 from oblr_megatron.types import Sample
 
-PREFIX = "/oblr"
 API_KEY = "OBLR_API_KEY"
 """Environment variable with the key of the servers."""
-INFO, GENERATE, DIGESTS, SPECULATION = (f"{PREFIX}/{name}" for name in ("info", "generate", "digests", "speculation"))
-PUSH = tuple(f"{PREFIX}/push/{step}" for step in ("open", "start", "update", "finish", "abort"))
-PUSH_OPEN, PUSH_START, PUSH_UPDATE, PUSH_FINISH, PUSH_ABORT = PUSH
+HEALTH = "/health"
+PUSH = ("open_push", "start_push", "update_push", "finish_push", "abort_push")
+PATHS = {method: f"/oblr/{method}" for method in ("info", "sample", *PUSH, "digests", "speculation")}
+"""Path of each method that can be called over HTTP."""
 REFUSED, INVALID, FAILED = 409, 400, 500
 """HTTP status if the server's state forbids the request, if the request is invalid, and if the engine failed."""
 
 DAMAGED = "damaged"
 """The "kind" in the JSON of a refusal if a bucket was damaged on the way: a second push may help."""
 
-PROTOCOL = 5
+PROTOCOL = 6
 """Version of these messages, to be raised with every change. Both sides must have the same."""
 
 
@@ -53,11 +54,11 @@ class Holding(Message):
 
 
 class Info(Message):
-    """What a server says about itself.
+    """Settings and state of a server.
 
     Example: Info(protocol=1, instance="7d3a90", model="/models/q", shapes="5be1...", dtype="float32",
                   max_model_len=1536, max_num_seqs=256, workers=1, transfer="oblr_server_shm", holding=Holding(),
-                  unusable=None)
+                  unusable=None, generated=51200, cached=0)
     """
 
     protocol: int
@@ -75,34 +76,8 @@ class Info(Message):
     transfer: str  # name of the weight-transfer backend
     holding: Holding
     unusable: str | None
-
-
-class GenerateBody(Message):
-    """Prompts with their positions in the step's batch; the other fields are those of `SamplingRequest`."""
-
-    holding: Holding
-    prompts: list[list[int]] = Field(min_length=1)
-    positions: list[int]
-    group_size: int = Field(ge=1)
-    temperature: float
-    max_tokens: int = Field(ge=1)
-    seed: int
-    top_p: float
-    top_k: int
-    routes: bool = False
-
-    @classmethod
-    def of(
-        cls, holding: Holding, request: SamplingRequest, prompts: Sequence[Sequence[int]], positions: Sequence[int]
-    ) -> GenerateBody:
-        """A request for some prompts of a batch."""
-        return cls(
-            holding=holding, prompts=[list(ids) for ids in prompts], positions=list(positions), **asdict(request)
-        )
-
-    def request(self) -> SamplingRequest:
-        """How to sample the prompts."""
-        return SamplingRequest(**self.model_dump(exclude={"holding", "prompts", "positions"}))
+    generated: int  # tokens of complete responses since the start
+    cached: int  # prompt tokens of these that came from the prefix cache
 
 
 class Routes(Message):
@@ -142,29 +117,34 @@ class Response(Message):
     routes: Routes | None = None
 
 
-class GenerateAnswer(Message):
-    """A group of responses for each prompt, in the order of the request, and the weights that sampled them."""
+class SampleAnswer(Message):
+    """The answer to `sample`: a group of responses for each prompt, in their order, and the weights that drew them."""
 
     holding: Holding
     groups: list[list[Response]]
 
-    def samples(self, prompts: Sequence[Sequence[int]], positions: Sequence[int]) -> list[list[Sample]]:
+    @classmethod
+    def of(cls, holding: Holding, groups: Iterable[Sequence[Sample]]) -> SampleAnswer:
+        """From samples."""
+        return cls.model_construct(holding=holding, groups=[[to_response(one) for one in group] for group in groups])
+
+    def samples(self, asked: Sequence[PromptRequest]) -> list[list[Sample]]:
         """The groups as `Sample` records; raises as `Routes.routes`."""
         return [
             [
                 Sample(
-                    group=position,
-                    prompt_ids=tuple(prompt),
-                    response_ids=one.ids,
-                    logprobs=one.logprobs,
-                    text=one.text,
-                    finish_reason=one.finish_reason,
+                    group=one.position,
+                    prompt_ids=one.ids,
+                    response_ids=response.ids,
+                    logprobs=response.logprobs,
+                    text=response.text,
+                    finish_reason=response.finish_reason,
                     version=self.holding.version,
-                    routes=None if one.routes is None else one.routes.routes(len(prompt) + len(one.ids)),
+                    routes=response.routes.routes(len(one.ids) + len(response.ids)) if response.routes else None,
                 )
-                for one in group
+                for response in group
             ]
-            for position, prompt, group in zip(positions, prompts, self.groups, strict=True)
+            for one, group in zip(asked, self.groups, strict=True)
         ]
 
 
@@ -184,41 +164,8 @@ def to_response(sample: Sample) -> Response:
     )
 
 
-class OpenBody(Message):
-    """Parameters of the transport; the keys are those of the backend."""
-
-    init_info: dict[str, Any]
-
-
-class StartBody(Message):
-    """A push begins; its manifest is a list of (name, dtype, shape)."""
-
-    holding: Holding
-    manifest: list[tuple[str, str, tuple[int, ...]]]
-
-
-class UpdateBody(Message):
-    """One bucket of the push that `holding` names."""
-
-    holding: Holding
-    update_info: dict[str, Any]
-
-
-class FinishBody(Message):
-    """All buckets have been sent."""
-
-    holding: Holding
-
-
-class AbortBody(Message):
-    """The trainer gives the push up."""
-
-    holding: Holding
-    reason: str
-
-
 class Report(Message):
-    """What an engine's speculation did since the last report.
+    """Drafts of an engine since the last report, and the bound.
 
     Example: Report(drafts=120, proposed=540, accepted=310, below=7)
     """
@@ -227,12 +174,6 @@ class Report(Message):
     proposed: int  # tokens in them
     accepted: int  # of these tokens
     below: int  # see `BreakEven.below`
-
-
-class DigestsAnswer(Message):
-    """Digests of the weights in place, one dict per worker; see `weights.verify`."""
-
-    workers: list[dict[str, str]]
 
 
 def shapes_digest(shapes: Mapping[str, Sequence[int]]) -> str:

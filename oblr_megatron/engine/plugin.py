@@ -9,12 +9,18 @@ from __future__ import annotations
 
 import multiprocessing
 import os
-from typing import Any
 
 SHM_BACKEND = "oblr_shm"
 IPC_BACKEND = "oblr_ipc"
 SERVER_SHM_BACKEND = "oblr_server_shm"
 NCCL_BACKEND = "oblr_nccl"
+BACKENDS = {
+    ("cpu", False): SHM_BACKEND,
+    ("cuda", False): IPC_BACKEND,
+    ("cpu", True): SERVER_SHM_BACKEND,
+    ("cuda", True): NCCL_BACKEND,
+}
+"""Transport of weights by device and `EngineSpec.server`."""
 
 
 def register() -> None:
@@ -26,7 +32,7 @@ def register() -> None:
     from oblr_megatron.runtime.gloo import share_device
     from oblr_megatron.runtime.malloc import keep_freed_memory
 
-    die_with_server()
+    die_with_engine()
     register_transfer_engines()
     exact_sampling.install()
     if current_platform.is_cpu():
@@ -38,8 +44,8 @@ def register() -> None:
         routes.allow_on_cpu()
 
 
-def die_with_server() -> None:
-    """End a process that vLLM's API server or engine has started when its parent ends, even by SIGKILL."""
+def die_with_engine() -> None:
+    """End a process that a vLLM engine has started when its parent ends, even by SIGKILL."""
     from oblr_megatron.runtime.processes import die_with
 
     starter = multiprocessing.parent_process()
@@ -59,15 +65,3 @@ def register_transfer_engines() -> None:
     ):
         if name not in WeightTransferEngineFactory._registry:
             WeightTransferEngineFactory.register_engine(name, f"oblr_megatron.engine.{module}", class_name)
-
-
-class ReadBack:
-    """Mixed into vLLM's worker class in an API server (--worker-extension-cls)."""
-
-    model_runner: Any
-
-    def oblr_read_back(self) -> dict[str, str]:
-        """Digests of the weights in place; see `weights.verify`. The server calls this method by name."""
-        from oblr_megatron.weights.verify import read_back
-
-        return read_back(self.model_runner.get_model())

@@ -108,6 +108,20 @@ def prompt_seed(seed: int, position: int) -> int:
 
 
 @dataclass(frozen=True, slots=True)
+class PromptRequest:
+    """A prompt to sample a group of responses to.
+
+    Example: PromptRequest(number=7, ids=(5, 9), request=SamplingRequest(1, 1.0, 64, 3), position=0)
+    """
+
+    number: int  # names it in the engine's replies, and differs from those of all prompts that are being sampled
+    ids: tuple[int, ...]  # in an episode everything so far: prompt, earlier responses, observations
+    request: SamplingRequest
+    position: int  # in the step's batch, or the turn of an episode; decides the seed
+    stop: tuple[int, ...] = ()  # tokens that end a response, in addition to the model's
+
+
+@dataclass(frozen=True, slots=True)
 class EngineSpec:
     """The settings of an engine process.
 
@@ -133,6 +147,7 @@ class EngineSpec:
     speculation_below: int | None = None  # most sequences that are sampled with drafts; None: measured
     seed: int = 0
     routes: bool = False  # whether the engine can return routes (`engine.routes`)
+    server: bool = False  # whether it stands behind `engine.http_door`, not next to a rank
     vllm: Mapping[str, Any] = field(default_factory=dict)  # further options of vLLM's engine
 
     @property

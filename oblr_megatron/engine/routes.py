@@ -64,9 +64,9 @@ def routes_of(rows: NDArray[np.unsignedinteger[Any]] | None, tokens: int) -> NDA
     Raises:
         RunError: there is not one row for each input.
     """
-    found = None if rows is None else len(rows)
-    if rows is None or found != tokens - 1:
-        raise RunError(f"the engine returned routes of {found} positions for a sample of {tokens} tokens")
+    positions = None if rows is None else len(rows)
+    if rows is None or positions != tokens - 1:
+        raise RunError(f"the engine returned routes of {positions} positions for a sample of {tokens} tokens")
     routes = np.full((tokens, *rows.shape[1:]), UNKNOWN, np.int16)
     routes[:-1] = rows
     return routes

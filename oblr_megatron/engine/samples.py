@@ -1,7 +1,4 @@
-"""Converts requests to vLLM's sampling parameters, and vLLM's completions to checked samples.
-
-Engine processes and API servers both use it, so the draws do not depend on where a prompt is sampled.
-"""
+"""Converts requests to vLLM's sampling parameters, and vLLM's completions to checked samples."""
 
 from __future__ import annotations
 

@@ -1,10 +1,9 @@
-"""`oblr-megatron serve`: starts vLLM's API server with the options, plugins and access checks for `rollout.servers`.
+"""`oblr-megatron serve`: checks the options, and starts an engine behind an HTTP server for `rollout.servers`.
 
     OBLR_API_KEY=... oblr-megatron serve --model models/q --host 10.0.0.5 --port 8000
 
-After its checks the command replaces itself by the server, so there is one process to signal; the engine's processes
-end with it. Every client can replace the weights. So the server listens on loopback, or on one interface with a key.
-Imports of other packages are inside the functions, because every command loads this module for its options.
+Every client can replace the weights. So the server listens on loopback, or on one interface with a key. Imports of
+other packages are inside the functions, because every command loads this module for its options.
 """
 
 from __future__ import annotations
@@ -12,25 +11,15 @@ from __future__ import annotations
 import argparse
 import os
 import socket
-import sys
 from collections.abc import Callable, Mapping
-from importlib.metadata import entry_points
 from ipaddress import ip_address
 from pathlib import Path
 from typing import Any, Literal
 
 from oblr_megatron.checks.layout import heads_problem
 from oblr_megatron.checks.machine import check_head_size
-from oblr_megatron.checks.vllm_options import (
-    KEY,
-    cache_bytes,
-    check_processor,
-    check_routes,
-    check_vllm_options,
-    command_words,
-)
+from oblr_megatron.checks.vllm_options import cache_bytes, check_processor, check_routes, check_vllm_options
 from oblr_megatron.engine.http_messages import API_KEY
-from oblr_megatron.engine.plugin import NCCL_BACKEND, SERVER_SHM_BACKEND
 from oblr_megatron.engine.protocol import EngineSpec
 from oblr_megatron.engine.speculation import METHODS, check_installed
 from oblr_megatron.errors import UserError
@@ -38,13 +27,6 @@ from oblr_megatron.families import head_dim
 from oblr_megatron.runtime.command_line import LARGEST, amount, count, port_number, whole
 
 MIN_KEY_LENGTH = 16
-PLUGIN = "oblr_megatron"
-PLUGIN_GROUPS = ("vllm.general_plugins", "vllm.endpoint_plugins")
-_NOT_INHERITED = (
-    "VLLM_SERVER_DEV_MODE",  # opens endpoints that can run any method in the engine
-    "VLLM_ALLOW_INSECURE_SERIALIZATION",  # accepts pickles
-    "VLLM_API_KEY",  # guards some paths only; our middleware guards all
-)
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -108,18 +90,18 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def serve(options: argparse.Namespace) -> int:
-    """Check the options, and replace this process by vLLM's API server.
+    """Check the options, and serve until a signal; returns the exit status.
 
     Raises:
         UserError: an option is wrong, the port is taken, or others could reach the server without a key.
+        RunError: the engine did not start, or has died.
     """
     from oblr_megatron.checkpoint.hf_dir import check_hf_dir
 
-    key = os.environ.get(options.api_key_env, "")
+    key = os.environ.pop(options.api_key_env, "")  # the engine needs none
     check_exposure(options.host, key, options.api_key_env)
     check_address(options.host, options.port)
     model = check_hf_dir(options.model)
-    check_installation()
 
     import torch
 
@@ -133,18 +115,19 @@ def serve(options: argparse.Namespace) -> int:
         check_routes(model.config, spec.vllm, spec.speculation, on_gpu=on_gpu, where="command line")
     check_sizes(spec, model.config, torch.cuda.device_count())
     model.tokenizer()  # raises if it does not fit the model
-    environment = server_environment(os.environ, spec, key, own_key_variable=options.api_key_env)
     if options.die_with_parent:
         from oblr_megatron.runtime.processes import die_with
 
         die_with(os.getppid())
-    sys.stdout.flush()
-    os.execve(sys.executable, command(spec, options.host, options.port), environment)
+
+    from oblr_megatron.engine.http_door import run
+
+    return run(spec, options.host, options.port, key)
 
 
 def check_exposure(host: str, key: str, variable: str) -> None:
     """Refuse (UserError) to listen where other machines can reach the server without a key, or with a weak one."""
-    from oblr_megatron.engine.server_guard import is_loopback
+    from oblr_megatron.engine.http_door import is_loopback
 
     if _is_wildcard(host):
         what = f"{host!r} is every interface of this machine"
@@ -203,15 +186,6 @@ def check_sizes(spec: EngineSpec, hf_config: Mapping[str, Any], devices: int) ->
         raise UserError(what, where="--kv-cache-gib", fix="raise it, or lower --max-model-len")
 
 
-def check_installation() -> None:
-    """Refuse (UserError) to start a server that would not find our plugins in the installed package's metadata."""
-    for group in PLUGIN_GROUPS:
-        if PLUGIN not in entry_points(group=group).names:
-            what = f"the installed package names no plugin {PLUGIN!r} for {group}"
-            fix = "install the package again: pip install --no-deps --no-build-isolation --editable ."
-            raise UserError(what, where="installation", fix=fix)
-
-
 def spec_of(options: argparse.Namespace, device: Literal["cpu", "cuda"]) -> EngineSpec:
     """The spec of the server's engine."""
     default: Literal["float32", "bfloat16"] = "bfloat16" if device == "cuda" else "float32"
@@ -231,6 +205,7 @@ def spec_of(options: argparse.Namespace, device: Literal["cpu", "cuda"]) -> Engi
         speculation_below=options.speculation_below,
         seed=options.seed,
         routes=options.moe_routing_replay,
+        server=True,
         vllm=_vllm_options(options.vllm),
     )
 
@@ -243,44 +218,6 @@ def _vllm_options(texts: list[str]) -> dict[str, Any]:
     for text in texts:
         apply_override(table, text)
     return table
-
-
-def server_environment(
-    environment: Mapping[str, str], spec: EngineSpec, key: str, own_key_variable: str = ""
-) -> dict[str, str]:
-    """The server process's environment: that of an engine process, plus our plugins' names and the guard's key.
-
-    The key is empty for none. It came from `own_key_variable`, which is removed.
-    """
-    from oblr_megatron.engine.handle import child_environment
-    from oblr_megatron.engine.server_guard import KEY_VARIABLE
-
-    kept = child_environment(environment, spec)
-    if spec.device == "cuda":  # on a CPU it stays 0, which saves a process between engine and model
-        kept.pop("VLLM_ENABLE_V1_MULTIPROCESSING")
-    for name in (*_NOT_INHERITED, KEY_VARIABLE, own_key_variable):
-        kept.pop(name, None)
-    return kept | {"VLLM_PLUGINS": PLUGIN} | ({KEY_VARIABLE: key} if key else {})
-
-
-def command(spec: EngineSpec, host: str, port: int) -> list[str]:
-    """The server's command line. (`vllm serve` needs a package named vllm; vLLM's CPU build has another name.)"""
-    from oblr_megatron.engine.arguments import vllm_arguments
-
-    arguments = vllm_arguments(spec, NCCL_BACKEND if spec.device == "cuda" else SERVER_SHM_BACKEND)
-    own = arguments.pop("additional_config", {}) | ({KEY: dict(spec.vllm)} if spec.vllm else {})
-    options = {
-        "host": host,
-        "port": port,
-        "worker_extension_cls": "oblr_megatron.engine.plugin.ReadBack",
-        "middleware": "oblr_megatron.engine.server_guard.Guard",
-        "allowed_origins": "[]",
-        "disable_fastapi_docs": True,
-        "disable_uvicorn_access_log": True,
-        **({"additional_config": own} if own else {}),
-        **arguments,
-    }
-    return [sys.executable, "-m", "vllm.entrypoints.openai.api_server", *command_words(options)]
 
 
 def _seed(text: str) -> int:
@@ -301,8 +238,8 @@ def _is_wildcard(host: str) -> bool:
     if not host:
         return True
     try:
-        found = socket.getaddrinfo(host, None, type=socket.SOCK_STREAM)
+        infos = socket.getaddrinfo(host, None, type=socket.SOCK_STREAM)
     except OSError:
         return False  # `check_address` reports it
-    addresses = [ip_address(str(sockaddr[0]).partition("%")[0]) for *_, sockaddr in found]
+    addresses = [ip_address(str(sockaddr[0]).partition("%")[0]) for *_, sockaddr in infos]
     return any((getattr(one, "ipv4_mapped", None) or one).is_unspecified for one in addresses)

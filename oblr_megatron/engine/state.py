@@ -1,14 +1,13 @@
 """State machine of an engine's weights: the open push, the weights served, and why it may not sample. Imports no torch.
 
-An engine samples from one complete set of weights, or not at all. Both kinds of engine (`core.EngineServer`, a process
-of the run, and `server_model.ServedModel`, an API server) make each vLLM call about weights inside a step of this
-class:
+An engine samples from one complete set of weights, or not at all. `core.EngineServer` makes each vLLM call about
+weights inside a step of this class:
 
-    with state.begin(Holding(version=3), manifest):
+    with state.begin(holding, manifest):                       # Holding(version=3)
         llm.start_weight_update()
-    with state.bucket(parts):                                  # one step per bucket
+    with state.bucket(parts, holding):                         # one step per bucket
         llm.update_weights({"update_info": update_info})
-    with state.finish():
+    with state.finish(holding):
         llm.finish_weight_update("3")
         check_reset(llm.reset_prefix_cache())
     state.check_usable()                                       # before each request for samples
@@ -39,6 +38,10 @@ class Refusal(RunError):
     """The request does not fit the state of the engine. The engine itself is healthy."""
 
 
+class InvalidRequest(RunError):
+    """The request can be met in no state of the engine. The engine itself is healthy."""
+
+
 class WeightState:
     """The weights of one engine; not thread-safe."""
 
@@ -61,14 +64,14 @@ class WeightState:
             yield
 
     @contextmanager
-    def bucket(self, parts: Sequence[Part], holding: Holding | None = None) -> Iterator[None]:
-        """Load one bucket of the push `holding`; None on a connection that carries one push at a time."""
+    def bucket(self, parts: Sequence[Part], holding: Holding) -> Iterator[None]:
+        """Load one bucket of the push `holding`."""
         with self._fails(self._open(holding)):
             self._ledger.take(parts)
             yield
 
     @contextmanager
-    def finish(self, holding: Holding | None = None) -> Iterator[None]:
+    def finish(self, holding: Holding) -> Iterator[None]:
         """End the push; the engine may sample from its weights afterwards."""
         pushed = self._open(holding)
         with self._fails(pushed):
@@ -97,11 +100,11 @@ class WeightState:
         if holding not in (None, self.holding):
             raise Refusal(f"it holds {_name(self.holding)}, not {_name(holding)}")
 
-    def _open(self, holding: Holding | None) -> Holding:
-        if self.pushing is None or holding not in (None, self.pushing):
-            what = "no push is open" if holding is None else f"push {holding.version} is not open"
+    def _open(self, holding: Holding) -> Holding:
+        if holding != self.pushing:
+            what = f"push {holding.version} is not open"
             raise Refusal(f"{what}: {self.unusable}" if self.unusable else what)
-        return self.pushing
+        return holding
 
     @contextmanager
     def _fails(self, holding: Holding) -> Iterator[None]:

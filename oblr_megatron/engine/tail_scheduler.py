@@ -20,8 +20,6 @@ class TailScheduler(Scheduler):
     """Chooses before each step whether the drafts that it proposes will be verified by the next one."""
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
-        from vllm.v1.engine.core import EngineCore
-
         super().__init__(*args, **kwargs)
         config = self.vllm_config
         assert config.speculative_config is not None, "only an engine that speculates has this scheduler"
@@ -35,8 +33,6 @@ class TailScheduler(Scheduler):
         self._has_drafts = self._next_has_drafts = False
         self._began = 0.0
         self._drafts = self._proposed = self._accepted = 0
-        # An API server's front end runs in another process and can only call methods of the core.
-        EngineCore.oblr_speculation = _speculation_of  # type: ignore[attr-defined]
 
     def schedule(self, throttle_prefills: bool = False) -> SchedulerOutput:
         self._began = time.perf_counter()
@@ -72,9 +68,3 @@ class TailScheduler(Scheduler):
         drafts, proposed, accepted = self._drafts, self._proposed, self._accepted
         self._drafts = self._proposed = self._accepted = 0
         return Report(drafts=drafts, proposed=proposed, accepted=accepted, below=self._break_even.below)
-
-
-def _speculation_of(core: Any) -> dict[str, int]:
-    """The method that an API server's front end calls by name; its answer is encoded with msgpack."""
-    report: Report = core.scheduler.take_report()
-    return report.model_dump()

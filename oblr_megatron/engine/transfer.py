@@ -1,6 +1,6 @@
 """vLLM weight-transfer engines for pushes (`vllm.distributed.weight_transfer`): the side that runs inside vLLM.
 
-`oblr_shm`: shared memory, for engines on a CPU. `oblr_server_shm`: the same for an API server on the trainer's machine.
+`oblr_shm`: shared memory, for engines on a CPU. `oblr_server_shm`: the same for a server on the trainer's machine.
 `oblr_ipc`: vLLM's own CUDA IPC engine, made to recover from a broken push. A push is a start, any number of updates,
 and a finish. Each message has its own answer, so neither side ever waits while it holds something that the other needs.
 Completeness and versions are checked in `engine.state`.

@@ -1,4 +1,4 @@
-"""`oblr_nccl`: a push into an API server on GPUs, over vLLM's own NCCL backend. Not yet run on a GPU.
+"""`oblr_nccl`: a push into a server on GPUs, over vLLM's own NCCL backend. Not yet run on a GPU.
 
 vLLM's engine receives a whole model in one update. This one receives one bucket per update. So a push needs memory for
 the model and one bucket, each checksum is compared before the bucket is loaded, and the engine's ledger can follow the

@@ -11,40 +11,45 @@ import os
 import signal
 import socket
 import sys
-import traceback
-from collections.abc import Callable, Collection, Iterator
-from functools import partial
-from typing import Any
+from collections.abc import Collection
+from contextlib import suppress
 
-from oblr_megatron.engine.channel import Call, Channel, PeerGone, Reply
-from oblr_megatron.engine.core import EngineServer
+from oblr_megatron.engine.channel import Channel, PeerGone, Reply
+from oblr_megatron.engine.core import EngineServer, failure
 from oblr_megatron.engine.protocol import EngineSpec
-from oblr_megatron.engine.turns import inbox_of
-from oblr_megatron.errors import DamagedError, RunError
 from oblr_megatron.runtime.garbage import no_collection
 from oblr_megatron.runtime.processes import die_with
 from oblr_megatron.runtime.stopping import SIGNALS
 
 
 def main(arguments: list[str]) -> int:
-    """Receive the spec, start the engine, and answer calls until the trainer ends."""
+    """Receive the spec, start the engine, and answer calls until the parent ends."""
     fd, parent = (int(argument) for argument in arguments)
     die_with(parent)
     outlive(SIGNALS)
     os.set_inheritable(fd, False)
-    channel = Channel(socket.socket(fileno=fd))
-    try:
-        spec: EngineSpec = channel.receive()
-        server = _answer(channel, lambda: _start(spec))
-        while server is not None:
-            call = channel.receive()
-            if not isinstance(call, Call):
-                continue  # a request for a turn that came after its call had failed
-            own = {"inbox": inbox_of(channel)} if call.method == "turns" else {}
-            _answer(channel, partial(getattr(server, call.method), **call.arguments, **own))
-    except PeerGone:
-        pass
+    with suppress(PeerGone):
+        serve(Channel(socket.socket(fileno=fd)))
     return 0
+
+
+def serve(channel: Channel) -> None:
+    """Start the engine, and answer calls. A start that fails is answered, too, and nothing after it.
+
+    Raises:
+        PeerGone: the parent has ended.
+    """
+    spec: EngineSpec = channel.receive()
+    try:
+        engine = _start(spec)
+    except Exception as error:  # noqa: BLE001  any error of vLLM must reach the parent, which waits for an answer
+        channel.send(failure(error))
+        return
+    channel.send(Reply())
+    while True:
+        replies = engine.answer(channel.receive()) if channel.ready() or not engine.sampling else engine.step()
+        for reply in replies:
+            channel.send(reply)
 
 
 def outlive(signals: Collection[signal.Signals]) -> None:
@@ -64,30 +69,6 @@ def _start(spec: EngineSpec) -> EngineServer:
     register()  # vLLM calls it only if the package is installed and VLLM_PLUGINS includes it
     with no_collection():  # vLLM collects at the end of the start
         return EngineServer(spec)
-
-
-def _answer(channel: Channel, call: Callable[[], Any]) -> Any:
-    """Run a call and send its value or its error. Returns the value, or None after an error.
-
-    The values of an iterator are sent one by one, as they come.
-    """
-    try:
-        value = call()
-        if isinstance(value, Iterator):
-            for part in value:
-                channel.send(Reply(value=part, more=True))
-            value = None
-    except PeerGone:
-        raise
-    except RunError as error:
-        channel.send(Reply(error=str(error), kind=DamagedError if isinstance(error, DamagedError) else RunError))
-        return None
-    except Exception as error:  # noqa: BLE001  any error of vLLM must reach the trainer, which waits for an answer
-        traceback.print_exc()
-        channel.send(Reply(error=f"{type(error).__name__}: {error}"))
-        return None
-    channel.send(Reply(value=None if isinstance(value, EngineServer) else value))
-    return value
 
 
 if __name__ == "__main__":

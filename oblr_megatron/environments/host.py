@@ -23,8 +23,8 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 from oblr_megatron.engine.channel import CHECK_SECONDS, PeerGone
-from oblr_megatron.engine.protocol import SamplingRequest, prompt_seed
-from oblr_megatron.engine.turns import Abandon, Answered, TurnRequest
+from oblr_megatron.engine.protocol import PromptRequest, SamplingRequest, prompt_seed
+from oblr_megatron.engine.turns import Answered
 from oblr_megatron.environments.launcher import Launcher, Process
 from oblr_megatron.environments.messages import Answer, Begin, Ended, Wish
 from oblr_megatron.environments.watch import NOBODY
@@ -141,7 +141,7 @@ class EpisodeHost:
             self._end_process()
             raise
         finally:
-            engine.ask(None)
+            engine.end_turns()
             reader.join()
             self._forget_messages()
 
@@ -217,14 +217,14 @@ class EpisodeHost:
         running.waits += 1
         batch.wishes.append(wish)
 
-    def _request(self, batch: _Batch, wish: Wish) -> TurnRequest:
+    def _request(self, batch: _Batch, wish: Wish) -> PromptRequest:
         number, batch.requests = batch.requests, batch.requests + 1
         batch.waiting[number] = (wish.number, wish.call)
         options, seed = batch.request, batch.running[wish.number].begin.seed
         request = SamplingRequest(
             1, options.temperature, wish.max_tokens, seed, top_p=options.top_p, top_k=options.top_k
         )
-        return TurnRequest(number, wish.ids, request, turn=wish.call, stop=wish.stop)
+        return PromptRequest(number, wish.ids, request, position=wish.call, stop=wish.stop)
 
     def _all_wait(self, batch: _Batch) -> bool:
         """Whether every episode waits for a response, and the engine has none to sample."""
@@ -308,7 +308,7 @@ class EpisodeHost:
         for request in numbers:
             batch.waiting.pop(request)
         if numbers:
-            batch.engine.ask([Abandon(numbers)])
+            batch.engine.abandon(numbers)
 
     def _tell(self, batch: _Batch, messages: Sequence[Begin | Answer]) -> None:
         """Send to the process. One that does not read is blocked, and one that has ended is noticed by its reader."""

@@ -168,10 +168,10 @@ class ColocatedEngines(RecoveringEngines):
 
         def run(put: Put) -> None:
             if episodes is not None:
-                found: Groups = {}
-                store = found.__setitem__ if whole else put
+                groups_of_episodes: Groups = {}
+                store = groups_of_episodes.__setitem__ if whole else put
                 episodes.sample(engine, prompts, mine, request, store, version=version)
-                groups: Iterable[tuple[int, list[Sample]]] = sorted(found.items())
+                groups: Iterable[tuple[int, list[Sample]]] = sorted(groups_of_episodes.items())
             else:
                 groups = engine.stream(ids, mine, request) if ids else ()
             # With `whole`, a lost engine has put nothing, and its whole share is sampled again: the same batch gives
@@ -190,10 +190,10 @@ class ColocatedEngines(RecoveringEngines):
             except RunError:
                 return None
 
-        found = self._on_owners(told, "the engines' speculation", seconds=self._deadlines.sleep)
-        if None in found:
+        reports = self._on_owners(told, "the engines' speculation", seconds=self._deadlines.sleep)
+        if None in reports:
             self._note_loss()
-        return [report for report in found if report is not None]
+        return [report for report in reports if report is not None]
 
     def _deliver(self, source: Source, version: int) -> PushStats:
         """One push into all engines, and a second one if a bucket arrived damaged."""

@@ -122,17 +122,17 @@ def _free(joined: asyncio.Future[Any]) -> None:
 
 def _in_thread(call: Callable[[], Value]) -> asyncio.Future[Value]:
     """Run a call in a daemon thread: a failed rendezvous may hang for minutes, and the trainer must be able to end."""
-    found: Future[Value] = Future()
-    found.set_running_or_notify_cancel()  # from here on it cannot be cancelled, so that a result can always be set
+    outcome: Future[Value] = Future()
+    outcome.set_running_or_notify_cancel()  # from here on it cannot be cancelled, so that a result can always be set
 
     def run() -> None:
         try:
-            found.set_result(call())
+            outcome.set_result(call())
         except Exception as error:  # noqa: BLE001  raised again where the future is awaited
-            found.set_exception(error)
+            outcome.set_exception(error)
 
     threading.Thread(target=run, name="nccl rendezvous", daemon=True).start()
-    return asyncio.wrap_future(found)
+    return asyncio.wrap_future(outcome)
 
 
 def _address_towards(url: str) -> str:

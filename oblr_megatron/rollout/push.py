@@ -20,6 +20,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
+from oblr_megatron.engine.http_messages import Holding
 from oblr_megatron.engine.protocol import PushStats
 from oblr_megatron.errors import EngineLostError, RunError, WeightError
 from oblr_megatron.memory.buffer_sizes import BUCKET_BYTES
@@ -76,9 +77,9 @@ def read_shape(model: Path) -> ModelShape:
     return ModelShape.of(json.loads((model / "config.json").read_text(encoding="utf-8")))
 
 
-def check_digests(engine: str, expected: Sequence[Digests], found: Sequence[Digests]) -> None:
+def check_digests(engine: str, expected: Sequence[Digests], held: Sequence[Digests]) -> None:
     """Raise a `WeightError` about the first tensor that an engine read back otherwise than it was pushed."""
-    different = first_difference(expected, found)
+    different = first_difference(expected, held)
     if different is not None:
         raise WeightError(f"{engine}: {different} differs from the pushed tensor (weights.verify)")
 
@@ -105,7 +106,7 @@ class Receiver:
         """Make the engines refuse to generate until a later push succeeds."""
 
     def result(self) -> PushStats | None:
-        """What was moved. Raises the first error of the push, if there was one."""
+        """Statistics of the push. Raises its first error, if there was one."""
         return None
 
 
@@ -155,7 +156,8 @@ class EngineReceiver(LockstepReceiver):
             while the trainer gathers the next.
         """
         super().__init__(manifest)
-        self._engine, self._version, self._opened, self._overlap = engine, version, opened, overlap
+        self._engine, self._opened, self._overlap = engine, opened, overlap
+        self._holding = Holding(version=version)
         self._unanswered = False
         self.attempt(engine.wait_ready)
         if engine.lost and self.error is None:  # its buffer is closed
@@ -180,38 +182,39 @@ class EngineReceiver(LockstepReceiver):
         spec = self._engine.spec
         workers = spec.tensor_parallel_size
         expected = expected_digests(source, read_shape(spec.model), {workers})[workers]
-        check_digests(spec.name, expected, self._call("read_back", begin=time.monotonic()))
+        check_digests(spec.name, expected, self._call("digests", begin=time.monotonic()))
 
     def abort(self, reason: str) -> None:
         with suppress(RunError):  # an answer to a push that is given up
             self._settle()
         if not self._engine.lost:
-            reason = f"push {self._version} failed: {reason}"
+            reason = f"push {self._holding.version} failed: {reason}"
             with suppress(RunError):  # the engine died meanwhile: a dead engine generates nothing
                 self._call("abort_push", reason=reason, begin=time.monotonic())
 
     def init_weight_transfer_engine(self, init_info: dict[str, Any]) -> None:
         """Part of vLLM's protocol."""
-        self.attempt(lambda: self._call("init_transfer", init_info=init_info))
+        self.attempt(lambda: self._call("open_push", init_info=init_info))
 
     def start_weight_update(self) -> None:
         """Part of vLLM's protocol."""
-        self.attempt(lambda: self._call("start_push", manifest=self._manifest, version=self._version))
+        self.attempt(lambda: self._call("start_push", holding=self._holding, manifest=self._manifest))
 
     def update_weights(self, update_info: Any) -> None:
         """Part of vLLM's protocol. With overlap the engine may still be loading this update, but no earlier one."""
         self.buckets += 1
-        self.attempt(lambda: self._call("update_weights", update_info=update_info, wait=not self._overlap))
+        arguments = {"holding": self._holding, "update_info": update_info}
+        self.attempt(lambda: self._call("update_push", wait=not self._overlap, **arguments))
 
     def finish_weight_update(self, weight_version: str | None = None) -> None:
         """Part of vLLM's protocol."""
-        self.attempt(lambda: self._call("finish_push", version=self._version))
+        self.attempt(lambda: self._call("finish_push", holding=self._holding))
         self.end = time.monotonic()
 
     def _call(self, method: str, *, begin: float | None = None, wait: bool = True, **arguments: Any) -> Any:
         """Post a message after the previous one was answered. Its deadline counts from `begin`, or from the push's."""
         self._settle()
-        what = f"push {self._version} into {self._engine.spec.name}"
+        what = f"push {self._holding.version} into {self._engine.spec.name}"
         seconds, begin = self._engine.deadlines.push, self.begin if begin is None else begin
         self._engine.post(method, arguments, what=what, seconds=seconds, begin=begin)
         self._unanswered = True

@@ -1,8 +1,8 @@
-"""The trainer's handle of one API server. Every wait has a deadline, and dropped connections are retried.
+"""The trainer's handle of one server. Every wait has a deadline, and dropped connections are retried.
 
     server = VllmServer("http://10.0.0.5:8000", key)
     info = await server.info(seconds=10)
-    groups = await server.generate(body, seconds=600)
+    groups = await server.sample(asked, holding, seconds=600)
 
 The trainer did not start the server and cannot restart it. A lost server gets no prompts until it answers again and has
 received all weights.
@@ -14,13 +14,14 @@ import asyncio
 import json
 import time
 from collections.abc import Sequence
-from typing import NoReturn, TypeVar
+from typing import Any, NoReturn
 
 import aiohttp
-from pydantic import ValidationError
+from pydantic import TypeAdapter, ValidationError
+from pydantic_core import to_json
 
 from oblr_megatron.engine import http_messages as http
-from oblr_megatron.engine.server_guard import HEALTH
+from oblr_megatron.engine.protocol import PromptRequest
 from oblr_megatron.errors import DamagedError, DeadlineError, EngineLostError, RunError
 from oblr_megatron.runtime.http_loop import open_session
 from oblr_megatron.types import Sample
@@ -31,8 +32,6 @@ BACKOFF_SECONDS = 0.2
 """Wait before the first retry; it doubles with each further one."""
 WATCH_SECONDS = 5.0
 """Interval of the health checks while a server samples."""
-
-Answer = TypeVar("Answer", bound=http.Message)
 
 
 class ServerLostError(EngineLostError):
@@ -64,44 +63,45 @@ class VllmServer:
 
     async def info(self, seconds: float) -> http.Info:
         """The server's settings and state."""
-        info = await self._ask(http.INFO, None, http.Info, f"{self.name} to answer", seconds)
+        info = await self._ask(http.Info, "info", {}, f"{self.name} to answer", seconds)
         self.capacity, self.workers, self.instance = info.max_num_seqs, info.workers, info.instance
         return info
 
-    async def generate(self, body: http.GenerateBody, seconds: float) -> list[list[Sample]]:
-        """Q prompts -> Q groups of G samples, from the weights that the body names.
+    async def sample(self, asked: Sequence[PromptRequest], holding: http.Holding, seconds: float) -> list[list[Sample]]:
+        """A group of G samples for each prompt, from these weights.
 
         Raises:
             ServerLostError: it died, or the deadline passed.
             ServerRefusedError: it holds other weights.
             RunError: it does not accept the prompts, or its answer does not fit the request.
         """
-        what = f"{len(body.prompts)} x {body.group_size} samples of {self.name}"
-        answer = await self._ask(http.GENERATE, body, http.GenerateAnswer, what, seconds, RETRIES)
-        if answer.holding != body.holding:
+        wanted = [one.request.group_size for one in asked]
+        what = f"{len(wanted)} x {wanted[0]} samples of {self.name}"
+        arguments = {"asked": asked, "holding": holding}
+        answer = await self._ask(http.SampleAnswer, "sample", arguments, what, seconds, RETRIES)
+        if answer.holding != holding:
             raise ServerRefusedError(f"{self.name} sampled from version {answer.holding.version}")
         sizes = [len(group) for group in answer.groups]
-        if sizes != [body.group_size] * len(body.prompts):
+        if sizes != wanted:
             raise RunError(f"{self.name} answered with groups of {sizes} samples for {what}")
-        return answer.samples(body.prompts, body.positions)
+        return answer.samples(asked)
 
     async def digests(self, seconds: float) -> list[dict[str, str]]:
         """Digests of the weights that its workers hold; see `weights.verify`."""
-        what = f"{self.name} to read its weights back"
-        return (await self._ask(http.DIGESTS, None, http.DigestsAnswer, what, seconds)).workers
+        return await self._ask(list[dict[str, str]], "digests", {}, f"{self.name} to read its weights back", seconds)
 
     async def speculation(self, seconds: float) -> http.Report:
-        """What its speculation did since the last call."""
-        return await self._ask(http.SPECULATION, None, http.Report, f"{self.name}'s speculation", seconds)
+        """Its drafts since the last call, and the bound."""
+        return await self._ask(http.Report, "speculation", {}, f"{self.name}'s speculation", seconds)
 
-    async def tell(self, path: str, body: http.Message, what: str, seconds: float) -> None:
+    async def tell(self, method: str, arguments: dict[str, Any], what: str, seconds: float) -> None:
         """Send a step of a push. It is not retried: a server that received it would refuse it the second time.
 
         Raises:
             DamagedError: a bucket arrived with another checksum.
-            ServerLostError, ServerRefusedError: see `generate`.
+            ServerLostError, ServerRefusedError: see `sample`.
         """
-        await self._ask(path, body, http.Message, what, seconds)
+        await self._ask(Any, method, arguments, what, seconds)
 
     async def watch(self) -> NoReturn:
         """Check its health until it has not answered for `silence_s`; then it is lost (ServerLostError)."""
@@ -109,7 +109,7 @@ class VllmServer:
         while True:
             await asyncio.sleep(min(WATCH_SECONDS, self.silence_s / 2))
             try:
-                await self._request(HEALTH, None, "its health", self.silence_s / 2)
+                await self._request(http.HEALTH, None, "its health", self.silence_s / 2)
                 heard = time.monotonic()
             except EngineLostError as error:
                 if time.monotonic() - heard > self.silence_s:
@@ -122,15 +122,15 @@ class VllmServer:
             self._session = None
 
     async def _ask(
-        self, path: str, body: http.Message | None, kind: type[Answer], what: str, seconds: float, retries: int = 0
-    ) -> Answer:
-        """Send a request and parse the answer. A dropped connection is retried `retries` times."""
+        self, kind: Any, method: str, arguments: dict[str, Any], what: str, seconds: float, retries: int = 0
+    ) -> Any:
+        """Call a method of the engine; returns its value, of this type. A dropped connection is retried."""
         deadline = time.monotonic() + seconds
-        payload = None if body is None else body.model_dump_json().encode()
+        path, body = http.PATHS[method], to_json(arguments)
         for attempt in range(retries + 1):
             try:
-                text = await self._request(path, payload, what, deadline - time.monotonic())
-                return kind.model_validate_json(text)
+                text = await self._request(path, body, what, deadline - time.monotonic())
+                return TypeAdapter(kind).validate_json(text)
             except DroppedError:
                 if attempt == retries:
                     raise

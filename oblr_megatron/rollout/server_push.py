@@ -18,7 +18,7 @@ from typing import Any, Protocol
 
 from torch import Tensor
 
-from oblr_megatron.engine import http_messages as http
+from oblr_megatron.engine.http_messages import Holding
 from oblr_megatron.engine.protocol import PushStats
 from oblr_megatron.errors import DamagedError, DeadlineError, EngineLostError, RunError
 from oblr_megatron.rollout.push import LockstepReceiver, check_digests, read_shape
@@ -99,7 +99,7 @@ class ServerReceiver(LockstepReceiver):
         self,
         servers: Sequence[VllmServer],
         manifest: Manifest,
-        holding: http.Holding,
+        holding: Holding,
         *,
         model: Path,
         loop: HttpLoop,
@@ -117,12 +117,10 @@ class ServerReceiver(LockstepReceiver):
 
     def start(self, capacity: int) -> SharedBuffer | None:
         buffer: SharedBuffer | None = None
-        manifest = [(spec.name, spec.dtype, spec.shape) for spec in self._manifest]
-        body = http.StartBody(holding=self._holding, manifest=manifest)
 
         async def open_and_start(server: VllmServer) -> None:
             await self._connect(server)
-            await self._tell(server, http.PUSH_START, body)
+            await self._tell(server, "start_push", holding=self._holding, manifest=self._manifest)
 
         def start() -> None:
             nonlocal buffer
@@ -134,8 +132,8 @@ class ServerReceiver(LockstepReceiver):
 
     def update(self, bucket: Bucket) -> None:
         def send() -> None:
-            body = http.UpdateBody(holding=self._holding, update_info=bucket.update_info())
-            self._call(lambda server: self._tell(server, http.PUSH_UPDATE, body), wait=False)
+            arguments = {"holding": self._holding, "update_info": bucket.update_info()}
+            self._call(lambda server: self._tell(server, "update_push", **arguments), wait=False)
             self._transport.send(bucket, self.servers)
 
         self.attempt(send)
@@ -144,8 +142,7 @@ class ServerReceiver(LockstepReceiver):
 
     def finish(self) -> None:
         """See `Receiver`. A server that has taken the push is ready to sample."""
-        body = http.FinishBody(holding=self._holding)
-        self.attempt(lambda: self._call(lambda server: self._tell(server, http.PUSH_FINISH, body)))
+        self.attempt(lambda: self._call(lambda server: self._tell(server, "finish_push", holding=self._holding)))
         self.end = time.monotonic()
         for server in self.servers if self.error is None else ():
             server.lost = None
@@ -163,12 +160,13 @@ class ServerReceiver(LockstepReceiver):
 
         A server that misses the abort is lost or has an unfinished push. In both cases it does not sample.
         """
-        body = http.AbortBody(holding=self._holding, reason=reason)
+        reason = f"push {self._holding.version} failed: {reason}"
+        arguments = {"holding": self._holding, "reason": reason}
         with suppress(Exception):  # answers to a push that is given up
             self._settle()
         self.servers, self._faulty = self.servers + self._faulty, []
         with suppress(Exception):  # it has failed for another reason, which is raised
-            self._call(lambda server: self._tell(server, http.PUSH_ABORT, body))
+            self._call(lambda server: self._tell(server, "abort_push", **arguments))
 
     def result(self) -> PushStats | None:
         """See `Receiver`; an `EngineLostError` if no server is left."""
@@ -183,7 +181,7 @@ class ServerReceiver(LockstepReceiver):
         seconds = self._left() / 2  # the servers that do connect need the rest
 
         async def open_push(init_info: dict[str, Any]) -> None:
-            await self._tell(server, http.PUSH_OPEN, http.OpenBody(init_info=init_info))
+            await self._tell(server, "open_push", init_info=init_info)
 
         try:
             async with asyncio.timeout(seconds):
@@ -196,8 +194,8 @@ class ServerReceiver(LockstepReceiver):
             reason = str(error) or type(error).__name__
             raise ServerLostError(f"{server.owner} could not open {what}: {reason}") from error
 
-    async def _tell(self, server: VllmServer, path: str, body: http.Message) -> None:
-        await server.tell(path, body, f"push {self._holding.version} into {server.name}", self._left())
+    async def _tell(self, server: VllmServer, method: str, **arguments: Any) -> None:
+        await server.tell(method, arguments, f"push {self._holding.version} into {server.name}", self._left())
 
     def _left(self) -> float:
         return max(0.1, self._seconds - (time.monotonic() - self.begin))

@@ -20,8 +20,8 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, TypeVar
 
-from oblr_megatron.engine.http_messages import API_KEY, GenerateBody, Holding, Report
-from oblr_megatron.engine.protocol import PushStats, SamplingRequest
+from oblr_megatron.engine.http_messages import API_KEY, Holding, Report
+from oblr_megatron.engine.protocol import PromptRequest, PushStats, SamplingRequest
 from oblr_megatron.errors import DeadlineError, EngineLostError, EnginesGoneError, RunError
 from oblr_megatron.memory.buffer_sizes import BUCKET_BYTES
 from oblr_megatron.rollout.balance import MOST_PROMPTS, Balance
@@ -123,7 +123,7 @@ class ServerEngines(RecoveringEngines):
         return stats
 
     def _push_once(self, source: Source, version: int) -> tuple[PushStats, list[int | None]]:
-        """What rank 0 moved, and the buckets' checksums."""
+        """Statistics of the push, and the checksums of its buckets, both from rank 0."""
         own = attempt(lambda: self._send(source, version))
         stats, checksums = self.gather(own, f"push {version}", 2 * self._config.rollout.push_timeout_s)[0].value
         return stats, checksums
@@ -200,13 +200,13 @@ class _Servers:
 
     async def reports(self) -> list[Report]:
         """One report from each server that answers; the next batch notices those that do not."""
-        found = []
+        reports = []
         for server in self.present():
             try:
-                found.append(await server.speculation(PROBE_SECONDS))
+                reports.append(await server.speculation(PROBE_SECONDS))
             except RunError as error:
                 logger.warning("no report of its speculation: %s", error)
-        return found
+        return reports
 
     def sample(
         self,
@@ -226,8 +226,8 @@ class _Servers:
         balance = Balance(costs, capacities, sequences, together=MOST_PROMPTS if whole else 1)
 
         async def ask(server: VllmServer, items: tuple[int, ...], left: float) -> list[list[Sample]]:
-            body = GenerateBody.of(holding, request, [ids[n] for n in items], [positions[n] for n in items])
-            return await server.generate(body, left)
+            asked = tuple(PromptRequest(n, tuple(ids[n]), request, positions[n]) for n in items)
+            return await server.sample(asked, holding, left)
 
         def store(item: int, group: list[Sample]) -> None:
             put(positions[item], group)

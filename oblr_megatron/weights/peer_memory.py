@@ -1,4 +1,4 @@
-"""How an API server on the same machine finds the trainer's anonymous memory: through /proc/PID/fd/N. Imports no vllm.
+"""How a server on the same machine finds the trainer's anonymous memory: through /proc/PID/fd/N. Imports no vllm.
 
 The memory has no name in /dev/shm and is freed when both sides have ended. The server opens nothing else: the
 descriptor must be a memfd with our name, and the machine, the PID namespace and the inode must be those that the

@@ -32,7 +32,7 @@ ALIGNMENT = 64
 """Every tensor starts at a multiple of this, so any dtype can be viewed in place and copies are vectorised."""
 HALVES = 2
 DAMAGED = "a bucket's checksum is"
-"""vLLM passes only the text of an error from its workers to its server, which finds damage by these words."""
+"""vLLM passes only the text of an error from its worker processes to the engine, which finds damage by these words."""
 
 
 class SharedBuffer:

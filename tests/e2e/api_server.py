@@ -15,6 +15,7 @@ from pathlib import Path
 import psutil
 
 from oblr_megatron.engine import handle
+from oblr_megatron.engine.http_messages import PATHS, Info
 from tests.ports import free_port
 
 KEY = "a-key-of-the-tests-0123456789"
@@ -86,10 +87,11 @@ class ApiServer:
 
     def generated(self) -> int:
         """Tokens sampled since it was started."""
-        for line in self.call("/metrics")[1].splitlines():
-            if line.startswith("vllm:generation_tokens_total"):
-                return int(float(line.split()[-1]))
-        return 0
+        return self.info().generated
+
+    def info(self) -> Info:
+        """What it says about itself."""
+        return Info.model_validate_json(self.call(PATHS["info"])[1])
 
     def family(self) -> list[psutil.Process]:
         """Its process and all descendants."""

@@ -20,6 +20,7 @@ from transformers import AutoModelForCausalLM, Qwen3ForCausalLM
 
 from oblr_megatron.checkpoint.hf_dir import checkpoint_shapes
 from oblr_megatron.config import WeightsConfig
+from oblr_megatron.engine.http_messages import Holding
 from oblr_megatron.errors import DamagedError, RunError
 from oblr_megatron.rollout.colocated import ColocatedEngines
 from oblr_megatron.weights.manifest import manifest_of
@@ -31,6 +32,8 @@ from tests.tiny import make_hf_dir
 
 CAPACITY = 4096  # of a bucket: the model takes more than ten, and its embedding two
 NORM, K = "model.norm.weight", "model.layers.1.self_attn.k_proj.weight"
+
+NINTH = Holding(version=9)
 
 Damage = Callable[[int, Bucket, SharedBuffer], None]
 
@@ -45,7 +48,7 @@ class Direct:
         self.model = AutoModelForCausalLM.from_pretrained(path)
         self.loaded = self.read_back()  # what vLLM loaded from the checkpoint
         self.memory.reserve(HALVES * CAPACITY)
-        self.call("init_transfer", init_info={"fd": self.memory.fd})
+        self.call("open_push", init_info={"fd": self.memory.fd})
 
     @property
     def memory(self) -> SharedBuffer:
@@ -55,7 +58,7 @@ class Direct:
         return self.engines._engine.call(method, arguments, what="the test", seconds=60)
 
     def read_back(self) -> dict[str, str]:
-        (found,) = self.call("read_back")
+        (found,) = self.call("digests")
         return found
 
     def expected(self, source: Weights) -> dict[str, str]:
@@ -64,15 +67,15 @@ class Direct:
 
     def send(self, source: Weights, damage: Damage | None = None) -> None:
         """A push as the trainer makes it; `damage` runs between writing and reading a bucket."""
-        self.call("start_push", manifest=manifest_of(source), version=9)
+        self.call("start_push", holding=NINTH, manifest=manifest_of(source))
         self.send_buckets(source, damage)
-        self.call("finish_push", version=9)
+        self.call("finish_push", holding=NINTH)
 
     def send_buckets(self, source: Weights, damage: Damage | None = None) -> None:
         for index, bucket in enumerate(fill_buckets(source, CAPACITY, self.memory)):
             if damage is not None:
                 damage(index, bucket, self.memory)
-            self.call("update_weights", update_info=bucket.update_info())
+            self.call("update_push", holding=NINTH, update_info=bucket.update_info())
 
 
 @pytest.fixture(scope="module")
@@ -136,10 +139,10 @@ def test_a_manifest_of_another_model(direct: Direct) -> None:
 def test_a_push_that_is_cut_short(direct: Direct) -> None:
     half = Weights(direct.model)
     half.tensors = {name: tensor + 1 for name, tensor in half.tensors.items() if name != "lm_head.weight"}
-    direct.call("start_push", manifest=manifest_of(Weights(direct.model)), version=9)
+    direct.call("start_push", holding=NINTH, manifest=manifest_of(Weights(direct.model)))
     direct.send_buckets(half)
     with pytest.raises(RunError, match="lm_head"):
-        direct.call("finish_push", version=9)
+        direct.call("finish_push", holding=NINTH)
 
 
 def test_verify_names_the_tensor_that_is_not_what_was_pushed(direct: Direct, monkeypatch: pytest.MonkeyPatch) -> None:

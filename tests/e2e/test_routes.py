@@ -21,7 +21,6 @@ import torch
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
 from oblr_megatron.config import Config
-from oblr_megatron.engine import http_messages as http
 from oblr_megatron.engine.protocol import RolloutEngine, SamplingRequest
 from oblr_megatron.errors import UserError
 from oblr_megatron.rollout.colocated import ColocatedEngines
@@ -113,6 +112,6 @@ def test_a_server_returns_them_as_text(path: Path, monkeypatch: pytest.MonkeyPat
             change(model, seed=version)
         assert all(sample.routes is None for sample in draw(engines, routes=False))
         engines.close()
-        info = http.Info.model_validate_json(server.call(http.INFO)[1])
+        info = server.info()
         with pytest.raises(UserError, match="--moe-routing-replay"):
             _check_info(server.url, info.model_copy(update={"routes": False}), config)

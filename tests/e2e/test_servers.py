@@ -18,7 +18,7 @@ from transformers import Qwen3ForCausalLM
 
 from oblr_megatron.config import load_config
 from oblr_megatron.engine import http_messages as http
-from oblr_megatron.engine.protocol import SamplingRequest
+from oblr_megatron.engine.protocol import PromptRequest, SamplingRequest
 from oblr_megatron.errors import DamagedError, RunError, UserError
 from oblr_megatron.preflight.checklist import preflight
 from oblr_megatron.rollout.server_checks import check_servers
@@ -174,7 +174,7 @@ def test_weights_are_read_back_and_compared(two, engines_of, model, monkeypatch)
         engines.push(Changing(model), 1)
     with pytest.raises(RunError, match="push 1 did not reach the servers"):
         sample(engines)
-    assert all("push 1" in json.loads(server.call(http.INFO)[1])["unusable"] for server in two)
+    assert all("push 1" in json.loads(server.call(http.PATHS["info"])[1])["unusable"] for server in two)
     engines.push(Weights(model), 2)
     assert [one.response_ids for one in sample(engines)] == [one.response_ids for one in expected]
 
@@ -184,11 +184,11 @@ def assert_refuses_until_a_full_push(engines, model, expected):
     with pytest.raises(RunError, match="push 1 did not reach the servers"):
         sample(engines)
     (server,) = engines._servers.servers
-    assert "push 1" in json.loads(ask(server, http.INFO))["unusable"]
+    assert "push 1" in json.loads(ask(server, http.PATHS["info"]))["unusable"]
     request = SamplingRequest(group_size=1, temperature=1.0, max_tokens=2, seed=0)
-    body = http.GenerateBody.of(engines._holding(engines.version), request, [[5]], [0])
+    asked = (PromptRequest(0, (5,), request, position=0),)
     with pytest.raises(RunError, match=r"refused .*push 1 failed"):
-        engines._servers.loop.run(server.generate(body, 20))
+        engines._servers.loop.run(server.sample(asked, engines._holding(engines.version), 20))
     engines.push(Weights(model), 2)
     samples = sample(engines)
     assert_same(samples, expected, version=2)
@@ -214,7 +214,7 @@ def test_memory_that_is_not_the_trainers_is_not_opened(two, engines_of, model):
             ({"pid": 2**22 + 1}, "/proc/4194305/fd/"),
             ({"boot_id": "another"}, "another machine"),
         ):
-            status, text = two[0].call(http.PUSH_OPEN, json.dumps({"init_info": good | change_}).encode())
+            status, text = two[0].call(http.PATHS["open_push"], json.dumps({"init_info": good | change_}).encode())
             assert status == http.REFUSED and message in text
     engines = engines_of(two[:1])
     engines.push(Weights(model), 0)
@@ -224,26 +224,30 @@ def test_memory_that_is_not_the_trainers_is_not_opened(two, engines_of, model):
 def test_nothing_is_answered_without_the_key(two):
     server = two[0]
     assert server.call("/health", key="")[0] == 200
-    for path in (http.INFO, http.GENERATE, http.PUSH_UPDATE, "/metrics", "/v1/models", "/collective_rpc", "/", "/docs"):
+    for path in (*http.PATHS.values(), "/v1/completions", "/collective_rpc", "/", "/docs"):
         for key in ("", "wrong", KEY + "x"):
             assert server.call(path, b"{}", key=key)[0] == 401, path
     for path in (
         "/collective_rpc",
         "/update_weights",
+        "/v1/chat/completions",
         "/v1/completions",
+        "/metrics",
         "/sleep",
         "/docs",
         "/health/",
         "/server_info",
     ):
-        assert server.call(path, b"{}")[0] == 403, path
-    assert server.call(http.GENERATE, b"\x80\x04K\x01.")[0] == http.INVALID, "a pickle is not JSON"
+        status, text = server.call(path, b"{}")
+        assert status == 404 and "rollout.servers" in text and "vllm serve" in text, path
+    assert server.call(http.PATHS["sample"], b"\x80\x04K\x01.")[0] == http.INVALID, "a pickle is not JSON"
 
 
 def test_headers_and_bodies_have_limits(two, half_sent):
     with suppress(ConnectionResetError):
         assert half_sent.recv(1) == b"", "closed without an answer"
-    head = f"POST {http.GENERATE} HTTP/1.1\r\nAuthorization: Bearer {KEY}\r\nContent-Length: {10**11}\r\n\r\n"
+    head = f"POST {http.PATHS['sample']} HTTP/1.1\r\nHost: localhost\r\n"
+    head += f"Authorization: Bearer {KEY}\r\nContent-Length: {10**11}\r\n\r\n"
     with socket.create_connection(("127.0.0.1", two[0].port), timeout=60) as connection:
         connection.sendall(head.encode())
         assert connection.recv(12) == b"HTTP/1.1 413"

@@ -29,7 +29,7 @@ from torch import Tensor, nn
 ROOT = Path(__file__).resolve().parents[2]
 sys.path.insert(0, str(ROOT))
 from oblr_megatron.engine.handle import child_environment  # noqa: E402
-from oblr_megatron.engine.protocol import EngineSpec, SamplingRequest  # noqa: E402
+from oblr_megatron.engine.protocol import EngineSpec, PromptRequest, SamplingRequest  # noqa: E402
 from tests.tiny import VOCAB, make_hf_dir  # noqa: E402
 
 PROMPTS, TOKENS, TEMPERATURE = 5, 48, 0.8
@@ -139,6 +139,7 @@ class Row:
 
 def engine_side(spec: EngineSpec, out: Path) -> None:
     """Sample responses one after the other, compute each again as one prompt, and write both records of each."""
+    from oblr_megatron.engine.channel import Call
     from oblr_megatron.engine.core import EngineServer
     from oblr_megatron.engine.plugin import register
 
@@ -149,7 +150,11 @@ def engine_side(spec: EngineSpec, out: Path) -> None:
 
     def recorded(prompt: tuple[int, ...], request: SamplingRequest) -> tuple[Any, dict[str, Tensor]]:
         record.clear()
-        ((_, (one,)),) = (pair for part in server.stream([prompt], [0], request) for pair in part)
+        server.answer(Call("sample", {"asked": [PromptRequest(0, prompt, request, position=0)]}))
+        replies = []
+        while server.sampling:
+            replies += server.step()
+        ((_, (one,)),) = replies[0].value
         return one, {name: torch.cat(parts) for name, parts in record.items()}
 
     found, start = [], time.process_time()

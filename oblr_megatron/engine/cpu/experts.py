@@ -66,5 +66,5 @@ class UnpackedExperts(CPUUnquantizedExperts):
                 continue
             token, place = (local == expert).nonzero(as_tuple=True)
             gate, up = functional.linear(hidden_states[token], w1[expert]).chunk(2, dim=-1)
-            found = functional.linear(functional.silu(gate) * up, w2[expert])
-            output.index_add_(0, token, (found * topk_weights[token, place, None]).to(output.dtype))
+            product = functional.linear(functional.silu(gate) * up, w2[expert])
+            output.index_add_(0, token, (product * topk_weights[token, place, None]).to(output.dtype))

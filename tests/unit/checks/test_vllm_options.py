@@ -6,7 +6,6 @@ The oracle for names and flags is the installed vLLM's own parser. Not covered: 
 from __future__ import annotations
 
 import argparse
-import json
 from typing import Any
 
 import pytest
@@ -16,14 +15,13 @@ from oblr_megatron.checks.vllm_options import (
     OWNED_ON_CPU,
     check_processor,
     check_vllm_options,
-    command_words,
     known_names,
     processor_flags,
     serve_words,
 )
-from oblr_megatron.engine.serve_command import add_arguments, command, spec_of
+from oblr_megatron.engine.arguments import vllm_arguments
+from oblr_megatron.engine.serve_command import add_arguments, spec_of
 from oblr_megatron.errors import UserError
-from tests.distributed.launch import run_ranks
 
 OPTIONS: dict[str, Any] = {
     "enable_prefix_caching": False,
@@ -63,35 +61,12 @@ def test_an_unknown_name_is_refused_with_the_nearest_one() -> None:
     assert caught.value.fix == "write enable_prefix_caching"
 
 
-def read_by_vllm(names: list[str], words: list[str]) -> tuple[list[str], list[str], dict[str, Any]]:
-    """Names without a flag, words that no flag takes, and the values of OPTIONS."""
-    from vllm.engine.arg_utils import EngineArgs
-    from vllm.utils.argparse_utils import FlexibleArgumentParser
-
-    parser = EngineArgs.add_cli_args(FlexibleArgumentParser())
-    found, rest = parser.parse_known_args(words)
-    missing = sorted(set(names) - {action.dest for action in parser._actions})
-    config = found.compilation_config
-    value = {name: getattr(found, name) for name in names if hasattr(found, name)}
-    value["compilation_config"] = {"mode": int(config.mode), "custom_ops": config.custom_ops}
-    return missing, rest, json.loads(json.dumps({key: value[key] for key in OPTIONS}, default=str))
-
-
-@pytest.mark.slow
-def test_vllms_own_parser_reads_the_servers_command_line() -> None:
-    """Names, flags and values arrive as given; names without a flag of the server are the three known ones."""
+def test_a_server_gets_the_options_as_the_run_names_them() -> None:
     parser = argparse.ArgumentParser()
     add_arguments(parser)
     given = parser.parse_args(["--model", "models/q", *serve_words(OPTIONS)])
-    spec = spec_of(given, "cpu")
-    assert spec.vllm == OPTIONS
-    words = command(spec, "127.0.0.1", 8000)
-    assert words[-len(command_words(OPTIONS)) :] == command_words(OPTIONS)
-    free = sorted(known_names() - OWNED.keys())
-    ((missing, rest, found),) = run_ranks(read_by_vllm, 1, free, command_words(OPTIONS))
-    assert missing == ["enable_mm_processor_stats", "mamba_config", "tokens_only"]
-    assert rest == []
-    assert found == OPTIONS
+    arguments = vllm_arguments(spec_of(given, "cpu"), "b")
+    assert {name: arguments[name] for name in OPTIONS} == OPTIONS
 
 
 AVX512 = ("avx2", "avx512f", "avx512bw", "avx512dq", "avx512vl")

@@ -16,12 +16,12 @@ from oblr_megatron.checks.vllm_options import check_routes
 from oblr_megatron.config import parse_config
 from oblr_megatron.engine import http_messages as http
 from oblr_megatron.engine.arguments import vllm_arguments
-from oblr_megatron.engine.protocol import EngineSpec, SamplingRequest
+from oblr_megatron.engine.protocol import EngineSpec, PromptRequest, SamplingRequest
 from oblr_megatron.engine.routes import WORKER, allow_on_cpu, routes_of
-from oblr_megatron.engine.serve_command import command, spec_of
+from oblr_megatron.engine.serve_command import spec_of
 from oblr_megatron.errors import RunError, UserError
 from oblr_megatron.types import Sample
-from tests.unit.engine.test_server_guard import serve_options
+from tests.unit.engine.test_serve_command import serve_options
 
 MIXTURE = {"num_experts": 8}
 CPU = EngineSpec("engine 0", Path("/m"), "float32", "cpu", 64, 8, 2**20, num_threads=1)
@@ -44,10 +44,11 @@ def test_the_last_token_has_no_route() -> None:
 @pytest.mark.parametrize(("experts", "dtype"), [(256, "uint8"), (300, "<i2")])
 def test_a_server_sends_them_as_text(experts: int, dtype: str) -> None:
     sample = Sample(2, (5, 9), (7, 1), (-0.1, -0.2), "", "stop", 3, routes=routes_of(rows(experts), 4))
+    asked = (PromptRequest(0, (5, 9), SamplingRequest(1, 1.0, 8, 0, routes=True), position=2),)
     for one in (sample, replace(sample, routes=None)):
-        answer = http.GenerateAnswer(holding=http.Holding(version=3), groups=[[http.to_response(one)]])
-        received = http.GenerateAnswer.model_validate_json(answer.model_dump_json())
-        (((back,)),) = received.samples([(5, 9)], [2])
+        answer = http.SampleAnswer(holding=http.Holding(version=3), groups=[[http.to_response(one)]])
+        received = http.SampleAnswer.model_validate_json(answer.model_dump_json())
+        (((back,)),) = received.samples(asked)
         assert back == one and (back.routes is None) == (one.routes is None)
     assert back.routes is None and answer.groups[0][0].routes is None
     text = http.to_response(sample).routes
@@ -55,8 +56,6 @@ def test_a_server_sends_them_as_text(experts: int, dtype: str) -> None:
     for change in ({"data": text.data[:-4]}, {"data": "%"}, {"shape": (3, 4, 3)}, {"shape": (-1, 0, 2)}):
         with pytest.raises(RunError):
             text.model_copy(update=change).routes(4)
-    body = http.GenerateBody.of(http.Holding(), SamplingRequest(2, 1.0, 8, 0, routes=True), [(5,)], [0])
-    assert http.GenerateBody.model_validate_json(body.model_dump_json()).request().routes
 
 
 def test_engines_and_servers_are_started_with_the_option() -> None:
@@ -65,8 +64,8 @@ def test_engines_and_servers_are_started_with_the_option() -> None:
     assert found["enable_return_routed_experts"] is True and found["worker_cls"] == WORKER
     for device, worker in (("cpu", True), ("cuda", False)):
         spec = spec_of(serve_options("--moe-routing-replay"), device)  # type: ignore[arg-type]
-        words = command(spec, "127.0.0.1", 8000)
-        assert "--enable-return-routed-experts" in words and (WORKER in words) == worker
+        found = vllm_arguments(spec, "b")
+        assert found["enable_return_routed_experts"] is True and ("worker_cls" in found) == worker
 
 
 def test_only_our_worker_passes_vllms_check() -> None:

@@ -18,7 +18,7 @@ from oblr_megatron.engine.http_messages import Report
 from oblr_megatron.engine.serve_command import spec_of
 from oblr_megatron.engine.speculation import BreakEven, check_installed, metrics_of, vllm_options
 from oblr_megatron.errors import UserError
-from tests.unit.engine.test_server_guard import serve_options
+from tests.unit.engine.test_serve_command import serve_options
 
 DRAFT = 6
 Cost = Callable[[int], float]

@@ -40,12 +40,12 @@ def begin(state: WeightState, holding: Holding = SECOND, *specs: TensorSpec) -> 
         pass
 
 
-def bucket(state: WeightState, *parts: Part, holding: Holding | None = SECOND) -> None:
+def bucket(state: WeightState, *parts: Part, holding: Holding = SECOND) -> None:
     with state.bucket(parts, holding):
         pass
 
 
-def finish(state: WeightState, holding: Holding | None = SECOND) -> None:
+def finish(state: WeightState, holding: Holding = SECOND) -> None:
     with state.finish(holding):
         pass
 
@@ -54,7 +54,7 @@ def push(state: WeightState, holding: Holding = SECOND, *, last: bool = True) ->
     begin(state, holding)
     bucket(state, Part.whole(A), Part(B, 0, 1), holding=holding)
     if last:
-        bucket(state, Part(B, 1, 3), holding=None)
+        bucket(state, Part(B, 1, 3), holding=holding)
         finish(state, holding)
 
 
@@ -100,7 +100,7 @@ EVENTS: list[tuple[str, Callable[[WeightState], None], str, str]] = [  # state, 
     ("pushing", lambda state: finish(state, FIRST), "pushing", "push 1 is not open"),
     ("pushing", lambda state: state.check_usable(), "pushing", "push 2 has not ended"),
     ("serving", lambda state: bucket(state, Part.whole(A)), "serving", "push 2 is not open"),
-    ("serving", lambda state: bucket(state, Part.whole(A), holding=None), "serving", "no push is open"),
+    ("serving", lambda state: bucket(state, Part.whole(A), holding=FIRST), "serving", "push 1 is not open"),
     ("serving", finish, "serving", "push 2 is not open"),
     ("serving", lambda state: state.check_usable(SECOND), "serving", "version 1 of run x, not version 2 of run x"),
     ("serving", lambda state: state.check_usable(Holding()), "serving", "not the checkpoint"),

@@ -11,12 +11,13 @@ from typing import Any, NoReturn
 import aiohttp
 import pytest
 
-from oblr_megatron.engine.http_messages import GenerateBody, Holding
-from oblr_megatron.engine.protocol import SamplingRequest
+from oblr_megatron.engine.http_messages import Holding
+from oblr_megatron.engine.protocol import PromptRequest, SamplingRequest
 from oblr_megatron.rollout import server_client
 from oblr_megatron.rollout.server_client import RETRIES, DroppedError, ServerLostError, VllmServer
 
-BODY = GenerateBody.of(Holding(), SamplingRequest(group_size=1, temperature=1.0, max_tokens=4, seed=0), [[5]], [0])
+REQUEST = SamplingRequest(group_size=1, temperature=1.0, max_tokens=4, seed=0)
+ASKED = (PromptRequest(0, (5,), REQUEST, position=0),)
 
 
 class Session:
@@ -46,5 +47,5 @@ def test_a_connection_that_fails_is_tried_again_and_a_deadline_is_not(
     server: Any = VllmServer("http://127.0.0.1:9", "")
     server._session = Session(error)
     with pytest.raises(ServerLostError) as caught:
-        asyncio.run(server.generate(BODY, 60.0))
+        asyncio.run(server.sample(ASKED, Holding(), 60.0))
     assert type(caught.value) is kind and server._session.requests == requests

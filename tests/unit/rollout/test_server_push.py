@@ -10,16 +10,15 @@ import re
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
 
 from oblr_megatron.engine import http_messages as http
-from oblr_megatron.engine.server_model import ServedModel
-from oblr_megatron.engine.server_routes import _outcome
-from oblr_megatron.errors import DamagedError, WeightError
+from oblr_megatron.engine.core import _refusals, failure
+from oblr_megatron.engine.http_door import error_answer
+from oblr_megatron.errors import DamagedError, RunError, WeightError
 from oblr_megatron.rollout import server_push
 from oblr_megatron.rollout.push import push
 from oblr_megatron.rollout.server_client import ServerLostError, ServerRefusedError, VllmServer
@@ -35,11 +34,11 @@ from tests.unit.weights.test_verify import ITEMS, SHAPE, numbered
 
 CAPACITY = 64
 TENSORS = Tensors([torch.ones(16) for _ in range(3)])
-WHOLE = [http.PUSH_OPEN, http.PUSH_START, *[http.PUSH_UPDATE] * 3, http.PUSH_FINISH]
+WHOLE = ["open_push", "start_push", *["update_push"] * 3, "finish_push"]
 
 
 class StubServer:
-    """The part of `VllmServer` that a push uses. `failures` maps a step's path to the errors of its first calls."""
+    """The part of `VllmServer` that a push uses. `failures` maps a step's method to the errors of its first calls."""
 
     owner, workers = "rank 0", 1
 
@@ -54,10 +53,10 @@ class StubServer:
     def lose(self, reason: str) -> None:
         self.lost = reason
 
-    async def tell(self, path: str, body: http.Message, what: str, seconds: float) -> None:
-        self.told.append(path)
-        if self.failures.get(path):
-            raise self.failures[path].pop(0)
+    async def tell(self, method: str, arguments: dict[str, Any], what: str, seconds: float) -> None:
+        self.told.append(method)
+        if self.failures.get(method):
+            raise self.failures[method].pop(0)
 
     async def digests(self, seconds: float) -> list[dict[str, str]]:
         self.patience = seconds
@@ -109,10 +108,10 @@ def test_a_server_that_does_not_connect_is_lost_and_the_other_gets_the_push(name
 
 
 def test_a_server_that_refuses_to_connect_ends_the_push() -> None:
-    refusing, other = StubServer("one", {http.PUSH_OPEN: [ServerRefusedError("another machine")]}), StubServer("two")
+    refusing, other = StubServer("one", {"open_push": [ServerRefusedError("another machine")]}), StubServer("two")
     with receiver_of([refusing, other]) as receiver, pytest.raises(ServerRefusedError, match="another machine"):
         push(receiver, TENSORS, CAPACITY, verify=False)
-    assert http.PUSH_FINISH not in other.told and other.told[-1] == http.PUSH_ABORT
+    assert "finish_push" not in other.told and other.told[-1] == "abort_push"
 
 
 def refused(step: str, *errors: Exception) -> Any:
@@ -136,51 +135,48 @@ def engines_of(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]
         engines.close()
 
 
-@pytest.mark.parametrize("step", [http.PUSH_UPDATE, http.PUSH_FINISH])
+@pytest.mark.parametrize("step", ["update_push", "finish_push"])
 def test_a_push_with_a_damaged_bucket_is_sent_once_more_to_all_servers(step: str, engines_of: Any) -> None:
     servers = [StubServer("one", refused(step, DamagedError("a bucket"))), StubServer("two")]
     engines = engines_of(*servers)
     assert engines.push(TENSORS, 1).buckets == 3
     assert all(server.told[-len(WHOLE) :] == WHOLE and server.lost is None for server in servers)
-    assert all(http.PUSH_ABORT in server.told for server in servers)
+    assert all("abort_push" in server.told for server in servers)
     assert engines.metrics() == {"rollout/restarts": 0}
 
 
 def test_damage_in_a_second_push_is_raised_as_damage(engines_of: Any) -> None:
     """`run` saves a checkpoint for it, and for a refusal it does not."""
-    server = StubServer("one", refused(http.PUSH_UPDATE, *[DamagedError("a bucket")] * 2))
+    server = StubServer("one", refused("update_push", *[DamagedError("a bucket")] * 2))
     with pytest.raises(DamagedError):
         engines_of(server).push(TENSORS, 1)
-    assert server.told.count(http.PUSH_START) == 2
+    assert server.told.count("start_push") == 2
 
 
 def test_a_refusal_is_not_pushed_again_when_another_server_finds_damage(engines_of: Any) -> None:
     for errors in ([DamagedError("a bucket"), ServerRefusedError("no")], [ServerRefusedError("no"), DamagedError("")]):
-        servers = [StubServer(str(error), refused(http.PUSH_UPDATE, error)) for error in errors]
+        servers = [StubServer(str(error), refused("update_push", error)) for error in errors]
         with pytest.raises(ServerRefusedError, match="no"):
             engines_of(*servers).push(TENSORS, 1)
-        assert [server.told.count(http.PUSH_START) for server in servers] == [1, 1]
+        assert [server.told.count("start_push") for server in servers] == [1, 1]
 
 
 @pytest.mark.parametrize("damaged", [True, False])
 def test_damage_in_vllms_worker_reaches_the_trainer_as_damage(damaged: bool) -> None:
-    """vLLM's server gets the worker's error as text, in the sentences of its executor and its core."""
+    """With several GPUs the engine gets the worker's error as text, in the sentences of vLLM's executor."""
     text = "another fault"
     if damaged:
         with pytest.raises(DamagedError) as raised:
             compare_checksums(7, 8, [Part.whole(spec) for spec in manifest_of(TENSORS)])
         text = str(raised.value)
 
-    async def update() -> None:
+    with pytest.raises(RunError) as refusal, _refusals():
         raise Exception(f"Call to update_weights method failed: Worker failed with error '{text}', please check")
-
-    async def load(_: bytes) -> None:
-        served: Any = SimpleNamespace(_client=SimpleNamespace(errored=False))
-        await ServedModel._weights(served, update())
-
-    status, answer = asyncio.run(_outcome(load, b""))
+    reply = failure(refusal.value)
+    answer = error_answer(reply.kind(reply.error))
+    assert answer.body is not None
     with pytest.raises(DamagedError if damaged else ServerRefusedError, match=f"http://a refused push 3: .*{text[:9]}"):
-        VllmServer("http://a", "")._raise(status, answer.encode(), "push 3")
+        VllmServer("http://a", "")._raise(answer.status, answer.body, "push 3")
 
 
 @pytest.fixture

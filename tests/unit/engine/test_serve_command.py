@@ -1,0 +1,128 @@
+"""The options of `serve`. Not covered: a real server (tests/e2e/test_servers.py)."""
+
+import argparse
+import os
+import socket
+
+import pytest
+
+from oblr_megatron.cli import main
+from oblr_megatron.engine.arguments import vllm_arguments
+from oblr_megatron.engine.plugin import BACKENDS
+from oblr_megatron.engine.serve_command import (
+    add_arguments,
+    check_address,
+    check_exposure,
+    check_sizes,
+    serve,
+    spec_of,
+)
+from oblr_megatron.errors import UserError
+from oblr_megatron.runtime.command_line import Parser
+from tests.tiny import SIZES
+
+KEY = "0123456789abcdef"
+
+
+def test_a_server_that_others_can_reach_needs_a_key():
+    check_exposure("127.0.0.1", "", "NAME")
+    check_exposure("10.0.0.5", KEY, "NAME")
+    with pytest.raises(UserError) as error:
+        check_exposure("10.0.0.5", "", "NAME")
+    assert error.value.where == "--host" and "NAME" in error.value.fix
+    for key in (KEY, ""):
+        for host in ("0.0.0.0", "::", "", "0", "0x0", "000.0.0.0", "::ffff:0.0.0.0"):
+            with pytest.raises(UserError) as error:
+                check_exposure(host, key, "NAME")
+            assert error.value.what.startswith(repr(host))
+    for key in ("short", "x" * 15, "with a space in it ....", "ümläut" * 4, "line\nbreak-0123456789"):
+        with pytest.raises(UserError) as error:
+            check_exposure("127.0.0.1", key, "NAME")
+        assert error.value.where == "--api-key-env" and "16" in error.value.what
+
+
+def test_a_taken_port_is_found():
+    with socket.socket() as taken:
+        taken.bind(("127.0.0.1", 0))
+        taken.listen()
+        with pytest.raises(UserError, match=r"127\.0\.0\.1:\d+.*--host, --port"):
+            check_address("127.0.0.1", taken.getsockname()[1])
+    with pytest.raises(UserError, match=r"192\.0\.2\.1:8000"):
+        check_address("192.0.2.1", 8000)
+
+
+@pytest.mark.parametrize("device", ["cpu", "cuda"])
+def test_weights_come_by_a_transport_that_reaches_a_server(device):
+    spec = spec_of(serve_options(), device)
+    assert BACKENDS[spec.device, spec.server] == {"cpu": "oblr_server_shm", "cuda": "oblr_nccl"}[device]
+    assert vllm_arguments(spec, "b")["logprobs_mode"] == "processed_logprobs"
+    assert vllm_arguments(spec, "b").get("enforce_eager", False) == (device == "cpu")
+
+
+def test_the_key_is_not_left_for_the_engine(tmp_path, monkeypatch):
+    monkeypatch.setenv("OBLR_API_KEY", KEY)
+    with pytest.raises(UserError):
+        serve(serve_options(f"--model={tmp_path / 'none'}"))
+    assert "OBLR_API_KEY" not in os.environ
+
+
+def test_the_command_refuses_in_one_line(tmp_path, capsys, monkeypatch):
+    monkeypatch.delenv("OBLR_API_KEY", raising=False)
+    assert main(["serve", "--model", str(tmp_path), "--host", "10.0.0.5"]) == 2
+    assert "error: 10.0.0.5 " in capsys.readouterr().err
+    assert main(["serve", "--model", str(tmp_path / "none")]) == 2
+    assert "error:" in capsys.readouterr().err
+
+
+def serve_options(*arguments: str) -> argparse.Namespace:
+    parser = Parser()
+    add_arguments(parser)
+    return parser.parse_args(["--model", "m", *arguments])
+
+
+@pytest.mark.parametrize(
+    ("option", "value"),
+    [
+        *[("--port", value) for value in ("99999", "0", "-1", "http", "8000.0", "", "1" * 5000)],
+        *[("--max-model-len", value) for value in ("0", "-5", "many")],
+        *[("--gpu-memory-utilization", value) for value in ("0", "1.5", "nan", "inf", "half")],
+        *[("--kv-cache-gib", value) for value in ("0", "-1", "nan", "inf", "x")],
+        ("--max-num-seqs", "0"),
+        ("--num-threads", "0"),
+        ("--tensor-parallel-size", "-2"),
+        ("--seed", "-1"),
+        ("--seed", str(2**32)),
+        *[("--speculation-below", value) for value in ("-1", "few", "1.5")],
+    ],
+)
+def test_numbers_out_of_range_are_refused_by_the_parser(option: str, value: str) -> None:
+    with pytest.raises(UserError) as error:
+        serve_options(f"{option}={value}")
+    assert option in error.value.what and value[:20] in error.value.what and "\n" not in str(error.value)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "device", "where", "named"),
+    [
+        (["--max-model-len=200"], "cpu", "--max-model-len", "128"),
+        (["--max-model-len=64", "--kv-cache-gib=1e-6"], "cpu", "--kv-cache-gib", "64 tokens"),
+        (["--max-model-len=64", "--tensor-parallel-size=4"], "cuda", "--tensor-parallel-size", "has 3"),
+        (
+            ["--max-model-len=64", "--tensor-parallel-size=3"],
+            "cuda",
+            "--tensor-parallel-size",
+            "4 is not a multiple of --tensor",
+        ),
+        (["--max-model-len=64", "--tensor-parallel-size=3"], "cuda", "--tensor-parallel-size", "heads 2 and --tensor"),
+        (["--max-model-len=64"], "cpu", "m", "head_dim 16"),
+    ],
+)
+def test_sizes_that_the_model_or_the_machine_lacks(arguments, device, where, named):
+    sizes = SIZES | {"head_dim": 16 if where == "m" else 32}
+    if "heads 2" in named:
+        sizes |= {"num_attention_heads": 12, "num_key_value_heads": 2}
+    spec = spec_of(serve_options(*arguments), device)
+    with pytest.raises(UserError) as error:
+        check_sizes(spec, sizes, 3 if device == "cuda" else 0)
+    assert error.value.where.endswith(where) and named in error.value.what
+    check_sizes(spec_of(serve_options("--max-model-len=64"), device), SIZES | {"head_dim": 32}, 0)
