@@ -97,26 +97,9 @@ def test_balance(tmp_path: Path) -> None:
         assert 1 <= row["by_tokens"] <= row["by_position"]
 
 
-def test_data(tmp_path: Path) -> None:
-    """Twenty questions, each twice; one is excluded."""
-    rows = [json.dumps({"question": f"What is {n} + {n}?", "answer": str(2 * n)}) for n in range(20)] * 2
-    (tmp_path / "train.jsonl").write_text("\n".join(rows), encoding="utf-8")
-    (tmp_path / "test.jsonl").write_text(rows[0], encoding="utf-8")
-    command = [sys.executable, "tools/bench/data.py", "--train", str(tmp_path / "train.jsonl")]
-    command += ["--exclude", str(tmp_path / "test.jsonl")]
-    said = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=300, check=True).stdout
-    counts = [int(line.split(" s, ")[1].split()[0]) for line in said.splitlines() if " prompts, " in line]
-    assert counts == [40, 20, 19] and "MiB" in said
-
-
 def test_memory(tmp_path: Path) -> None:
     (row,) = rows_of("memory", tmp_path, "--cases", "two_pass shape=tiny layers=1 tokens=64 samples=2")
     assert row["mode"] == "two_pass" and 0.5 < row["ratio"] == row["estimated"] / row["measured"] < 1.5
-
-
-def test_overlap_plan(tmp_path: Path) -> None:
-    (row,) = rows_of("overlap_plan", tmp_path, "--models", "0.6B", "--gpus", "8")
-    assert row["model"] == "Qwen3-0.6B" and row["none_s"] > 0
 
 
 def test_planner(tmp_path: Path) -> None:
