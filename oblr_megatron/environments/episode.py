@@ -1,4 +1,4 @@
-"""What an environment function receives and returns, and the checks of what it returns. Imports no torch."""
+"""Arguments and results of an environment function, and the checks of its results. Imports no torch."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 from oblr_megatron.engine.turns import Turn
-from oblr_megatron.environments.messages import Begin, Ended, Wish
+from oblr_megatron.environments.messages import Begin, Ended, SampleCall
 from oblr_megatron.processes.calls import score_of
 from oblr_megatron.types import FinishReason
 
@@ -70,7 +70,7 @@ class EpisodeEngine:
     tokenizer: PreTrainedTokenizerBase
     vocab_size: int
     max_turns: int
-    _send: Callable[[Wish], Awaitable[Turn]]
+    _send: Callable[[SampleCall], Awaitable[Turn]]
     _call: Callable[[str, Mapping[str, Any]], Awaitable[str]]
     template_options: Mapping[str, Any] = field(default_factory=dict)  # data.chat_template_options
     turns: list[tuple[tuple[int, ...], Turn]] = field(default_factory=list)  # (prompt of the turn, response)
@@ -98,7 +98,8 @@ class EpisodeEngine:
             raise LimitError("the episode has used all its tokens (rollout.max_response_tokens)")
         most = room if max_tokens is None else max(1, min(room, max_tokens))
         call, self._calls = self._calls, self._calls + 1
-        turn = await self._send(Wish(self.begin.number, call, asked, most, checked_ids(stop, self.vocab_size, "stop")))
+        stops = checked_ids(stop, self.vocab_size, "stop")
+        turn = await self._send(SampleCall(self.begin.number, call, asked, most, stops))
         self.turns.append((asked, turn))
         return turn
 
@@ -115,7 +116,7 @@ class EpisodeEngine:
         return list(self.tokenizer.encode(_encodable(text), add_special_tokens=False))
 
     def observation(self, messages: Sequence[Mapping[str, Any]], after: Turn) -> list[int]:
-        """What the chat template writes between the policy's turn and its next one, encoded once.
+        """Token ids of the chat template's text between the policy's turn and its next one, encoded once.
 
         The policy's own tokens are never encoded again.
 
@@ -133,15 +134,15 @@ class EpisodeEngine:
         """
         whole = (*self.begin.prompt.token_ids, *tokens)
         first = len(self.begin.prompt.token_ids)
-        found: dict[int, list[float]] = {}
+        drawn: dict[int, list[float]] = {}
         for asked, turn in self.turns:
             if len(asked) < first or whole[: len(asked)] != asked:
                 continue
             for place, (token, logprob) in enumerate(zip(turn.ids, turn.logprobs, strict=True), start=len(asked)):
                 if place >= len(whole) or whole[place] != token:
                     break
-                found.setdefault(place - first, []).append(logprob)
-        return found
+                drawn.setdefault(place - first, []).append(logprob)
+        return drawn
 
 
 def observation_text(
@@ -227,13 +228,13 @@ def checked_ids(ids: Sequence[int], vocab_size: int, what: str) -> tuple[int, ..
         NonsenseError: one is no integer, or outside the vocabulary.
     """
     try:
-        found = tuple(operator.index(token) for token in ids)
+        checked = tuple(operator.index(token) for token in ids)
     except TypeError:
         raise NonsenseError(f"{what}: {ids!r:.60} are not token ids") from None
-    outside = next((token for token in found if not 0 <= token < vocab_size), None)
+    outside = next((token for token in checked if not 0 <= token < vocab_size), None)
     if outside is not None:
         raise NonsenseError(f"{what}: token {outside} is outside the vocabulary of {vocab_size}")
-    return found
+    return checked
 
 
 def _encodable(text: str) -> str:

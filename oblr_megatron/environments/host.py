@@ -15,6 +15,7 @@ import itertools
 import json
 import logging
 import queue
+import socket
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence, Set
@@ -22,12 +23,13 @@ from contextlib import suppress
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
-from oblr_megatron.engine.channel import CHECK_SECONDS, PeerGone
+from oblr_megatron.checks.run_dir import LOGS
+from oblr_megatron.engine.channel import CHECK_SECONDS, Channel, PeerGone
 from oblr_megatron.engine.protocol import PromptRequest, SamplingRequest, prompt_seed
 from oblr_megatron.engine.turns import Answered
-from oblr_megatron.environments.launcher import Launcher, Process
-from oblr_megatron.environments.messages import Answer, Begin, Ended, Wish
-from oblr_megatron.environments.watch import NOBODY
+from oblr_megatron.environments.messages import Answer, Begin, Cancel, Ended, SampleCall
+from oblr_megatron.processes.client import ForkServer, Worker
+from oblr_megatron.processes.watch import NOBODY, Watch
 from oblr_megatron.types import FinishReason, Prompt, Sample
 
 if TYPE_CHECKING:
@@ -38,9 +40,20 @@ logger = logging.getLogger(__name__)
 
 MOST_LOSSES = 8
 """Processes that a batch may lose before its remaining episodes fail."""
+BLOCKED_SECONDS = 10.0
+"""Seconds that a function may run without an await."""
 GRACE_SECONDS = 5.0
-BLOCKED_SECONDS = 10.0  # that a function may run without an await
-"""Seconds after its deadline until an episode's process is killed. Normally the episode ends itself at the deadline."""
+"""Seconds, besides BLOCKED_SECONDS, from the cancellation of an episode at its deadline until its process is killed."""
+
+
+@dataclass(slots=True, eq=False)
+class _Process:
+    """A process that plays episodes."""
+
+    worker: Worker
+    channel: Channel  # to read from
+    writer: Channel
+    seen: tuple[int, float] = (NOBODY, 0.0)  # of the watch, at the last look
 
 
 @dataclass(slots=True)
@@ -53,6 +66,11 @@ class _Running:
     waits: int = 0  # responses that it waits for
     spent_s: float = 0.0  # without waiting
     since: float = 0.0  # time.monotonic() of the end of its last wait
+    cancelled: bool = False
+
+    def seconds(self) -> float:
+        """Time that it has taken; it stands still while the episode waits for the engine."""
+        return self.spent_s + (0.0 if self.waits else time.monotonic() - self.since)
 
 
 @dataclass(slots=True)
@@ -64,7 +82,7 @@ class _Batch:
     done: Callable[[_Running, Ended], None]
     running: dict[int, _Running]
     waiting: dict[int, tuple[int, int]] = field(default_factory=dict)  # request -> (episode, call), at the engine
-    wishes: list[Wish] = field(default_factory=list)  # not yet sent to the engine
+    calls: list[SampleCall] = field(default_factory=list)  # not yet sent to the engine
     requests: int = 0
     losses: int = 0
 
@@ -80,12 +98,20 @@ class EpisodeHost:
         """
         self._options = config.rollout.environment
         self._blocked_s = min(BLOCKED_SECONDS, self._options.deadline_s)
-        shapes = json.loads((config.model.path / "config.json").read_text(encoding="utf-8"))
-        self._launcher = Launcher(config, vocab_size=int(shapes["vocab_size"]), index=index, owner=owner)
-        self._queue: queue.SimpleQueue[tuple[Process | None, Any]] = queue.SimpleQueue()  # (None: the engine, message)
+        self._watch = Watch()
+        self._server = ForkServer(
+            "oblr_megatron.environments.process:plays",
+            options_of(config) | {"watch": self._watch.fd},
+            what="the environment process",
+            owner=owner,
+            start_s=config.rollout.start_timeout_s,
+            log=config.run_dir / LOGS / f"environment-{index}.log",
+            inherited=[self._watch.fd],
+        )
+        self._queue: queue.SimpleQueue[tuple[_Process | None, Any]] = queue.SimpleQueue()  # (None: the engine, message)
         self._told: set[str] = set()  # kinds of failures that are in the log
         self._numbers = itertools.count()  # of episodes, over all batches
-        self._process: Process | None = None
+        self._process: _Process | None = None
 
     def sample(
         self,
@@ -135,7 +161,7 @@ class EpisodeHost:
         try:
             self._begin(batch)
             while batch.running:
-                self._take(batch)
+                self._receive(batch)
                 self._look(batch)
         except BaseException:  # whatever ended the batch, its episodes must end too
             self._end_process()
@@ -147,53 +173,60 @@ class EpisodeHost:
 
     def close(self) -> None:
         """End the process. May be called more than once."""
+        self._server.close()
         self._end_process()
-        self._launcher.close()
+        self._watch.close()
 
     def _end_process(self) -> None:
         process, self._process = self._process, None
         if process is not None:
-            process.end()
+            self._server.kill(process.worker)
+            process.writer.close()
+            with suppress(OSError):  # its reader has closed it
+                process.worker.socket.shutdown(socket.SHUT_RDWR)
 
-    def _read_process(self, process: Process) -> None:
+    def _read_process(self, process: _Process) -> None:
         """In a thread: pass the messages of a process on, then its end."""
         with suppress(PeerGone):
             while True:
-                self._queue.put((process, process.channel.receive(alive=lambda: not process.ended)))
+                self._queue.put((process, process.channel.receive()))
         process.channel.close()
         self._queue.put((process, None))
 
     def _read_engine(self, answers: Iterator[Answered]) -> None:
         try:
-            for found in answers:
-                self._queue.put((None, found))
+            for answered in answers:
+                self._queue.put((None, answered))
         except BaseException as error:  # noqa: BLE001  it is raised again in the feed's thread
             self._queue.put((None, error))
 
     def _begin(self, batch: _Batch) -> None:
         """Give all episodes that have not ended to the process, which is started if there is none."""
-        batch.wishes.clear()
+        batch.calls.clear()
         if self._process is None:
-            self._process = self._launcher.fork()
+            self._watch.set(NOBODY)
+            worker = self._server.fork()
+            channel = Channel(worker.socket)
+            self._process = _Process(worker, channel, channel.writer())
             threading.Thread(target=self._read_process, args=(self._process,), daemon=True).start()
         now = time.monotonic()
         for running in batch.running.values():
-            running.waits, running.spent_s, running.since = 0, 0.0, now
+            running.waits, running.spent_s, running.since, running.cancelled = 0, 0.0, now, False
         self._tell(batch, [running.begin for running in batch.running.values()])
 
-    def _take(self, batch: _Batch) -> None:
-        """Take what has come, or wait for a moment; then send on what the engine can sample now."""
+    def _receive(self, batch: _Batch) -> None:
+        """Handle what has come, or wait for a moment; then send on what the engine can sample now."""
         with suppress(queue.Empty):
             item = self._queue.get(timeout=CHECK_SECONDS)
             while True:
-                self._take_one(batch, item)
+                self._handle(batch, item)
                 item = self._queue.get_nowait()
-        if batch.wishes and (not self._options.in_rounds or self._all_wait(batch)):
-            asked = [self._request(batch, wish) for wish in sorted(batch.wishes, key=lambda w: (w.number, w.call))]
-            batch.wishes.clear()
-            batch.engine.ask(asked)
+        if batch.calls and (not self._options.in_rounds or self._all_wait(batch)):
+            calls = sorted(batch.calls, key=lambda call: (call.number, call.call))
+            batch.calls.clear()
+            batch.engine.ask([self._request(batch, call) for call in calls])
 
-    def _take_one(self, batch: _Batch, item: tuple[Process | None, Any]) -> None:
+    def _handle(self, batch: _Batch, item: tuple[_Process | None, Any]) -> None:
         sender, message = item
         if sender is None and isinstance(message, BaseException):
             raise message
@@ -203,28 +236,27 @@ class EpisodeHost:
             return  # of a process that was killed
         elif message is None:
             self._lost(batch, "the environment process ended", "failed")
-        elif isinstance(message, Wish):
-            self._wish(batch, message)
+        elif isinstance(message, SampleCall):
+            self._note_call(batch, message)
         else:
             self._end(batch, message)
 
-    def _wish(self, batch: _Batch, wish: Wish) -> None:
-        running = batch.running.get(wish.number)
+    def _note_call(self, batch: _Batch, call: SampleCall) -> None:
+        running = batch.running.get(call.number)
         if running is None:
             return  # of a task that an episode left behind
-        if running.waits == 0:
-            running.spent_s += time.monotonic() - running.since
+        running.spent_s = running.seconds()
         running.waits += 1
-        batch.wishes.append(wish)
+        batch.calls.append(call)
 
-    def _request(self, batch: _Batch, wish: Wish) -> PromptRequest:
+    def _request(self, batch: _Batch, call: SampleCall) -> PromptRequest:
         number, batch.requests = batch.requests, batch.requests + 1
-        batch.waiting[number] = (wish.number, wish.call)
-        options, seed = batch.request, batch.running[wish.number].begin.seed
+        batch.waiting[number] = (call.number, call.call)
+        options, seed = batch.request, batch.running[call.number].begin.seed
         request = SamplingRequest(
-            1, options.temperature, wish.max_tokens, seed, top_p=options.top_p, top_k=options.top_k
+            1, options.temperature, call.max_tokens, seed, top_p=options.top_p, top_k=options.top_k
         )
-        return PromptRequest(number, wish.ids, request, position=wish.call, stop=wish.stop)
+        return PromptRequest(number, call.ids, request, position=call.call, stop=call.stop)
 
     def _all_wait(self, batch: _Batch) -> bool:
         """Whether every episode waits for a response, and the engine has none to sample."""
@@ -248,7 +280,7 @@ class EpisodeHost:
         if episode is None:
             return
         self._abandon(batch, {ended.number})
-        batch.wishes = [wish for wish in batch.wishes if wish.number != ended.number]
+        batch.calls = [call for call in batch.calls if call.number != ended.number]
         if ended.error:
             self._warn(what, f"an episode, of prompt {episode.begin.prompt.id}, gave no sample (reward 0)", ended.error)
         batch.done(episode, ended)
@@ -265,29 +297,36 @@ class EpisodeHost:
         process, now = self._process, time.monotonic()
         if process is None or not batch.running:
             return
-        number, since = seen = self._launcher.watch.get()
+        number, since = seen = self._watch.get()
         if number != NOBODY and seen == process.seen and now - since > self._blocked_s:
             what = f"it ran for {self._blocked_s:g} seconds without an await"
             self._lost(batch, what, "late")
         process.seen = seen
-        limit = self._options.deadline_s + self._blocked_s + GRACE_SECONDS
-        for number, running in batch.running.items():
-            if running.waits == 0 and running.spent_s + now - running.since > limit:
-                self._lost(batch, "it did not end at its deadline", "late", number)
-                break
+        limit = self._options.deadline_s
+        late = [running for running in batch.running.values() if not running.waits and running.seconds() > limit]
+        limit += self._blocked_s + GRACE_SECONDS
+        for running in late:
+            if running.seconds() > limit:
+                self._lost(batch, "it did not end at its deadline", "late", running.begin.number)
+                return
+        fresh = [running for running in late if not running.cancelled]
+        for running in fresh:
+            running.cancelled = True
+        if fresh:
+            self._tell(batch, [Cancel(running.begin.number) for running in fresh])
 
     def _lost(self, batch: _Batch, what: str, reason: FinishReason, number: int | None = None) -> None:
         """Kill the process; the guilty episode fails, the others begin again.
 
         Args:
             batch: its episodes.
-            what: happened.
+            what: the event.
             reason: of the failure.
             number: of the guilty episode; by default the one that runs.
         """
         process = self._process
         assert process is not None, "only a process that runs is lost"
-        guilty = self._launcher.watch.get()[0] if number is None else number
+        guilty = self._watch.get()[0] if number is None else number
         self._end_process()
         self._abandon(batch, batch.running.keys())
         batch.losses += 1
@@ -310,7 +349,7 @@ class EpisodeHost:
         if numbers:
             batch.engine.abandon(numbers)
 
-    def _tell(self, batch: _Batch, messages: Sequence[Begin | Answer]) -> None:
+    def _tell(self, batch: _Batch, messages: Sequence[Begin | Answer | Cancel]) -> None:
         """Send to the process. One that does not read is blocked, and one that has ended is noticed by its reader."""
         assert self._process is not None, "a batch that runs has a process"
         try:
@@ -329,6 +368,25 @@ class EpisodeHost:
                 return
             if sender is not None and sender is self._process and message is None:
                 self._end_process()
+
+
+def options_of(config: Config) -> dict[str, Any]:
+    """The options of `process.plays`, but for the watch.
+
+    They name the tokenizer's class: `AutoTokenizer` finds it, but imports torch, which a rank has already.
+    """
+    from transformers import AutoTokenizer
+
+    model = str(config.model.path.absolute())
+    tokenizer = type(AutoTokenizer.from_pretrained(model, trust_remote_code=False))
+    shapes = json.loads((config.model.path / "config.json").read_text(encoding="utf-8"))
+    return {
+        "environment": config.rollout.environment.model_dump(mode="json"),
+        "tokenizer": f"{tokenizer.__module__}:{tokenizer.__qualname__}",
+        "model": model,
+        "vocab_size": int(shapes["vocab_size"]),
+        "template_options": dict(config.data.chat_template_options),
+    }
 
 
 def to_sample(group: int, begin: Begin, ended: Ended, version: int) -> Sample:

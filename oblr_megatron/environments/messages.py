@@ -2,28 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any
 
-from oblr_megatron.config.rollout import EnvironmentConfig
 from oblr_megatron.engine.turns import Turn
 from oblr_megatron.types import FinishReason, Prompt
-
-READY = "ready"
-"""The process has imported the function."""
-
-
-@dataclass(frozen=True, slots=True)
-class Setup:
-    """The first message to the process."""
-
-    config: EnvironmentConfig
-    tokenizer: type[Any]  # of the tokenizer in `model`
-    model: str  # directory
-    vocab_size: int
-    path: tuple[str, ...]  # sys.path, to import the function
-    template_options: Mapping[str, Any]  # data.chat_template_options
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,7 +20,7 @@ class Begin:
 
 @dataclass(frozen=True, slots=True)
 class Answer:
-    """The response to a `Wish`."""
+    """The response to a `SampleCall`."""
 
     number: int
     call: int
@@ -46,8 +28,15 @@ class Answer:
 
 
 @dataclass(frozen=True, slots=True)
-class Wish:
-    """An episode waits for a response. Example: Wish(number=3, call=0, ids=(5, 9), max_tokens=64)"""
+class Cancel:
+    """An episode has reached its deadline."""
+
+    number: int
+
+
+@dataclass(frozen=True, slots=True)
+class SampleCall:
+    """An episode waits for a response. Example: SampleCall(number=3, call=0, ids=(5, 9), max_tokens=64)"""
 
     number: int  # of the episode
     call: int  # counted from 0

@@ -17,11 +17,19 @@ import inspect
 import json
 import math
 import numbers
+import os
+import resource
 import traceback
 from collections.abc import Awaitable, Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
+from multiprocessing.connection import Connection
 from typing import Any
 
+from oblr_megatron.processes.children import end_children
+from oblr_megatron.processes.fork_server import Serve, resolve
+
+MEMORY_BYTES = 2 * 2**30
+"""Allocation limit of a worker, in addition to the memory of the imports."""
 SINGLE = ("response", "answer", "prompt", "row")  # the last is optional
 BATCH = ("responses", "answers", "prompts", "rows")
 
@@ -86,6 +94,45 @@ def parameter_names(function: Callable[..., object]) -> list[str]:
 
 class LateError(Exception):
     """An awaited call exceeded the deadline."""
+
+
+def answers(
+    target: str, prepare: str, imports: Sequence[str], *, deadline_s: float, returns_text: bool, tasks_per_worker: int
+) -> Serve:
+    """The work of a pool's worker; called in the fork server, with arguments as those of `Pool`."""
+    caller = Caller(resolve(target), deadline_s, returns_text=returns_text)
+    for name in imports:
+        resolve(name)
+    if prepare:
+        resolve(prepare)()
+    return lambda end: _serve(Connection(end.detach()), caller, tasks_per_worker)
+
+
+def _serve(pipe: Connection, caller: Caller, tasks: int) -> None:
+    """Answer requests: rows as JSON. Whatever the function starts ends before the answer, a `Reply` as JSON."""
+    _limit_memory()
+    worker = os.getpid()
+    for count in range(1, tasks + 1):
+        try:
+            rows = json.loads(pipe.recv_bytes())
+        except EOFError:
+            return
+        reply = caller.answer(rows)
+        if os.getpid() != worker:
+            return  # a fork that the function forgot to end
+        all_ended = end_children()
+        reply.leaving |= count == tasks or not all_ended
+        pipe.send_bytes(json.dumps(asdict(reply)).encode())
+        if reply.leaving:
+            return
+
+
+def _limit_memory() -> None:
+    """Limit the address space to its current size plus MEMORY_BYTES; disable core dumps."""
+    with open("/proc/self/statm", encoding="ascii") as statm:
+        used = int(statm.read().split()[0]) * resource.getpagesize()
+    resource.setrlimit(resource.RLIMIT_AS, (used + MEMORY_BYTES, used + MEMORY_BYTES))
+    resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
 
 
 class Caller:

@@ -20,12 +20,16 @@ import os
 import threading
 from collections import deque
 from collections.abc import Sequence
+from multiprocessing.connection import Connection
 from queue import SimpleQueue
 
 from oblr_megatron.errors import RunError
 from oblr_megatron.processes.calls import Score
-from oblr_megatron.processes.client import ForkServer, Worker
+from oblr_megatron.processes.client import ForkError, ForkServer, Worker
 from oblr_megatron.processes.patience import Patience
+
+START_S = 120.0
+"""Deadline for the fork server's imports."""
 
 
 class Pool:
@@ -56,7 +60,8 @@ class Pool:
             tasks_per_worker: a worker is replaced after this many calls.
         """
         self.limit_s = deadline_s + grace_s
-        self._launch: dict[str, object] = {
+        self._what = f"the workers for {target}"
+        self._options: dict[str, object] = {
             "target": target, "prepare": prepare, "deadline_s": deadline_s, "imports": list(imports),
             "returns_text": returns_text, "tasks_per_worker": tasks_per_worker,
         }  # fmt: skip
@@ -111,11 +116,9 @@ class Pool:
             self._closed = True
             while self._waiting:
                 self._waiting.popleft().put(None)
-            for slot in self._free:
-                if (worker := self._workers[slot]) is not None:
-                    worker.pipe.close()
-            if self._fork_server is not None:
-                self._fork_server.end()
+            server = self._server
+        if server is not None:
+            server.close()
 
     def _own(self) -> None:
         """In a forked child, start new workers: the inherited pipes belong to the parent."""
@@ -126,10 +129,9 @@ class Pool:
         self._owner = os.getpid()
         self._closed = False
         self._lock: threading.Lock = threading.Lock()  # guards the slots and the queue
-        self._fork_server_lock = threading.Lock()  # one request to the fork server at a time
-        self._fork_server: ForkServer | None = None
+        self._server: ForkServer | None = None
         self._patience = Patience(self.num_workers)
-        self._workers: list[Worker | None] = [None] * self.num_workers  # by slot
+        self._workers: list[tuple[Worker, Connection] | None] = [None] * self.num_workers  # by slot
         self._free: list[int] = list(range(self.num_workers))
         self._waiting: deque[SimpleQueue[int | None]] = deque()
 
@@ -150,23 +152,25 @@ class Pool:
         """A free slot, after a wait if there is none."""
         with self._lock:
             if self._closed:
-                raise RunError("the reward workers are closed")
+                raise RunError(f"{self._what} are closed")
             if self._free:
                 return self._free.pop()
             ticket: SimpleQueue[int | None] = SimpleQueue()
             self._waiting.append(ticket)
         slot = ticket.get()
         if slot is None:
-            raise RunError("the reward workers were closed while a call was waiting")
+            raise RunError(f"{self._what} were closed while a call was waiting")
         return slot
 
     def _score_batch(self, slot: int, rows: Sequence[Sequence[str]]) -> list[Score]:
         try:
-            worker = self._send(slot, json.dumps([list(row) for row in rows]).encode())
-            if not worker.pipe.poll(self.limit_s):
+            pipe = self._send(slot, json.dumps([list(row) for row in rows]).encode())
+            if not pipe.poll(self.limit_s):
                 self._end_worker(slot)
                 return [Score(timed_out=True)] * len(rows)
-            reply = json.loads(worker.pipe.recv_bytes())  # a `Reply`
+            reply = json.loads(pipe.recv_bytes())  # a `Reply`
+        except ForkError as error:
+            return [Score(error=str(error))] * len(rows)
         except (OSError, EOFError):
             self._end_worker(slot)
             return [Score(error="the worker process died during the call")] * len(rows)
@@ -174,38 +178,36 @@ class Pool:
             self._end_worker(slot)
         return [Score(**score) for score in reply["scores"]]
 
-    def _send(self, slot: int, message: bytes) -> Worker:
-        """Send a message to the slot's worker. A worker that died while idle is replaced once."""
+    def _send(self, slot: int, message: bytes) -> Connection:
+        """Send a message to the slot's worker, and return its pipe. A worker that died while idle is replaced once."""
         try:
-            worker = self._workers[slot] or self._start_worker(slot)
-            worker.pipe.send_bytes(message)
+            pipe = self._pipe(slot)
+            pipe.send_bytes(message)
         except OSError:
             self._end_worker(slot)
-            worker = self._start_worker(slot)
-            worker.pipe.send_bytes(message)
-        return worker
+            pipe = self._pipe(slot)
+            pipe.send_bytes(message)
+        return pipe
 
-    def _start_worker(self, slot: int) -> Worker:
-        """Fork a worker; start the fork server first if there is none or it has died."""
-        with self._fork_server_lock:
-            if self._closed:
-                raise RunError("the reward workers are closed")
-            try:
-                self._fork_server = self._fork_server or ForkServer(self._launch)
-                worker = self._fork_server.fork()
-            except (OSError, EOFError):
-                if self._fork_server is not None:
-                    self._fork_server.end()
-                self._fork_server = ForkServer(self._launch)
-                worker = self._fork_server.fork()
-            self._workers[slot] = worker
-        return worker
+    def _pipe(self, slot: int) -> Connection:
+        """The pipe to the slot's worker, which is started if there is none."""
+        if (own := self._workers[slot]) is None:
+            with self._lock:
+                if self._closed:
+                    raise RunError(f"{self._what} are closed")
+                self._server = self._server or ForkServer(
+                    "oblr_megatron.processes.calls:answers",
+                    self._options,
+                    what=self._what,
+                    owner="the trainer",
+                    start_s=START_S,
+                )
+            worker = self._server.fork()
+            self._workers[slot] = own = worker, Connection(worker.socket.detach())
+        return own[1]
 
     def _end_worker(self, slot: int) -> None:
-        worker, self._workers[slot] = self._workers[slot], None
-        if worker is None:
-            return
-        worker.pipe.close()
-        with self._fork_server_lock:
-            if self._fork_server is not None and not self._closed:
-                self._fork_server.kill(worker.pid)
+        own, self._workers[slot] = self._workers[slot], None
+        if own is not None and self._server is not None:
+            own[1].close()
+            self._server.kill(own[0])

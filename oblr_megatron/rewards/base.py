@@ -8,8 +8,7 @@ from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Literal, Self
 
 from oblr_megatron.processes.calls import Score
-from oblr_megatron.processes.client import START_S
-from oblr_megatron.processes.pool import Pool
+from oblr_megatron.processes.pool import START_S, Pool
 from oblr_megatron.types import Prompt, Sample
 
 if TYPE_CHECKING:

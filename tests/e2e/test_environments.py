@@ -33,7 +33,7 @@ def rollout(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Rollout]:
     yield engines, Qwen3ForCausalLM.from_pretrained(path)
     engines.close()
     left = [command_of(child) for child in psutil.Process().children(recursive=True)]  # a zombie has none
-    assert not [command for command in left if "oblr_megatron.environments.process" in command]
+    assert not [command for command in left if "environments.process:plays" in command]
 
 
 def sample(engines: ColocatedEngines, prompts: list[Prompt], group_size: int = 3, seed: int = 3) -> list[Sample]:

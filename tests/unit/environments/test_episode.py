@@ -19,7 +19,7 @@ import torch
 from oblr_megatron.engine.turns import Turn
 from oblr_megatron.environments.episode import Episode, EpisodeEngine, LimitError, NonsenseError, cut, ended
 from oblr_megatron.environments.host import to_sample
-from oblr_megatron.environments.messages import Begin, Wish
+from oblr_megatron.environments.messages import Begin, SampleCall
 from oblr_megatron.rollout.step_file import SavedStep, read_step, write_step
 from oblr_megatron.types import Prompt
 from tests.tiny import make_tokenizer
@@ -33,7 +33,7 @@ def engine_of(*turns: Turn, max_tokens: int = 10, max_turns: int = 8) -> Episode
     """An engine with these responses, in the order of the calls."""
     answers = iter(turns)
 
-    async def ask(wish: Wish) -> Turn:
+    async def ask(call: SampleCall) -> Turn:
         return next(answers)
 
     async def call(tool: str, arguments: Mapping[str, Any]) -> str:

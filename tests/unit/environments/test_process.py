@@ -1,6 +1,6 @@
 """One episode in the loop of the environment process, over its socket: what the parent hears of it.
 
-Not covered: the process itself (test_launcher.py), engines (tests/e2e/test_environments.py).
+Not covered: engines (tests/e2e/test_environments.py), fork servers that die (tests/unit/processes/test_client.py).
 """
 
 from __future__ import annotations
@@ -17,10 +17,10 @@ from oblr_megatron.config.rollout import EnvironmentConfig
 from oblr_megatron.engine.channel import Channel
 from oblr_megatron.engine.turns import Turn
 from oblr_megatron.environments.episode import Episode, EpisodeEngine
-from oblr_megatron.environments.messages import Begin, Ended, Setup
-from oblr_megatron.environments.process import Clock, Episodes
+from oblr_megatron.environments.messages import Begin, Cancel, Ended
+from oblr_megatron.environments.process import Episodes, Setup
 from oblr_megatron.environments.tools import Toolbox
-from oblr_megatron.environments.watch import Watch
+from oblr_megatron.processes.watch import Watch
 from oblr_megatron.types import Prompt
 from tests.tiny import VOCAB, make_tokenizer
 
@@ -30,21 +30,23 @@ TEMPLATE = "{% for one in messages %}{{ one.content }} {% endfor %}{% if mood is
 HALF = json.loads(r'"t7 \ud83d"')
 
 
-def outcome(function: Function, *, max_tokens: int = 10) -> Ended:
-    """Run one episode of the function."""
+def outcome(function: Function, *, max_tokens: int = 10, cancelled: bool = False) -> Ended:
+    """Run one episode of the function; `cancelled` before it can begin."""
     ours, theirs = socket.socketpair()
     tokenizer, watch = make_tokenizer(), Watch()
     tokenizer.chat_template = TEMPLATE
-    setup = Setup(EnvironmentConfig(function="here:function"), type(tokenizer), "model", VOCAB, (), {"mood": "t3"})
+    setup = Setup(EnvironmentConfig(function="here:function"), function, tokenizer, VOCAB, {"mood": "t3"})
     toolbox = Toolbox([], num_workers=1, deadline_s=1.0)
-    episodes = Episodes(Channel(theirs), setup, function, tokenizer, toolbox, watch)
+    episodes = Episodes(Channel(theirs), setup, toolbox, watch)
     thread = threading.Thread(target=lambda: asyncio.run(episodes.run()))
     thread.start()
     with ours, theirs:
         parent = Channel(ours)
-        parent.send([Begin(number=4, prompt=PROMPT, seed=1, max_tokens=max_tokens)])
+        begin = Begin(number=4, prompt=PROMPT, seed=1, max_tokens=max_tokens)
+        parent.send([begin, Cancel(4)] if cancelled else [begin])
         try:
-            ended: Ended = parent.receive()
+            while not isinstance(ended := parent.receive(), Ended):
+                continue  # a call for a response, which nobody answers
         finally:
             ours.shutdown(socket.SHUT_RDWR)
             thread.join()
@@ -64,26 +66,39 @@ def test_observations_are_rendered_with_the_options_of_the_prompt() -> None:
     assert (ended.error, ended.ids) == ("", (7, 3))
 
 
-def test_a_task_that_outlives_its_episode_ends_without_an_error() -> None:
+def test_a_task_that_outlives_its_episode_ends_without_an_error(caplog: pytest.LogCaptureFixture) -> None:
     """It waits for a response when the function returns, and is cancelled then."""
+    left: list[asyncio.Task[Turn]] = []
 
-    async def wait(clock: Clock) -> None:
-        clock.stop()
+    async def leaves_a_task(engine: EpisodeEngine, prompt: Prompt, seed: int) -> Episode:
+        left.append(asyncio.create_task(engine.generate(prompt.token_ids)))
+        await asyncio.sleep(0)
+        return await sees(engine, "t7")
+
+    assert outcome(leaves_a_task).error == "" and left[0].cancelled() and caplog.text == ""
+
+
+@pytest.mark.parametrize("waits", [False, True])
+def test_an_episode_is_late_when_it_is_cancelled(waits: bool) -> None:
+    async def long(engine: EpisodeEngine, prompt: Prompt, seed: int) -> Episode:
+        if waits:
+            await engine.generate(prompt.token_ids)
+        await asyncio.sleep(3600)
+        raise AssertionError("it is cancelled")
+
+    ended = outcome(long, cancelled=True)
+    assert (ended.finish_reason, ended.ids) == ("late", ()) and "longer than 60 seconds" in ended.error
+
+
+def test_an_episode_may_end_itself_when_it_is_cancelled() -> None:
+    async def hurries(engine: EpisodeEngine, prompt: Prompt, seed: int) -> Episode:
         try:
-            await asyncio.sleep(60)
-        finally:
-            clock.go_on()
+            await asyncio.sleep(3600)
+        except asyncio.CancelledError:
+            return await sees(engine, "t7")
+        raise AssertionError("it is cancelled")
 
-    async def episode() -> None:
-        clock = Clock(60.0)
-        async with clock.timeout:
-            task = asyncio.create_task(wait(clock))
-            await asyncio.sleep(0)
-        task.cancel()
-        with pytest.raises(asyncio.CancelledError):
-            await task
-
-    asyncio.run(episode())
+    assert outcome(hurries, cancelled=True).finish_reason == "stop"
 
 
 def test_an_observation_may_hold_half_of_a_surrogate_pair() -> None:

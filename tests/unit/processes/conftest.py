@@ -18,13 +18,13 @@ def unhurried(patch: pytest.MonkeyPatch, *hanging: str) -> list[float]:
     send, limits = Pool._send, []
 
     def sent(pool: Pool, slot: int, message: bytes) -> SimpleNamespace:
-        pipe = send(pool, slot, message).pipe
+        pipe = send(pool, slot, message)
 
         def poll(seconds: float) -> bool:
             limits.append(seconds)
             return pipe.poll(seconds if any(text.encode() in message for text in hanging) else max(seconds, 60.0))
 
-        return SimpleNamespace(pipe=SimpleNamespace(poll=poll, recv_bytes=pipe.recv_bytes))
+        return SimpleNamespace(poll=poll, recv_bytes=pipe.recv_bytes)
 
     patch.setattr(Pool, "_send", sent)
     return limits

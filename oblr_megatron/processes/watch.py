@@ -1,7 +1,8 @@
-"""Which episode runs at this moment, in memory that the trainer can read while the environment process is blocked.
+"""Which job runs at this moment, in memory that the trainer can read while the worker's process is blocked.
 
 A function that never awaits stops the event loop of its process, and one that holds the interpreter lock stops every
-thread. So the process writes down the episode before each step of one of its tasks, and the trainer reads it.
+thread. So a worker that runs many jobs in one loop writes down the number of a job before each step of one of its
+tasks, and the trainer reads it. Imports no torch.
 """
 
 from __future__ import annotations
@@ -17,12 +18,12 @@ from typing import Any
 
 NOBODY = -1
 _CELL = struct.Struct("qd")
-EPISODE: ContextVar[int] = ContextVar("episode", default=NOBODY)
-"""Number of the episode that a task belongs to."""
+JOB: ContextVar[int] = ContextVar("job", default=NOBODY)
+"""Number of the job that a task belongs to."""
 
 
 class Watch:
-    """The number of the running episode, and since when it runs without an await."""
+    """The number of the running job, and since when it runs without an await."""
 
     def __init__(self, fd: int | None = None) -> None:
         """`fd` of another process's watch; by default a new one, which a child process can inherit."""
@@ -34,22 +35,23 @@ class Watch:
             self.set(NOBODY)
 
     def set(self, number: int) -> None:
-        """Note that an episode begins to run now."""
+        """Note that a job begins to run now."""
         _CELL.pack_into(self._cell, 0, number, time.monotonic())
 
     def get(self) -> tuple[int, float]:
-        """(number of the running episode or NOBODY, time.monotonic() of its beginning)."""
+        """(number of the running job or NOBODY, time.monotonic() of its beginning)."""
         number, since = _CELL.unpack_from(self._cell, 0)
         return int(number), float(since)
 
     def close(self) -> None:
-        """Give the memory back."""
-        self._cell.close()
-        os.close(self.fd)
+        """Give the memory back. May be called more than once."""
+        if not self._cell.closed:
+            self._cell.close()
+            os.close(self.fd)
 
 
 class Watched(Coroutine[Any, Any, Any]):
-    """A coroutine of an episode that notes when it runs."""
+    """A coroutine of a job that notes when it runs."""
 
     def __init__(self, coroutine: Coroutine[Any, Any, Any], number: int, watch: Watch) -> None:
         self._coroutine, self._number, self._watch = coroutine, number, watch
@@ -76,11 +78,11 @@ class Watched(Coroutine[Any, Any, Any]):
 
 
 def watch_tasks(loop: asyncio.AbstractEventLoop, watch: Watch, tasks: dict[int, set[asyncio.Task[Any]]]) -> None:
-    """Let every task of an episode note when it runs, and collect the tasks by episode."""
+    """Let every task of a job note when it runs, and collect the tasks by job."""
 
     def factory(own_loop: asyncio.AbstractEventLoop, coroutine: Any, **options: Any) -> asyncio.Task[Any]:
         context = options.get("context")
-        number = EPISODE.get() if context is None else context.get(EPISODE, NOBODY)
+        number = JOB.get() if context is None else context.get(JOB, NOBODY)
         if number == NOBODY:
             return asyncio.Task(coroutine, loop=own_loop, **options)
         task = asyncio.Task(Watched(coroutine, number, watch), loop=own_loop, **options)
