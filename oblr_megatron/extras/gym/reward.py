@@ -5,8 +5,7 @@ The text of the last <answer>...</answer> is scored, as in the package; a respon
 tasks.
 
 The package reasoning-gym is imported on first use. This takes two seconds and imports sympy and matplotlib. Ranks
-import it to check a source (data/sources.py). Other processes do the work: one generates rows (rows.py), and
-workers score answers under a deadline.
+import it to check a source (data/sources.py). Worker processes generate rows (rows.py) and score answers.
 """
 
 from __future__ import annotations

@@ -28,7 +28,8 @@ PIECES = ["<answer>", "</answer>", "<answer", " ", "\n", "4", "a<b"]
 def rows(name: str, size: int = 2, **options: Any) -> list[dict[str, Any]]:
     """Generated in this process."""
     source = SourceConfig.model_validate({"path": f"reasoning_gym:{name}", "size": size, "options": options})
-    return [row for row in gym.rows(gym.request_of(source, training=True)) if isinstance(row, dict)]
+    request = json.dumps(gym.request_of(source, training=True))
+    return [row for index in range(size) if isinstance(row := json.loads(gym.row(request, str(index))), dict)]
 
 
 def asked(given: list[tuple[dict[str, Any], list[str]]]) -> tuple[list[Prompt], list[Sample]]:

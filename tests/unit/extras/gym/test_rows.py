@@ -26,9 +26,10 @@ from oblr_megatron.config.data import MOST_ROWS, SourceConfig
 from oblr_megatron.data.prompt_set import read_prompts
 from oblr_megatron.data.prompts import PromptStream
 from oblr_megatron.data.sources import kind_of, named_source, open_source
-from oblr_megatron.errors import UserError
+from oblr_megatron.errors import RunError, UserError
 from oblr_megatron.extras.gym.reward import NOT_TASKS
-from oblr_megatron.extras.gym.rows import NO_GOLD, gym_rows, package_seed, plain, request_of, rows
+from oblr_megatron.extras.gym.rows import NO_GOLD, gym_rows, package_seed, plain, request_of
+from oblr_megatron.extras.gym.rows import row as row_of
 from tests.unit.data.conftest import config, stream
 
 SMALL = {"max_value": 30}
@@ -38,6 +39,11 @@ UNLIKE = ("codeio", "isomorphic_strings", "knights_knaves", "rearc")
 
 def gym(name: str = "gcd", **values: Any) -> SourceConfig:
     return SourceConfig.model_validate({"path": f"reasoning_gym:{name}", **values})
+
+
+def rows(request: dict[str, Any]) -> Iterator[dict[str, Any] | str]:
+    """The rows of a request, generated in this process."""
+    return (json.loads(row_of(json.dumps(request), str(index))) for index in range(request["size"]))
 
 
 @pytest.fixture
@@ -248,9 +254,12 @@ def test_a_mixture_resumes_where_it_was(tokenizer: PreTrainedTokenizerFast) -> N
         other.load_state_dict(state)
 
 
-def test_the_process_reports_its_own_failure() -> None:
-    done = subprocess.run([sys.executable, "-m", rows.__module__, "{}"], capture_output=True, text=True, check=False)
-    assert done.returncode == 1 and "KeyError" in done.stderr
+def test_a_worker_reports_its_own_failure_in_one_line(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("oblr_megatron.extras.gym.rows.request_of", lambda source, *, training: {"size": 1})
+    with pytest.raises(RunError) as caught:
+        values(gym(size=1, seed=7))
+    assert "reasoning_gym:gcd" in str(caught.value) and "KeyError" in str(caught.value)
+    assert "\n" not in str(caught.value)
 
 
 def test_an_item_without_a_solution_ends_in_one_line(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -268,7 +277,7 @@ def test_gold_answers_of_every_fast_task_score_one() -> None:
     slow = {"knight_swap", "intermediate_integration", "futoshiki", "sokoban", "zebra_puzzles"}
     checked = 0
     for name in sorted(DATASETS.keys() - set(NOT_TASKS) - slow):
-        for row in rows({"name": name, "options": {}, "seed": 7, "size": 2, "where": "", "row_s": 60}):
+        for row in rows({"name": name, "options": {}, "seed": 7, "size": 2, "where": ""}):
             assert isinstance(row, dict), (name, row)
             if row["answer"] != NO_GOLD:
                 assert score(row["answer"], row) == 1.0, name
