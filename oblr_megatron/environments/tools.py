@@ -10,7 +10,7 @@
     box = Toolbox(["package.module:calculate"], num_workers=2, deadline_s=10.0)
     await box.call("calculate", {"expression": "6*7"})       # "42"
 
-They run in the workers of processes/: processes with a deadline and a memory limit. Imports no torch.
+They run in the workers of a pool (processes/): processes with a deadline and a memory limit. Imports no torch.
 """
 
 from __future__ import annotations
@@ -18,7 +18,6 @@ from __future__ import annotations
 import asyncio
 import json
 from collections.abc import Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 from oblr_megatron.processes.fork_server import resolve
@@ -47,14 +46,12 @@ class Toolbox:
             imports=tools,
             returns_text=True,
         )
-        self._threads = ThreadPoolExecutor(num_workers, thread_name_prefix="tools")
 
     async def call(self, name: str, arguments: Mapping[str, Any]) -> str:
-        """What the tool returned, as text. "Error: ..." for the policy to read if there is none."""
+        """The tool's result as text; "Error: ..." for the policy to read if there is none."""
         if name not in self._targets:
             return f"Error: there is no tool {name!r:.100}; the tools are {', '.join(self._targets)}"
-        loop = asyncio.get_running_loop()
-        score = await loop.run_in_executor(self._threads, self._pool.ask, self._targets[name], json.dumps(arguments))
+        [score] = await asyncio.wrap_future(self._pool.submit([(self._targets[name], json.dumps(arguments))]))
         if score.text is not None:
             return score.text[:LONGEST]
         if score.timed_out:
@@ -64,7 +61,6 @@ class Toolbox:
     def close(self) -> None:
         """End the workers."""
         self._pool.close()
-        self._threads.shutdown(wait=False, cancel_futures=True)
 
 
 def run_tool(target: str, arguments: str) -> object:

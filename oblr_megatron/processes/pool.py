@@ -8,9 +8,9 @@
 Threads cannot stop a computation that holds the interpreter lock, and SIGALRM works only in the main thread. So the
 caller waits on the worker's pipe until the deadline, then kills the worker. The fork server (fork_server.py) replaces a
 worker within milliseconds if it exceeds its deadline, memory limit or number of tasks, and ends what the worker has
-started. Callers get workers in the order of their calls: a single call does not wait for another caller's whole batch.
-A pool uses neither ports nor environment variables. It works in a torchrun rank, in any thread, and in a forked child
-of its process.
+started. Workers serve calls in their order: a single call does not wait for another caller's whole batch. A pool uses
+neither ports nor environment variables. It works in a torchrun rank, in any thread, and in a forked child of its
+process.
 """
 
 from __future__ import annotations
@@ -18,8 +18,8 @@ from __future__ import annotations
 import json
 import os
 import threading
-from collections import deque
 from collections.abc import Sequence
+from concurrent.futures import CancelledError, Future, ThreadPoolExecutor
 from multiprocessing.connection import Connection
 from queue import SimpleQueue
 
@@ -74,7 +74,7 @@ class Pool:
         Raises:
             RunError: the pool is closed, or workers cannot be started.
         """
-        return self._ask([arguments])[0]
+        return self._scores(self.submit([arguments]))[0]
 
     def map(self, batch: Sequence[Sequence[str]], together: int = 1) -> list[Score]:
         """Call the function on all rows in parallel; scores are in the order of the batch. See also `Patience`.
@@ -89,36 +89,45 @@ class Pool:
         self._own()
         calls = [batch[first : first + together] for first in range(0, len(batch), together)]
         scores = [[Score(timed_out=True)] * len(call) for call in calls]
-        errors: list[BaseException] = []
-        remaining = self._patience.begin(len(calls))
+        running: dict[Future[list[Score]], int] = {}
+        done: SimpleQueue[Future[list[Score]]] = SimpleQueue()
 
-        def dispatch() -> None:
-            try:
-                for index in remaining:
-                    scores[index] = self._ask(calls[index])
-                    self._patience.note(scores[index])
-            except BaseException as error:  # noqa: BLE001 - every error is raised again in the caller's thread
-                errors.append(error)
+        def collect() -> None:
+            future = done.get()
+            place = running.pop(future)
+            scores[place] = self._scores(future)
+            self._patience.note(scores[place])
 
-        threads = [threading.Thread(target=dispatch, daemon=True) for _ in range(min(self.num_workers, len(calls)))]
-        for thread in threads:
-            thread.start()
-        for thread in threads:
-            thread.join()
-        if errors:
-            raise errors[0]
+        for place in self._patience.begin(len(calls)):
+            future = self.submit(calls[place])
+            running[future] = place
+            future.add_done_callback(done.put)
+            if len(running) == self.num_workers:
+                collect()
+        while running:
+            collect()
         return [score for call in scores for score in call]
+
+    def submit(self, rows: Sequence[Sequence[str]]) -> Future[list[Score]]:
+        """Begin one call with these rows, once the calls before it have workers.
+
+        Raises:
+            RunError: the pool is closed.
+        """
+        self._own()
+        try:
+            return self._threads.submit(self._call, rows)
+        except RuntimeError:
+            raise RunError(f"{self._what} are closed") from None
 
     def close(self) -> None:
         """End all workers; running calls fail. May be called twice."""
         self._own()
         with self._lock:
             self._closed = True
-            while self._waiting:
-                self._waiting.popleft().put(None)
-            server = self._server
-        if server is not None:
-            server.close()
+        self._threads.shutdown(wait=False, cancel_futures=True)
+        if self._server is not None:
+            self._server.close()
 
     def _own(self) -> None:
         """In a forked child, start new workers: the inherited pipes belong to the parent."""
@@ -128,86 +137,64 @@ class Pool:
     def _reset(self) -> None:
         self._owner = os.getpid()
         self._closed = False
-        self._lock: threading.Lock = threading.Lock()  # guards the slots and the queue
+        self._lock = threading.Lock()  # no fork server is started after the pool is closed
         self._server: ForkServer | None = None
         self._patience = Patience(self.num_workers)
-        self._workers: list[tuple[Worker, Connection] | None] = [None] * self.num_workers  # by slot
-        self._free: list[int] = list(range(self.num_workers))
-        self._waiting: deque[SimpleQueue[int | None]] = deque()
+        self._threads = ThreadPoolExecutor(self.num_workers, thread_name_prefix="pool")  # calls wait in its queue
+        self._local = threading.local()  # `worker` of each thread: a Worker and the pipe to it
 
-    def _ask(self, rows: Sequence[Sequence[str]]) -> list[Score]:
-        """One call; the scores of its rows. Its slot then goes to the caller that has waited longest."""
-        self._own()
-        slot = self._acquire()
+    def _scores(self, call: Future[list[Score]]) -> list[Score]:
         try:
-            return self._score_batch(slot, rows)
-        finally:
-            with self._lock:
-                if self._waiting:
-                    self._waiting.popleft().put(slot)
-                else:
-                    self._free.append(slot)
+            return call.result()
+        except CancelledError:
+            raise RunError(f"{self._what} were closed while a call was waiting") from None
 
-    def _acquire(self) -> int:
-        """A free slot, after a wait if there is none."""
-        with self._lock:
-            if self._closed:
-                raise RunError(f"{self._what} are closed")
-            if self._free:
-                return self._free.pop()
-            ticket: SimpleQueue[int | None] = SimpleQueue()
-            self._waiting.append(ticket)
-        slot = ticket.get()
-        if slot is None:
-            raise RunError(f"{self._what} were closed while a call was waiting")
-        return slot
-
-    def _score_batch(self, slot: int, rows: Sequence[Sequence[str]]) -> list[Score]:
+    def _call(self, rows: Sequence[Sequence[str]]) -> list[Score]:
+        """In one of the threads: the scores of the rows."""
         try:
-            pipe = self._send(slot, json.dumps([list(row) for row in rows]).encode())
+            pipe = self._send(json.dumps([list(row) for row in rows]).encode())
             if not pipe.poll(self.limit_s):
-                self._end_worker(slot)
+                self._end_worker()
                 return [Score(timed_out=True)] * len(rows)
             reply = json.loads(pipe.recv_bytes())  # a `Reply`
         except ForkError as error:
             return [Score(error=str(error))] * len(rows)
         except (OSError, EOFError):
-            self._end_worker(slot)
+            self._end_worker()
             return [Score(error="the worker process died during the call")] * len(rows)
         if reply["leaving"]:
-            self._end_worker(slot)
+            self._end_worker()
         return [Score(**score) for score in reply["scores"]]
 
-    def _send(self, slot: int, message: bytes) -> Connection:
-        """Send a message to the slot's worker, and return its pipe. A worker that died while idle is replaced once."""
+    def _send(self, message: bytes) -> Connection:
+        """Send a message to the thread's worker, and return its pipe. One that died while idle is replaced once."""
         try:
-            pipe = self._pipe(slot)
+            pipe = self._pipe()
             pipe.send_bytes(message)
         except OSError:
-            self._end_worker(slot)
-            pipe = self._pipe(slot)
+            self._end_worker()
+            pipe = self._pipe()
             pipe.send_bytes(message)
         return pipe
 
-    def _pipe(self, slot: int) -> Connection:
-        """The pipe to the slot's worker, which is started if there is none."""
-        if (own := self._workers[slot]) is None:
+    def _pipe(self) -> Connection:
+        """The pipe to the thread's worker, which is started if there is none."""
+        own: tuple[Worker, Connection] | None = getattr(self._local, "worker", None)
+        if own is None:
             with self._lock:
                 if self._closed:
                     raise RunError(f"{self._what} are closed")
+                target = "oblr_megatron.processes.calls:answers"
                 self._server = self._server or ForkServer(
-                    "oblr_megatron.processes.calls:answers",
-                    self._options,
-                    what=self._what,
-                    owner="the trainer",
-                    start_s=START_S,
+                    target, self._options, what=self._what, owner="the trainer", start_s=START_S
                 )
             worker = self._server.fork()
-            self._workers[slot] = own = worker, Connection(worker.socket.detach())
+            self._local.worker = own = worker, Connection(worker.socket.detach())
         return own[1]
 
-    def _end_worker(self, slot: int) -> None:
-        own, self._workers[slot] = self._workers[slot], None
+    def _end_worker(self) -> None:
+        own: tuple[Worker, Connection] | None = getattr(self._local, "worker", None)
         if own is not None and self._server is not None:
+            self._local.worker = None
             own[1].close()
             self._server.kill(own[0])

@@ -17,8 +17,8 @@ def unhurried(patch: pytest.MonkeyPatch, *hanging: str) -> list[float]:
     """
     send, limits = Pool._send, []
 
-    def sent(pool: Pool, slot: int, message: bytes) -> SimpleNamespace:
-        pipe = send(pool, slot, message)
+    def sent(pool: Pool, message: bytes) -> SimpleNamespace:
+        pipe = send(pool, message)
 
         def poll(seconds: float) -> bool:
             limits.append(seconds)
