@@ -224,7 +224,7 @@ class Sampling:
             record.metrics |= refilled.metrics() | step_metrics.of_rewards(refilled.rewards)
             batch = refilled.step
         record.prompts, record.samples, record.scored = batch.prompts, batch.samples, batch.scored
-        self.failed_steps.take(record.rewards)
+        self.failed_steps.count(record.rewards)
         return batch
 
     def save(self, batch: Batch, record: StepRecord) -> None:

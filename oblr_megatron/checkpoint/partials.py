@@ -19,7 +19,7 @@ from collections.abc import Iterator
 from contextlib import suppress
 from pathlib import Path
 
-from oblr_megatron.runtime.processes import here_in_short
+from oblr_megatron.runtime.processes import short_pid_scope
 
 FOREIGN_PARTIAL_S = 3600.0  # a partial directory of elsewhere is kept this long after its last change
 BLOCK = 512  # unit of st_blocks, see stat(2)
@@ -108,7 +108,7 @@ def _place() -> str:
 
     It has no dot, so that the target's name can be told from it.
     """
-    return f"{socket.gethostname()}-{here_in_short()}".replace(".", "_")
+    return f"{socket.gethostname()}-{short_pid_scope()}".replace(".", "_")
 
 
 def _is_alive(partial: Path, place: str, pid: int) -> bool:

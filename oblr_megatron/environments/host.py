@@ -12,7 +12,6 @@ its remaining episodes fail as well. A failed episode is an empty sample.
 from __future__ import annotations
 
 import itertools
-import json
 import logging
 import queue
 import socket
@@ -28,6 +27,7 @@ from oblr_megatron.engine.channel import CHECK_SECONDS, Channel, PeerGone
 from oblr_megatron.engine.protocol import PromptRequest, SamplingRequest, prompt_seed
 from oblr_megatron.engine.turns import Answered
 from oblr_megatron.environments.messages import Answer, Begin, Cancel, Ended, SampleCall
+from oblr_megatron.environments.process import options_of
 from oblr_megatron.processes.client import ForkServer, Worker
 from oblr_megatron.processes.watch import NOBODY, Watch
 from oblr_megatron.types import FinishReason, Prompt, Sample
@@ -368,25 +368,6 @@ class EpisodeHost:
                 return
             if sender is not None and sender is self._process and message is None:
                 self._end_process()
-
-
-def options_of(config: Config) -> dict[str, Any]:
-    """The options of `process.plays`, but for the watch.
-
-    They name the tokenizer's class: `AutoTokenizer` finds it, but imports torch, which a rank has already.
-    """
-    from transformers import AutoTokenizer
-
-    model = str(config.model.path.absolute())
-    tokenizer = type(AutoTokenizer.from_pretrained(model, trust_remote_code=False))
-    shapes = json.loads((config.model.path / "config.json").read_text(encoding="utf-8"))
-    return {
-        "environment": config.rollout.environment.model_dump(mode="json"),
-        "tokenizer": f"{tokenizer.__module__}:{tokenizer.__qualname__}",
-        "model": model,
-        "vocab_size": int(shapes["vocab_size"]),
-        "template_options": dict(config.data.chat_template_options),
-    }
 
 
 def to_sample(group: int, begin: Begin, ended: Ended, version: int) -> Sample:

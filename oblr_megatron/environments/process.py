@@ -7,6 +7,7 @@ host.py starts it and answers its calls. Imports no torch, unless the function d
 from __future__ import annotations
 
 import asyncio
+import json
 import os
 import socket
 import threading
@@ -14,7 +15,7 @@ import traceback
 from collections.abc import Callable, Mapping
 from contextlib import suppress
 from dataclasses import dataclass, field
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from oblr_megatron.config.rollout import EnvironmentConfig
 from oblr_megatron.engine.channel import Channel, PeerGone
@@ -26,18 +27,40 @@ from oblr_megatron.environments.tools import Toolbox
 from oblr_megatron.processes.fork_server import Serve, resolve
 from oblr_megatron.processes.watch import JOB, Watch, watch_tasks
 
+if TYPE_CHECKING:
+    from oblr_megatron.config import Config
+
 MAX_ERROR = 4000  # characters of a traceback
 
 
 @dataclass(frozen=True, slots=True)
 class Setup:
-    """What all episodes of a run share."""
+    """The part of an episode's arguments that all episodes of a run share."""
 
     config: EnvironmentConfig
     function: Callable[..., Any]
     tokenizer: Any
     vocab_size: int
     template_options: Mapping[str, Any]  # data.chat_template_options
+
+
+def options_of(config: Config) -> dict[str, Any]:
+    """The options of `plays`, but for the watch.
+
+    They name the tokenizer's class: `AutoTokenizer` finds it, but imports torch, which a rank has already.
+    """
+    from transformers import AutoTokenizer
+
+    model = str(config.model.path.absolute())
+    tokenizer = type(AutoTokenizer.from_pretrained(model, trust_remote_code=False))
+    shapes = json.loads((config.model.path / "config.json").read_text(encoding="utf-8"))
+    return {
+        "environment": config.rollout.environment.model_dump(mode="json"),
+        "tokenizer": f"{tokenizer.__module__}:{tokenizer.__qualname__}",
+        "model": model,
+        "vocab_size": int(shapes["vocab_size"]),
+        "template_options": dict(config.data.chat_template_options),
+    }
 
 
 def plays(

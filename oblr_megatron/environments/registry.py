@@ -26,8 +26,8 @@ TOOLS = "config: rollout.environment.tools"
 
 def function_of(name: str) -> Callable[..., Any]:
     """The function of an environment that `check_environment` has accepted."""
-    found: Callable[..., Any] = resolve(ENVIRONMENTS.get(name, name))
-    return found
+    function: Callable[..., Any] = resolve(ENVIRONMENTS.get(name, name))
+    return function
 
 
 def check_environment(config: Config) -> None:

@@ -53,8 +53,8 @@ def tool_calls(text: str) -> list[Call | None]:
 
 def _call(text: str) -> Call | None:
     try:
-        found = json.loads(text)
-        name, arguments = found["name"], found.get("arguments") or {}
+        call = json.loads(text)
+        name, arguments = call["name"], call.get("arguments") or {}
     except (ValueError, LookupError, TypeError, AttributeError, RecursionError):
         return None  # whatever a policy writes
     return (name, arguments) if isinstance(name, str) and isinstance(arguments, dict) else None

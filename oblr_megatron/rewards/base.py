@@ -109,8 +109,10 @@ def group_size(prompts: Sequence[Prompt], samples: Sequence[Sample]) -> int:
 
 def texts(prompts: Sequence[Prompt], samples: Sequence[Sample], *, with_row: bool) -> list[tuple[str, ...]]:
     """(response, gold answer, prompt) of each sample, and the row as JSON: the arguments of a user's function."""
-    found = [(sample.text, prompt.answer, prompt.text, prompt.columns) for prompt, sample in pair(prompts, samples)]
-    return [one if with_row else one[:3] for one in found]
+    rows: list[tuple[str, ...]] = [
+        (sample.text, prompt.answer, prompt.text, prompt.columns) for prompt, sample in pair(prompts, samples)
+    ]
+    return rows if with_row else [row[:3] for row in rows]
 
 
 def whole_groups(batch_size: int, group: int) -> int:
@@ -161,15 +163,15 @@ def joined(parts: Sequence[RewardResult]) -> RewardResult:
 
 def divided(result: RewardResult, parts: int) -> list[RewardResult]:
     """The inverse of `joined` for parts of equal size; the error goes to the first part with a fault."""
-    size, found, error = len(result.rewards) // max(parts, 1), list[RewardResult](), result.error
+    size, results, error = len(result.rewards) // max(parts, 1), list[RewardResult](), result.error
     for own in (slice(part * size, (part + 1) * size) for part in range(parts)):
         faults = {n - own.start: fault for n, fault in result.faults.items() if own.start <= n < own.stop}
         answers = None if result.answers is None else result.answers[own]
         terms = {name: values[own] for name, values in result.terms.items()}
         side = frozenset(n - own.start for n in result.side_faults if own.start <= n < own.stop)
-        found.append(RewardResult(result.rewards[own], faults, error if faults else None, answers, terms, side))
+        results.append(RewardResult(result.rewards[own], faults, error if faults else None, answers, terms, side))
         error = None if faults else error
-    return found
+    return results
 
 
 def cause_of(results: Sequence[RewardResult], config: RewardConfig) -> str:

@@ -85,10 +85,10 @@ class FailedSteps:
 
     def __init__(self, config: RewardConfig) -> None:
         self._config = config
-        self._count = 0
+        self._failed = 0
         self._has_worked = False
 
-    def take(self, results: Sequence[RewardResult]) -> None:
+    def count(self, results: Sequence[RewardResult]) -> None:
         """Count a step, given the results of all its batches.
 
         Raises:
@@ -96,11 +96,11 @@ class FailedSteps:
             RunError: it is reached, and no response ever got a reward.
         """
         if any(len(result.faults) < len(result.rewards) for result in results):
-            self._count, self._has_worked = 0, True
+            self._failed, self._has_worked = 0, True
             return
-        self._count += 1
-        if self._count != self._config.max_failed_steps:
+        self._failed += 1
+        if self._failed != self._config.max_failed_steps:
             return
         cause = cause_of(results, self._config)
         kind = NoRewardError if self._has_worked else RunError
-        raise kind(f"the reward failed for every response of the last {self._count} steps: {cause}")
+        raise kind(f"the reward failed for every response of the last {self._failed} steps: {cause}")

@@ -47,14 +47,14 @@ def pid_namespace() -> int:
     return os.stat("/proc/self/ns/pid").st_ino
 
 
-def here() -> str:
-    """Where process ids mean the same as here: boot and namespace. Example: "5e1f...:4026531836"."""
+def pid_scope() -> str:
+    """Boot id and pid namespace; process ids compare only within it. Example: "5e1f...:4026531836"."""
     return f"{boot_id()}:{pid_namespace()}"
 
 
-def here_in_short() -> str:
-    """Eight characters of a digest of `here`, for names of files."""
-    return hashlib.sha256(here().encode()).hexdigest()[:8]
+def short_pid_scope() -> str:
+    """Eight characters of a digest of `pid_scope`, for names of files."""
+    return hashlib.sha256(pid_scope().encode()).hexdigest()[:8]
 
 
 def started_at(pid: int) -> float:
@@ -65,11 +65,11 @@ def started_at(pid: int) -> float:
 
 def children_of(pid: int) -> list[int]:
     """Process ids of all children of a process, over all its threads, zombies included."""
-    found = []
+    children: list[int] = []
     for task in Path(f"/proc/{pid}/task").glob("*/children"):
         with suppress(FileNotFoundError, ProcessLookupError):  # the thread has just ended
-            found += [int(child) for child in task.read_text().split()]
-    return found
+            children += [int(child) for child in task.read_text().split()]
+    return children
 
 
 def launched(environment: Mapping[str, str] = os.environ) -> bool:

@@ -25,7 +25,7 @@ from pathlib import Path
 
 from oblr_megatron.checks.run_dir import LOCK_FILE
 from oblr_megatron.errors import UserError
-from oblr_megatron.runtime.processes import alive, boot_id, here, identity
+from oblr_megatron.runtime.processes import alive, boot_id, identity, pid_scope
 
 HEARTBEAT_S = 10.0
 STALE_S = 60.0  # a run on another machine is lost when its heartbeat is older than this
@@ -48,7 +48,7 @@ class Owner:
     def me(cls) -> Owner:
         """This process."""
         now = time.time()
-        return cls(os.getpid(), socket.gethostname(), f"{here()}:{identity(os.getpid())}", now, now)
+        return cls(os.getpid(), socket.gethostname(), f"{pid_scope()}:{identity(os.getpid())}", now, now)
 
     @property
     def is_local(self) -> bool:
@@ -57,8 +57,8 @@ class Owner:
 
     def is_alive(self) -> bool:
         """Whether the process runs; in another container or machine, whether its heartbeat is recent."""
-        if self.process.startswith(f"{here()}:"):
-            return alive(self.process.removeprefix(f"{here()}:"))
+        if self.process.startswith(f"{pid_scope()}:"):
+            return alive(self.process.removeprefix(f"{pid_scope()}:"))
         return time.time() - self.heartbeat < STALE_S
 
     def __str__(self) -> str:

@@ -19,7 +19,7 @@ from contextlib import contextmanager, suppress
 from multiprocessing.util import Finalize
 from pathlib import Path
 
-from oblr_megatron.runtime.processes import alive, here_in_short, identity
+from oblr_megatron.runtime.processes import alive, identity, short_pid_scope
 
 PREFIX = "oblr_megatron-"
 INDUCTOR_CACHE = "TORCHINDUCTOR_CACHE_DIR"
@@ -80,7 +80,7 @@ def _sweep(base: Path) -> None:
 
 def _prefix() -> str:
     """Start of the names at this place."""
-    return f"{PREFIX}{here_in_short()}-"
+    return f"{PREFIX}{short_pid_scope()}-"
 
 
 def _user() -> str:

@@ -40,10 +40,10 @@ def equal_leaves(gold: str, given: str, symbolic: Symbolic) -> bool:
         equal = rule(gold, given)
         if equal is not None:
             return equal
-    expected, found = read_marks(gold), read_marks(given)
-    if _APART.search(found.core) or not _operators(found.core) <= _operators(expected.core):
+    expected, actual = read_marks(gold), read_marks(given)
+    if _APART.search(actual.core) or not _operators(actual.core) <= _operators(expected.core):
         return False
-    return _equal_expressions(expected, found, symbolic)
+    return _equal_expressions(expected, actual, symbolic)
 
 
 def has_variable(text: str) -> bool:
@@ -56,16 +56,16 @@ def _by_time(gold: str, given: str) -> bool | None:
     """The result if the gold answer is a time with a.m. or p.m., else None."""
     if ":" not in gold:
         return None
-    expected, found = (_TIME.match(_TEXT.sub(r" \1", text).strip().lower()) for text in (gold, given))
-    return expected and (found is not None and expected.groups() == found.groups())
+    expected, actual = (_TIME.match(_TEXT.sub(r" \1", text).strip().lower()) for text in (gold, given))
+    return expected and (actual is not None and expected.groups() == actual.groups())
 
 
 def _by_words(gold: str, given: str) -> bool | None:
     """The result if either side is a word, else None."""
     if (word := _as_word(gold)) is not None:
-        found = _as_word(given) or _word_form(given)
+        actual = _as_word(given) or _word_form(given)
         any_case = word.casefold() in _PLAIN_WORDS or _ANY_CASE.search(word)
-        return word == found or bool(any_case and word.casefold() == found.casefold())
+        return word == actual or bool(any_case and word.casefold() == actual.casefold())
     if not (text := _TEXT.fullmatch(given)) or _TEXT_LETTER.fullmatch(given):
         return None
     words = text.group(1).strip()
@@ -79,13 +79,13 @@ def _with_unit(number: str, unit: str) -> str:
 
 def _by_base(gold: str, given: str) -> bool | None:
     """The result if either side names a base, else None. If the gold answer names one, the bases must be equal."""
-    expected, found = read_base(gold), read_base(given)
+    expected, actual = read_base(gold), read_base(given)
     if expected is not None:
-        return found is not None and found[1] == expected[1] and int(*found) == int(*expected)
-    if found is None:
+        return actual is not None and actual[1] == expected[1] and int(*actual) == int(*expected)
+    if actual is None:
         return None
     value = read_number(read_marks(gold).core)
-    return value is not None and int(*found) == value
+    return value is not None and int(*actual) == value
 
 
 def _by_number(gold: str, given: str) -> bool | None:
@@ -96,17 +96,17 @@ def _by_number(gold: str, given: str) -> bool | None:
 
 def number_pairs(gold: str, given: str) -> list[tuple[Fraction, Fraction]] | None:
     """Pairs to compare: (gold, given) as written; with percent signs also as values. None unless both are numbers."""
-    expected, found = read_marks(gold), read_marks(given)
+    expected, actual = read_marks(gold), read_marks(given)
     a = read_number(expected.core)
     if a is None:
         return None
-    b = read_number(_LETTER_UNIT.sub("", found.core))
+    b = read_number(_LETTER_UNIT.sub("", actual.core))
     if b is None:
         return None
-    a, b = a * expected.scale, b * found.scale
-    if not (expected.percent or found.percent):
+    a, b = a * expected.scale, b * actual.scale
+    if not (expected.percent or actual.percent):
         return [(a, b)]
-    return [(a, b), (a / 100 if expected.percent else a, b / 100 if found.percent else b)]
+    return [(a, b), (a / 100 if expected.percent else a, b / 100 if actual.percent else b)]
 
 
 def _equal_expressions(gold: Quantity, given: Quantity, symbolic: Symbolic) -> bool:

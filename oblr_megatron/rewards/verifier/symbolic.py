@@ -97,10 +97,10 @@ def _agree(gold: Expr, given: Expr, symbols: list[Any]) -> bool:
     compared = 0
     for values in _points(_integers(symbols, gold, given)):
         at = dict(zip(symbols, values, strict=True))
-        expected, found = gold.subs(at), given.subs(at)
+        expected, actual = gold.subs(at), given.subs(at)
         if not _is_real_number(expected):
             continue
-        if found.has(sympy.nan, sympy.zoo, sympy.oo) or not _vanishes(expected - found):
+        if actual.has(sympy.nan, sympy.zoo, sympy.oo) or not _vanishes(expected - actual):
             return False
         compared += 1
     return compared >= MIN_POINTS or sympy.simplify(gold - given) == 0

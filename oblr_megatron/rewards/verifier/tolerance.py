@@ -26,8 +26,8 @@ def within(prediction: str, gold: str, tolerance: str) -> bool | None:
     (r"\frac{13}{3}", "4.2", "0.1") False; ("x", "4.2", "0.1") None.
     """
     allowed = _read(tolerance.removesuffix("%"))
-    expected, found = _plain(gold), _plain(prediction)
-    pairs = number_pairs(expected, found) if allowed is not None and expected and found else None
+    expected, actual = _plain(gold), _plain(prediction)
+    pairs = number_pairs(expected, actual) if allowed is not None and expected and actual else None
     if allowed is None or not pairs:
         return None
     if tolerance.endswith("%"):

@@ -80,7 +80,7 @@ def test_of_a_link_only_the_link_is_removed(tmp_path: Path, caplog: pytest.LogCa
 def test_process_ids_of_another_container_have_no_meaning_here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Containers may share the host's name; a process with this id does not run here, or is another one."""
     with monkeypatch.context() as elsewhere:
-        elsewhere.setattr(partials, "here_in_short", lambda: "0123abcd")
+        elsewhere.setattr(partials, "short_pid_scope", lambda: "0123abcd")
         other = store.begin(tmp_path / store.step_name(10))
     partials.sweep(tmp_path)
     assert other.exists()
@@ -99,7 +99,7 @@ def test_another_host_keeps_a_partial_whose_writer_lives(tmp_path: Path, monkeyp
         while partial.stat().st_mtime == past:
             time.sleep(0.01)
         with monkeypatch.context() as elsewhere:
-            elsewhere.setattr(partials, "here_in_short", lambda: "0123abcd")
+            elsewhere.setattr(partials, "short_pid_scope", lambda: "0123abcd")
             partials.sweep(tmp_path)
         assert partial.exists()
         partial.rename(tmp_path / "fp8")

@@ -10,7 +10,8 @@ from pathlib import Path
 import psutil
 
 from oblr_megatron.config import parse_config
-from oblr_megatron.environments.host import EpisodeHost, options_of
+from oblr_megatron.environments.host import EpisodeHost
+from oblr_megatron.environments.process import options_of
 from tests.tiny import make_hf_dir, make_tokenizer
 
 FUNCTION = """

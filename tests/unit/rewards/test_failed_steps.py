@@ -29,10 +29,10 @@ def steps(limit: int) -> FailedSteps:
 @pytest.mark.parametrize(("result", "cause"), [(ALL_FAILED, "ValueError: no number"), (ALL_LATE, "reward.timeout_s")])
 def test_a_reward_that_never_worked_ends_the_run_with_the_cause(result: RewardResult, cause: str) -> None:
     failed = steps(3)
-    failed.take([result])
-    failed.take([result, result])  # two batches of dynamic sampling
+    failed.count([result])
+    failed.count([result, result])  # two batches of dynamic sampling
     with pytest.raises(RunError) as caught:
-        failed.take([result])
+        failed.count([result])
     assert not isinstance(caught.value, NoRewardError), "there is nothing to save"
     assert cause in str(caught.value) and " 3 steps" in str(caught.value) and "\n" not in str(caught.value)
 
@@ -46,22 +46,22 @@ def test_a_reward_that_never_worked_ends_the_run_with_the_cause(result: RewardRe
 )
 def test_faults_without_an_error_are_late_only_if_all_are(config: RewardConfig, says: str) -> None:
     with pytest.raises(RunError) as caught:
-        FailedSteps(config).take([RewardResult([0.0, 0.0], {0: "failed", 1: "late"})])
+        FailedSteps(config).count([RewardResult([0.0, 0.0], {0: "failed", 1: "late"})])
     assert says in str(caught.value) and "timeout_s" not in str(caught.value)
 
 
 def test_one_response_with_a_reward_starts_the_count_again() -> None:
     failed = steps(2)
     for results in ([ALL_FAILED], [ONE_FAILED], [ALL_LATE], [ALL_FAILED, FINE], [ALL_FAILED]):
-        failed.take(results)
+        failed.count(results)
     with pytest.raises(NoRewardError):
-        failed.take([ALL_LATE])
+        failed.count([ALL_LATE])
 
 
 def test_zero_never_ends_the_run() -> None:
     failed = steps(0)
     for _ in range(10):
-        failed.take([ALL_FAILED])
+        failed.count([ALL_FAILED])
 
 
 def test_the_cause_is_the_last_line_of_a_traceback() -> None:
