@@ -24,8 +24,6 @@ from oblr_megatron.engine.routes import routes_of
 from oblr_megatron.errors import RunError
 from oblr_megatron.types import Sample
 
-API_KEY = "OBLR_API_KEY"
-"""Environment variable with the key of the servers."""
 HEALTH = "/health"
 PUSH = ("open_push", "start_push", "update_push", "finish_push", "abort_push")
 PATHS = {method: f"/oblr/{method}" for method in ("info", "sample", *PUSH, "digests", "speculation")}

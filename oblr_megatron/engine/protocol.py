@@ -26,6 +26,8 @@ if TYPE_CHECKING:
     from oblr_megatron.types import Prompt, Sample
     from oblr_megatron.weights.manifest import Source
 
+API_KEY = "OBLR_API_KEY"
+"""Environment variable with the key of the servers."""
 SEED_STRIDE, BATCH_STRIDE = 1_000_003, 2**40  # between the seeds of runs, and of batches of a step
 MIN_TEMPERATURE = 0.01
 """vLLM silently raises a lower temperature to this value, so its log-probs would be of another distribution."""

@@ -19,8 +19,7 @@ from typing import Any, Literal
 from oblr_megatron.checks.layout import heads_problem
 from oblr_megatron.checks.machine import check_head_size
 from oblr_megatron.checks.vllm_options import cache_bytes, check_processor, check_routes, check_vllm_options
-from oblr_megatron.engine.http_messages import API_KEY
-from oblr_megatron.engine.protocol import EngineSpec
+from oblr_megatron.engine.protocol import API_KEY, EngineSpec
 from oblr_megatron.engine.speculation import METHODS, check_installed
 from oblr_megatron.errors import UserError
 from oblr_megatron.families import head_dim

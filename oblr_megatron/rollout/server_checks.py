@@ -14,8 +14,9 @@ from oblr_megatron.checkpoint.hf_dir import checkpoint_shapes
 from oblr_megatron.checks.lengths import max_model_len
 from oblr_megatron.checks.vllm_options import serve_words
 from oblr_megatron.config import Config
-from oblr_megatron.engine.http_messages import API_KEY, PROTOCOL, Holding, Info, shapes_digest
+from oblr_megatron.engine.http_messages import PROTOCOL, Holding, Info, shapes_digest
 from oblr_megatron.engine.plugin import NCCL_BACKEND, SERVER_SHM_BACKEND
+from oblr_megatron.engine.protocol import API_KEY
 from oblr_megatron.errors import Problem, RunError, UserError
 from oblr_megatron.rollout.placement import engine_dtype
 from oblr_megatron.rollout.server_client import ServerLostError, VllmServer

@@ -20,8 +20,8 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, TypeVar
 
-from oblr_megatron.engine.http_messages import API_KEY, Holding, Report
-from oblr_megatron.engine.protocol import PromptRequest, PushStats, SamplingRequest
+from oblr_megatron.engine.http_messages import Holding, Report
+from oblr_megatron.engine.protocol import API_KEY, PromptRequest, PushStats, SamplingRequest
 from oblr_megatron.errors import DeadlineError, EngineLostError, EnginesGoneError, RunError
 from oblr_megatron.memory.buffer_sizes import BUCKET_BYTES
 from oblr_megatron.rollout.balance import MOST_PROMPTS, Balance
