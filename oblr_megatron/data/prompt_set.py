@@ -8,6 +8,7 @@ about 1 kB for a row of competition mathematics.
 from __future__ import annotations
 
 import hashlib
+import json
 import logging
 from array import array
 from collections import Counter
@@ -222,3 +223,13 @@ def _lines(group: Sequence[Skipped], several_files: bool) -> str:
     ]
     more = ["..."] if len(group) > NAMED_ROWS else []
     return ("line " if len(group) == 1 else "lines ") + ", ".join(named + more)
+
+
+def prompts_digest(prompts: Sequence[Prompt]) -> str:
+    """A digest of prompts, gold answers, tolerances and kept columns, in order."""
+    digest = hashlib.sha256()
+    for prompt in prompts:
+        columns = [prompt.columns] if prompt.columns else []
+        content = [prompt.id, prompt.token_ids, prompt.answer, prompt.tolerance, *columns]
+        digest.update(json.dumps(content).encode() + b"\n")
+    return digest.hexdigest()

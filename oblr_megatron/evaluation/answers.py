@@ -4,8 +4,7 @@
     metrics(grades)                                                      # {"accuracy": 0.81, "mean_at_k": 0.79, ...}
 
 A block has as many responses as a training step, because the engines' deadline is set for that number. Each block has a
-fixed seed. So two evaluations of the same prompts differ only by the weights, and an interrupted evaluation continues
-with the same random numbers.
+fixed seed. So two evaluations of the same prompts differ only by the weights.
 """
 
 from __future__ import annotations
@@ -17,7 +16,7 @@ from typing import TYPE_CHECKING
 from oblr_megatron.engine.protocol import SamplingRequest, call_seed
 from oblr_megatron.errors import RunError
 from oblr_megatron.evaluation.accuracy import Grade, Grades
-from oblr_megatron.evaluation.items import Item, Key, Kind, Sink
+from oblr_megatron.evaluation.items import Item, Kind, Sink
 from oblr_megatron.rewards.base import cause_of
 
 if TYPE_CHECKING:
@@ -41,16 +40,6 @@ class Block:
     first: int  # position in the set
     last: int  # exclusive
     samples: int  # per prompt
-
-    @property
-    def size(self) -> int:
-        """Number of responses."""
-        return (self.last - self.first) * self.samples
-
-    def keys(self, prompts: Sequence[Prompt]) -> list[Key]:
-        """The keys of the block's responses, in order."""
-        asked = prompts[self.first : self.last]
-        return [(self.kind, prompt.id, sample) for prompt in asked for sample in range(self.samples)]
 
 
 def block_responses(config: Config) -> int:
@@ -76,7 +65,6 @@ def evaluate(
     reward: Reward,
     config: Config,
     *,
-    done: Sequence[Grade] = (),
     sink: Sink | None = None,
     strict: bool = False,
 ) -> Grades:
@@ -88,39 +76,23 @@ def evaluate(
         prompts: [Q], at least one.
         reward: scores the responses.
         config: sampling settings in `evaluate` and `rollout`.
-        done: grades of the first blocks. A block is sampled again only if it has unscored responses.
         sink: receives the items of every block that is sampled.
         strict: raise after as many unscored responses in a row as a block has, before the sink receives the last ones.
 
     Raises:
         RunError: `strict`, and the reward failed for that many responses in a row; the same on every rank.
     """
-    grades, fault = list(done), ""
-    for block in unfinished(config, len(prompts), done):
+    grades, fault = list[Grade](), ""
+    for block in blocks_of(config, len(prompts)):
         items, cause = _items(name, block, engines, prompts, reward, config)
-        end = block.start + block.size
-        grades[block.start : end] = [item.grade for item in items]
-        # As many as a full block has, because the last block may be short.
-        recent = grades[max(0, end - block_responses(config)) : end]
+        grades += [item.grade for item in items]
+        recent = grades[-block_responses(config) :]  # as many as a full block has, because the last one may be short
         if strict and not any(grade.scored for grade in recent):
             raise RunError(f"set {name!r}: the reward failed for the last {len(recent)} responses: {cause}")
         if sink is not None:
             sink(block.start, items)
         fault = fault or cause
     return Grades(grades[: len(prompts)], grades[len(prompts) :], config.evaluate.samples_per_prompt, fault)
-
-
-def unfinished(config: Config, count: int, done: Sequence[Grade]) -> list[Block]:
-    """The blocks of `count` prompts that are to be sampled.
-
-    `done` has the grades of the first blocks. A zero that only says that the reward failed finishes no block.
-    """
-
-    def finished(block: Block) -> bool:
-        grades = done[block.start : block.start + block.size]
-        return len(grades) == block.size and all(grade.scored for grade in grades)
-
-    return [block for block in blocks_of(config, count) if not finished(block)]
 
 
 def _items(

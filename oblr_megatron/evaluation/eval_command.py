@@ -27,10 +27,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--config", type=Path, metavar="FILE", help="TOML file or config.json of a run: template, reward, sampling"
     )
-    parser.add_argument(
-        "--out", type=Path, metavar="DIR", help="save all responses here; the same command continues after a stop"
-    )
-    parser.add_argument("--overwrite", action="store_true", help="replace another evaluation in --out")
+    parser.add_argument("--out", type=Path, metavar="DIR", help="save all responses and the metrics here")
     parser.add_argument("--json", type=Path, metavar="FILE", help="also write the metrics here")
     parser.add_argument("overrides", nargs="*", metavar="section.key=value", help="overrides of config keys")
     parser.set_defaults(function=evaluate_model)
@@ -41,7 +38,7 @@ def evaluate_model(options: argparse.Namespace) -> int:
 
     Raises:
         UserError: a bad config, model, reward, data set or directory, before any engine is started.
-        RunError: an engine or the reward failed, or the disk is full; with --out the same command continues.
+        RunError: an engine or the reward failed, or the disk is full.
     """
     from rich.console import Console
 

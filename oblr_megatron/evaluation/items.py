@@ -1,7 +1,6 @@
 """SET.jsonl: one line for every response of an evaluation, with its prompt and score.
 
-Lines are appended block by block, so that an interrupted evaluation can continue. `recover` truncates the file of a
-killed process to whole blocks. `rewrite` replaces a block that had responses without a score.
+Lines are appended block by block.
 """
 
 from __future__ import annotations
@@ -14,14 +13,11 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, Literal
 
-from oblr_megatron.errors import UserError
 from oblr_megatron.evaluation.accuracy import Grade
 
 logger = logging.getLogger(__name__)
 
 Kind = Literal["greedy", "sampled"]
-Key = tuple[str, str, int]
-"""Identifies a line of a file: kind, prompt id, sample number."""
 Sink = Callable[[int, Sequence["Item"]], None]
 """Takes the position of a block's first response in the set, and the block's items."""
 COLUMNS = ("id", "kind", "prompt", "response", "gold", "answer", "verdict", "tokens")
@@ -61,11 +57,6 @@ class Item:
         return tuple(value[:LONGEST_TEXT] if isinstance(value, str) else value for value in values)
 
     @property
-    def key(self) -> Key:
-        """Identifies the response."""
-        return self.kind, self.id, self.sample
-
-    @property
     def grade(self) -> Grade:
         """The fields that metrics need."""
         truncated = self.finish_reason == "length"
@@ -79,12 +70,6 @@ class Item:
         if self.scored:
             del fields["scored"]
         return json.dumps(fields, ensure_ascii=False).encode("utf-8", "backslashreplace") + b"\n"
-
-    @classmethod
-    def of_line(cls, line: bytes) -> Item:
-        """The inverse of `line`. Raises ValueError or TypeError for a malformed line."""
-        fields: dict[str, Any] = json.loads(line)
-        return cls(**fields, reads_answers="answer" in fields)
 
 
 def items_path(directory: Path, name: str) -> Path:
@@ -102,59 +87,6 @@ def append(path: Path, items: Iterable[Item]) -> None:
         stream.write(b"".join(item.line() for item in items))
         stream.flush()
         os.fsync(stream.fileno())
-
-
-def rewrite(path: Path, first: int, items: Sequence[Item]) -> None:
-    """Replace as many lines as there are items, from line `first`, counted from 0. Atomic: a kill leaves the old file.
-
-    Raises:
-        OSError: the file is as before.
-    """
-    draft = path.with_name(path.name + ".new")
-    try:
-        with path.open("rb") as old, draft.open("wb") as new:
-            for number, line in enumerate(old):
-                replaced = first <= number < first + len(items)
-                new.write(items[number - first].line() if replaced else line)
-            new.flush()
-            os.fsync(new.fileno())
-        draft.replace(path)
-    finally:
-        draft.unlink(missing_ok=True)
-
-
-def recover(path: Path, blocks: Iterable[Sequence[Key]]) -> list[Grade]:
-    """The grades of the complete blocks of a file, in order. The file is truncated after them.
-
-    Raises:
-        UserError: a line of a complete block is damaged or unexpected.
-    """
-    grades: list[Grade] = []
-    end = 0
-    if not path.exists():
-        return grades
-    with path.open("r+b") as stream:
-        for block in blocks:
-            lines = [stream.readline() for _ in block]
-            if not all(line.endswith(b"\n") for line in lines):
-                break
-            for line, key in zip(lines, block, strict=True):
-                grades.append(_grade(line, key, path, len(grades) + 1))
-            end = stream.tell()
-        stream.truncate(end)
-    return grades
-
-
-def _grade(line: bytes, key: Key, path: Path, number: int) -> Grade:
-    try:
-        item = Item.of_line(line)
-    except (ValueError, TypeError):
-        item = None
-    if item is None or item.key != key:
-        raise UserError(
-            f"line {number} is damaged or belongs to another evaluation", where=str(path), fix="use --overwrite"
-        )
-    return item.grade
 
 
 class RunItems:

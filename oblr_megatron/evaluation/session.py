@@ -1,14 +1,13 @@
-"""One call of `oblr-megatron eval`: check the input, resume from OUT, sample and score, write metrics."""
+"""One call of `oblr-megatron eval`: check the input, sample and score, write metrics."""
 
 from __future__ import annotations
 
 import json
 import os
 from collections.abc import Callable, Sequence
-from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from oblr_megatron.checkpoint.hf_dir import HFDir, check_hf_dir
 from oblr_megatron.checks.lengths import check_positions
@@ -17,10 +16,8 @@ from oblr_megatron.config import with_own_scores
 from oblr_megatron.data.sources import kind_of
 from oblr_megatron.environments.registry import check_environment
 from oblr_megatron.errors import RunError, UserError
-from oblr_megatron.evaluation.accuracy import Grade, Grades
-from oblr_megatron.evaluation.answers import blocks_of, evaluate, unfinished
-from oblr_megatron.evaluation.items import Item, Sink, append, items_path, recover, rewrite
-from oblr_megatron.evaluation.settings import FIGURES, claim, settings_of
+from oblr_megatron.evaluation.answers import evaluate
+from oblr_megatron.evaluation.items import Item, Sink, append, items_path
 from oblr_megatron.evaluation.setup import config_of, load_sets, named_sets, opened
 from oblr_megatron.evaluation.summary import SetReport
 from oblr_megatron.metrics import write_whole
@@ -41,7 +38,6 @@ class Task:
     model: HFDir
     config: Config
     sets: dict[str, list[Prompt]]
-    done: dict[str, list[Grade]]  # of each set, recovered from OUT
     out: Path | None
     json: Path | None
 
@@ -52,13 +48,11 @@ class Task:
 
 
 def check(options: argparse.Namespace) -> Task:
-    """Check the input before an engine starts. Creates OUT, or truncates its files to whole blocks.
+    """Check the input before an engine starts. Creates OUT.
 
     Raises:
         UserError: the first problem found.
     """
-    if options.overwrite and options.out is None:
-        raise UserError("--overwrite needs a directory", where="--overwrite", fix="add --out DIR")
     model = check_hf_dir(options.model, quantized=True)
     config = config_of(options, model, {} if options.k is None else {"evaluate.samples_per_prompt": options.k})
     check_positions(config, model.config)
@@ -79,75 +73,70 @@ def check(options: argparse.Namespace) -> Task:
 
     check_head_size(model.config, model.path, on_gpu=torch.cuda.is_available())
     sets = load_sets(sources, config, model.tokenizer())
-    done: dict[str, list[Grade]] = {name: [] for name in sets}
     if options.out is not None:
-        claim(options.out, model.path, settings_of(config, model), sets, overwrite=options.overwrite)
-        for name, prompts in sets.items():
-            keys = (block.keys(prompts) for block in blocks_of(config, len(prompts)))
-            done[name] = recover(items_path(options.out, name), keys)
-    return Task(model, config, sets, done, options.out, file)
+        _create(options.out)
+    return Task(model, config, sets, options.out, file)
+
+
+def _create(out: Path) -> None:
+    """Create OUT, and refuse one that holds something.
+
+    Raises:
+        UserError: names the obstacle.
+    """
+    try:
+        out.mkdir(parents=True, exist_ok=True)
+        held = any(out.iterdir())
+    except OSError as error:
+        what = f"cannot write this directory: {error.strerror}"
+        raise UserError(what, where=str(out), fix="give a writable --out") from error
+    if held:
+        raise UserError("the directory holds something", where=str(out), fix="give a new or an empty --out")
 
 
 def run(task: Task) -> list[SetReport]:
-    """Sample the missing responses of each set, print its line, and write the metrics. Starts an engine if needed.
+    """Sample the responses of each set, print its line, and write the metrics.
 
     Raises:
         RunError: an engine failed, the reward failed for a whole block, or a file cannot be written.
     """
     reports = []
-    with ExitStack() as stack:
-        place = None
+    with opened(task.config) as (engines, reward):
         for name, prompts in task.sets.items():
-            done = task.done[name]
-            left = sum(block.size for block in unfinished(task.config, len(prompts), done))
-            if not left:
-                grades = Grades(done[: len(prompts)], done[len(prompts) :], task.k)
-            else:
-                place = place or stack.enter_context(opened(task.config))
-                total = len(prompts) * (1 + task.k)
-                with progress(name, total) as advance:
-                    advance(total - left)
-                    sink = _sink(task.out, name, advance, done=len(done))
-                    engines, reward = place
-                    grades = evaluate(name, engines, prompts, reward, task.config, done=done, sink=sink, strict=True)
+            with progress(name, len(prompts) * (1 + task.k)) as advance:
+                sink = _sink(task.out, name, advance)
+                grades = evaluate(name, engines, prompts, reward, task.config, sink=sink, strict=True)
             reports.append(SetReport.of(name, grades))
             print(reports[-1].line(), flush=True)
             _write_metrics(task, reports)
     return reports
 
 
-def _sink(out: Path | None, name: str, advance: Callable[[int], None], done: int = 0) -> Sink:
-    """A function that writes a block to its file, which has `done` lines, and advances the progress bar."""
+def _sink(out: Path | None, name: str, advance: Callable[[int], None]) -> Sink:
+    """A function that appends a block to its file and advances the progress bar."""
 
     def take(first: int, items: Sequence[Item]) -> None:
         if out is not None:
-            path = items_path(out, name)
             try:
-                if first < done:
-                    rewrite(path, first, items)
-                else:
-                    append(path, items)
+                append(items_path(out, name), items)
             except OSError as error:
-                raise RunError(f"cannot write to {out}: {error.strerror}; the same command continues") from error
+                raise RunError(f"cannot write to {out}: {error.strerror}") from error
         advance(len(items))
 
     return take
 
 
 def _write_metrics(task: Task, reports: Sequence[SetReport]) -> None:
-    """Write the metrics of all finished sets as JSON. Metrics of other sets stay in OUT's file.
+    """Write the metrics of all finished sets as JSON.
 
     Raises:
         RunError: a file cannot be written.
     """
     sets = {report.name: report.record() for report in reports}
-    content: dict[str, Any] = {"model": str(task.model.path), "k": task.k}
+    text = json.dumps({"model": str(task.model.path), "k": task.k, "sets": sets}, indent=2) + "\n"
     try:
-        if task.json is not None:
-            write_whole(task.json, json.dumps(content | {"sets": sets}, indent=2) + "\n")
-        if task.out is not None:
-            path = task.out / FIGURES
-            before = json.loads(path.read_text(encoding="utf-8"))["sets"] if path.exists() else {}
-            write_whole(path, json.dumps(content | {"sets": before | sets}, indent=2) + "\n")
+        for path in (task.json, task.out and task.out / "figures.json"):
+            if path is not None:
+                write_whole(path, text)
     except OSError as error:
         raise RunError(f"cannot write the metrics: {error}") from error

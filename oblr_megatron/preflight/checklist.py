@@ -31,11 +31,11 @@ from oblr_megatron.checks.machine import (
 from oblr_megatron.checks.run_dir import CHECKPOINTS, CONFIG_FILE
 from oblr_megatron.checks.vllm_options import check_processor, check_routes, check_vllm_options
 from oblr_megatron.data.packing import check_folds
+from oblr_megatron.data.prompt_set import prompts_digest
 from oblr_megatron.data.prompts import PromptStream
 from oblr_megatron.engine.speculation import check_installed
 from oblr_megatron.environments.registry import check_environment, data_for
 from oblr_megatron.errors import UserError
-from oblr_megatron.evaluation.settings import prompts_digest
 from oblr_megatron.evaluation.setup import load_sets
 from oblr_megatron.memory.pass_plan import Layout, num_folds
 from oblr_megatron.memory.select_mode import ModeChoice, free_memory, resolve, with_mode

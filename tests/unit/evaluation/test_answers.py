@@ -85,7 +85,8 @@ def test_no_request_is_larger_than_a_training_step() -> None:
     engine, _ = run(config(), ExactMatchReward())
     asked = [(ids, request.group_size, request.greedy) for ids, request in engine.calls]
     assert asked == [(["a", "b", "c"], 1, True), (["a", "b"], 2, False), (["c"], 2, False)]
-    assert [block.size for block in blocks_of(config(**{"evaluate.samples_per_prompt": 9}), 2)] == [2, 9, 9]
+    blocks = blocks_of(config(**{"evaluate.samples_per_prompt": 9}), 2)
+    assert [(block.last - block.first) * block.samples for block in blocks] == [2, 9, 9]
 
 
 def test_requests_use_the_evaluation_settings_and_other_seeds_than_training() -> None:
@@ -111,17 +112,6 @@ def test_the_default_response_length_is_that_of_training() -> None:
 def test_without_samples_only_greedy_responses_are_requested() -> None:
     engine, found = run(config(**{"evaluate.samples_per_prompt": 0}), ExactMatchReward())
     assert len(engine.calls) == 1 and "mean_at_k" not in found
-
-
-def test_an_evaluation_continued_after_any_block_gives_the_same_result() -> None:
-    items: list[Item] = []
-    engine, expected = run(config(), Sum(), sink=into(items))
-    assert len(items) == 9
-    for number, end in enumerate((0, 3, 7, 9)):
-        rest: list[Item] = []
-        done = [item.grade for item in items[:end]]
-        again, found = run(config(), Sum(), done=done, sink=into(rest))
-        assert (found, rest, again.calls) == (expected, items[end:], engine.calls[number:])
 
 
 def test_the_fields_of_an_item() -> None:

@@ -1,10 +1,9 @@
-"""SET.jsonl: round trip of lines, recovery after a kill at any byte, and write errors."""
+"""SET.jsonl: its lines, and write errors."""
 
 from __future__ import annotations
 
 import json
 import logging
-from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 
@@ -12,8 +11,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from oblr_megatron.errors import UserError
-from oblr_megatron.evaluation.items import Item, Key, RunItems, append, items_path, recover, rewrite
+from oblr_megatron.evaluation.items import Item, RunItems, items_path
 
 ITEM = Item("s", "id-0", 0, "2+3?", "5", "greedy", 0, "\\boxed{5}", 1.0, 1.1, 4, "stop", answer="5")
 
@@ -23,7 +21,6 @@ def block(kind: str, first: int, last: int) -> list[Item]:
 
 
 BLOCKS = [block("greedy", 0, 2), block("greedy", 2, 3), block("sampled", 0, 3)]
-KEYS: Sequence[Sequence[Key]] = [[item.key for item in items] for items in BLOCKS]
 
 
 @given(st.text(), st.text(), st.none() | st.text(), st.booleans(), st.booleans())
@@ -33,7 +30,8 @@ def test_items_round_trip_through_lines(
     item = replace(ITEM, prompt=prompt, response=response, answer=answer if reads else None, reads_answers=reads)
     item = replace(item, scored=scored)
     assert item.line().count(b"\n") == 1
-    assert Item.of_line(item.line()) == item
+    fields = json.loads(item.line())
+    assert Item(**fields, reads_answers="answer" in fields) == item
 
 
 def test_half_a_surrogate_pair_is_written_as_strict_json() -> None:
@@ -47,45 +45,12 @@ def test_a_line_has_no_answer_if_the_reward_extracts_none() -> None:
 
 
 def test_only_the_line_of_an_unscored_response_says_so() -> None:
-    assert "scored" not in json.loads(ITEM.line()) and Item.of_line(ITEM.line()).grade.scored
-    lost = replace(ITEM, scored=False)
-    assert json.loads(lost.line())["scored"] is False and not Item.of_line(lost.line()).grade.scored
+    assert "scored" not in json.loads(ITEM.line())
+    assert json.loads(replace(ITEM, scored=False).line())["scored"] is False
 
 
-@pytest.mark.parametrize("place", range(3))
-def test_a_block_is_rewritten_where_it_is(tmp_path: Path, place: int) -> None:
-    path = tmp_path / "s.jsonl"
-    wrong = [[replace(item, scored=number != place) for item in items] for number, items in enumerate(BLOCKS)]
-    append(path, [item for items in wrong for item in items])
-    rewrite(path, sum(map(len, BLOCKS[:place])), BLOCKS[place])
-    assert path.read_bytes() == b"".join(item.line() for items in BLOCKS for item in items)
-    assert [*tmp_path.iterdir()] == [path]
-
-
-def test_complete_blocks_are_recovered_from_a_file_cut_at_any_byte(tmp_path: Path) -> None:
-    path = items_path(tmp_path, "set/one")
-    assert path.name == "set__one.jsonl" and recover(path, KEYS) == []
-    parts = [b"".join(item.line() for item in items) for items in BLOCKS]
-    whole, ends = b"".join(parts), [0]
-    for part in parts:
-        ends.append(ends[-1] + len(part))
-    for size in range(len(whole) + 1):
-        path.write_bytes(whole[:size])
-        kept = max(number for number, end in enumerate(ends) if end <= size)
-        assert recover(path, KEYS) == [item.grade for items in BLOCKS[:kept] for item in items]
-        assert path.read_bytes() == whole[: ends[kept]]
-        for items in BLOCKS[kept:]:
-            append(path, items)
-        assert path.read_bytes() == whole
-
-
-@pytest.mark.parametrize("damage", [b"not json", b"[]", b"{}", block("greedy", 7, 8)[0].line()[:-1]])
-def test_the_error_for_a_damaged_line(tmp_path: Path, damage: bytes) -> None:
-    path = tmp_path / "s.jsonl"
-    lines = [item.line() for items in BLOCKS for item in items]
-    path.write_bytes(b"".join([lines[0], damage + b"\n", *lines[2:]]))
-    with pytest.raises(UserError, match=r"line 2 .*s.jsonl\].*--overwrite"):
-        recover(path, KEYS)
+def test_a_set_with_a_slash_has_a_file() -> None:
+    assert items_path(Path("out"), "set/one") == Path("out") / "set__one.jsonl"
 
 
 def test_a_resumed_run_replaces_the_file_of_a_repeated_step(tmp_path: Path) -> None:
@@ -94,7 +59,7 @@ def test_a_resumed_run_replaces_the_file_of_a_repeated_step(tmp_path: Path) -> N
         for first, items in zip((0, 2, 3), BLOCKS, strict=True):
             sink(first, items)
     path = tmp_path / "evaluations" / "step_000020" / "s.jsonl"
-    assert recover(path, KEYS) == [item.grade for items in BLOCKS for item in items]
+    assert path.read_bytes() == b"".join(item.line() for items in BLOCKS for item in items)
 
 
 def test_a_write_error_logs_one_warning_and_the_run_continues(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:

@@ -15,14 +15,11 @@ from typing import Any
 
 import pytest
 from rich.console import Console
-from safetensors.torch import load_file, save_file
 
 from oblr_megatron import cli
-from oblr_megatron.checkpoint.hf_dir import check_hf_dir
 from oblr_megatron.errors import RunError, UserError
 from oblr_megatron.evaluation.accuracy import Grade, Grades
 from oblr_megatron.evaluation.session import _sink, check
-from oblr_megatron.evaluation.settings import weights_digest
 from oblr_megatron.evaluation.setup import split_overrides
 from oblr_megatron.evaluation.summary import SetReport, table
 from tests.tiny import make_hf_dir
@@ -44,7 +41,7 @@ def rows(tmp_path: Path) -> Path:
 
 
 def options(model: Path, *data: object, overrides: Sequence[str] = (), **changes: Any) -> Any:
-    given = {"config": None, "k": 2, "out": None, "overwrite": False, "json": None} | changes
+    given = {"config": None, "k": 2, "out": None, "json": None} | changes
     return SimpleNamespace(model=model, data=[str(one) for one in data], overrides=[*KEYS, *overrides], **given)
 
 
@@ -58,7 +55,7 @@ def refusal(*arguments: Any, **changes: Any) -> UserError:
 def test_sets_are_named(model: Path, rows: Path) -> None:
     task = check(options(model, rows, f"other={rows}"))
     assert {name: len(prompts) for name, prompts in task.sets.items()} == {"rows": 4, "other": 4}
-    assert (task.k, task.done) == (2, {"rows": [], "other": []})
+    assert task.k == 2
     assert "same name" in refusal(model, rows, rows).what
     assert refusal(model).where == "--data"
 
@@ -87,7 +84,6 @@ def test_default_sets_and_k_come_from_the_config(model: Path, rows: Path, tmp_pa
     ("changes", "named"),
     [
         ({"k": -1}, "evaluate.samples_per_prompt = -1"),
-        ({"overwrite": True}, r"\[--overwrite\]"),
         ({"json": Path("/nowhere/f.json")}, r"\[/nowhere/f.json\]"),
         ({"overrides": ["evaluate.max_response_tokens=200"]}, "evaluate.max_response_tokens 200 = 224 exceeds .* 128"),
         ({"overrides": ["rollout.max_response_tokens=200"]}, "rollout.max_response_tokens 200 = 224 exceeds .* 128"),
@@ -105,64 +101,12 @@ def test_the_command_prints_an_error_in_one_line(model: Path, capsys: pytest.Cap
     assert capsys.readouterr().err.startswith("error: ")
 
 
-def test_only_the_same_evaluation_continues_in_its_directory(model: Path, rows: Path, tmp_path: Path) -> None:
-    out = tmp_path / "out"
-    check(options(model, rows, out=out))
-    check(options(model, rows, out=out))
-    check(options(model, f"more={rows}", out=out))  # further sets may be added
-    held = json.loads((out / "evaluation.json").read_text())
-    assert [*held["sets"]] == ["rows", "more"]
-    for changes, name in (
-        ({"k": 3}, "sampling.k 2, this one has 3"),
-        ({"overrides": ["seed=1"]}, "seed 0, this one has 1"),
-        ({"overrides": ["evaluate.num_prompts=2"]}, "rows.prompts 4, this one has 2"),
-        ({"overrides": ["data.template=Q {question}"]}, "rows.digest"),
-        ({"overrides": ["reward.name=math"]}, "reward.name"),
-        ({"overrides": ["group_size=4"]}, "block_responses"),
-        ({"overrides": ['rollout.vllm.kv_cache_dtype="fp8"']}, "engine.vllm.kv_cache_dtype None"),
-    ):
-        error = refusal(model, rows, out=out, **changes)
-        assert f"with {name}" in error.what and error.where == str(out) and "--overwrite" in error.fix
-    episodes, function = tmp_path / "episodes", f"rollout.environment.function={ENVIRONMENT}"
-    check(options(model, rows, out=episodes, overrides=[function]))
-    error = refusal(model, rows, out=episodes, overrides=[function, "rollout.environment.max_turns=4"])
-    assert "with environment.max_turns 16, this one has 4" in error.what
-
-
-def test_a_changed_column_of_a_kept_row_is_another_set(model: Path, tmp_path: Path) -> None:
-    rows, out = tmp_path / "tests.jsonl", tmp_path / "out"
-    for tests, error in ((1, ""), (1, ""), (2, "tests.digest")):
-        rows.write_text(json.dumps({"question": "t2", "answer": "t2", "tests": tests}) + "\n")
-        given = (model, rows)
-        keep = {"overrides": ["data.keep_columns=true"], "out": out}
-        assert error in refusal(*given, **keep).what if error else check(options(*given, **keep))
-
-
-def test_overwrite_removes_the_old_files(model: Path, rows: Path, tmp_path: Path) -> None:
-    out = tmp_path / "out"
-    check(options(model, rows, f"more={rows}", out=out))
-    for name in ("rows.jsonl", "more.jsonl", "figures.json"):
-        (out / name).write_text("old")
-    check(options(model, rows, out=out, k=3, overwrite=True))
-    assert [path.name for path in out.iterdir()] == ["evaluation.json"]
-
-
-@pytest.mark.parametrize("content", ["", "[]", '{"settings": 1, "sets": {}}', '{"settings": {}}'])
-def test_the_error_for_a_damaged_evaluation_json(model: Path, rows: Path, tmp_path: Path, content: str) -> None:
-    file = tmp_path / "out" / "evaluation.json"
-    file.parent.mkdir()
-    file.write_text(content)
-    assert refusal(model, rows, out=tmp_path / "out").where == str(file)
-
-
-def test_the_weights_digest_detects_a_training_step(model: Path, tmp_path: Path) -> None:
-    """The digest changes if every weight changes a little, but not if the files are copied."""
-    before = weights_digest(check_hf_dir(model))
-    copy = make_hf_dir(tmp_path / "copy", head_dim=32)
-    assert weights_digest(check_hf_dir(copy)) == before
-    file = copy / "model.safetensors"
-    save_file({name: 1.0001 * value for name, value in load_file(file).items()}, file, metadata={"format": "pt"})
-    assert weights_digest(check_hf_dir(copy)) != before
+def test_out_is_a_new_directory(model: Path, rows: Path, tmp_path: Path) -> None:
+    out = tmp_path / "more" / "out"
+    assert check(options(model, rows, out=out)).out == out and out.is_dir()
+    (out / "rows.jsonl").write_text("old")
+    assert "holds something" in refusal(model, rows, out=out).what
+    assert "cannot write" in refusal(model, rows, out=out / "rows.jsonl").what
 
 
 def test_a_write_error_ends_the_command(tmp_path: Path) -> None:
