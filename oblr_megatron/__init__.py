@@ -9,13 +9,28 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from oblr_megatron.api import Config, RunError, TrainedRun, UserError, evaluate, load_config, parse_config, train
+    from oblr_megatron.config.baselines import baseline
 
 __version__ = "0.1.0"
-__all__ = ["Config", "RunError", "TrainedRun", "UserError", "evaluate", "load_config", "parse_config", "train"]
+__all__ = [
+    "Config",
+    "RunError",
+    "TrainedRun",
+    "UserError",
+    "baseline",
+    "evaluate",
+    "load_config",
+    "parse_config",
+    "train",
+]
 
 
 def __getattr__(name: str) -> Any:
     """Import the API when it is first used, so that `import oblr_megatron` loads nothing else."""
+    if name == "baseline":  # modules with baselines are imported before torch is
+        from oblr_megatron.config.baselines import baseline
+
+        return baseline
     if name in __all__:
         from oblr_megatron import api
 

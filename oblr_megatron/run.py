@@ -17,7 +17,7 @@ from oblr_megatron.checkpoint.hf import export_hf, load_hf_weights
 from oblr_megatron.checkpoint.resume import Checkpoint, damage_of
 from oblr_megatron.checkpoint.saver import Facts, Saved, Saver
 from oblr_megatron.checkpoint.store import read_manifest
-from oblr_megatron.config.baselines import BASELINES
+from oblr_megatron.config.baselines import facts_of
 from oblr_megatron.errors import BrokenWeightsError, RunError, UserError
 from oblr_megatron.gradient.step import TrainingGradient
 from oblr_megatron.model.momentum import GradientMomentum, momentum_of
@@ -250,7 +250,7 @@ class Run:
         comparable = facts["config"]["gradnorm"]["source"] == self.config.gradnorm.source
         if comparable:
             self.usual_norm = facts["usual_norm"]
-        comparable |= BASELINES[self.config.algo.baseline].pool != "norms"
+        comparable |= facts_of(self.config.algo.baseline).pool != "norms"
         if self.pools is not None and facts["pools"] and comparable:  # None before the run had such a baseline
             self.pools.load_state_dict(facts["pools"])
 

@@ -25,7 +25,7 @@ import json
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any, cast, get_args
+from typing import Any, get_args
 
 import numpy as np
 import torch
@@ -36,7 +36,7 @@ from oblr_megatron.algo.baseline import advantages
 from oblr_megatron.algo.formulas import NO_HISTORY, History
 from oblr_megatron.algo.weighting import sum_of_others
 from oblr_megatron.config.algo import AlgoConfig
-from oblr_megatron.config.baselines import BASELINES, Baseline, BaselineName
+from oblr_megatron.config.baselines import BASELINES, Baseline
 from oblr_megatron.errors import EXIT_OK, UserError
 from oblr_megatron.metrics import write_whole
 from oblr_megatron.runtime.command_line import count
@@ -180,7 +180,7 @@ def token_wise(name: str, group: Group, algo: AlgoConfig) -> Tensor:
     else:
         proxy = PROXIES.get(name)
         norms = {None: group.norms_sq, "logit": group.energies.sum(-1), "length": group.lengths.double()}[proxy]
-        baseline = cast("BaselineName", name.partition("[")[0])
+        baseline = name.partition("[")[0]
         history = History(group.pooled[name]) if name in group.pooled else NO_HISTORY
         values = advantages(baseline, group.rewards, norms, group.lengths, algo, history)
     return values[..., None].expand(shape)
@@ -197,7 +197,7 @@ def names_for(group_size: int) -> list[str]:
 
 
 def _facts(name: str) -> Baseline:
-    return BASELINES[cast("BaselineName", name.partition("[")[0])]
+    return BASELINES[name.partition("[")[0]]
 
 
 def pooled_values(pool: Pool, name: str) -> Tensor:

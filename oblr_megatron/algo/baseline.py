@@ -15,47 +15,52 @@ import torch
 from torch import Tensor
 
 from oblr_megatron.algo.formulas import FORMULAS, NO_HISTORY, History
+from oblr_megatron.algo.user_baseline import user_values
 from oblr_megatron.algo.weighting import mean_of_others
 from oblr_megatron.config.algo import AlgoConfig
-from oblr_megatron.config.baselines import BASELINES, BaselineName
+from oblr_megatron.config.baselines import facts_of
 from oblr_megatron.errors import UserError
 
 STD_EPS = 1e-6  # added to the standard deviation that divides A
 
 
 def baseline_values(
-    name: BaselineName,
+    name: str,
     rewards: Tensor,
     norms_sq: Tensor,
     lengths: Tensor,
     options: AlgoConfig,
     history: History = NO_HISTORY,
 ) -> Tensor:
-    """b [Q, G] fp64 of the named baseline, a key of FORMULAS. Checks the inputs and replaces norms that are not finite.
+    """b [Q, G] fp64 of a baseline: a key of FORMULAS, or a user's "package.module:function".
+
+    Checks the inputs and replaces norms that are not finite.
 
     w is read only by baselines with `needs_norms`, and `history` by those with a `pool`. Of the options,
     prior_strength and length_exponent are read.
 
     Raises:
-        UserError: a reward is not finite, or a baseline of the group has G = 1.
+        UserError: a reward is not finite, or a baseline of the group has G = 1; or see `user_values`.
     """
     rewards, lengths = rewards.to(torch.float64), lengths.to(torch.float64)
     shapes = [tuple(tensor.shape) for tensor in (rewards, norms_sq, lengths)]
     assert rewards.dim() == 2 and len(set(shapes)) == 1, f"rewards, norms_sq, lengths must be [Q, G], not {shapes}"
     if not rewards.isfinite().all():
         raise UserError("a reward is NaN or infinite", where="reward", fix="return finite rewards")
-    if BASELINES[name].needs_group and rewards.shape[1] == 1:
+    if facts_of(name).needs_group and rewards.shape[1] == 1:
         raise UserError(
             f"baseline {name!r} needs the other responses of the group, and group_size is 1",
             where="group_size",
             fix='set group_size to 2 or more, or algo.baseline to "pooled" or "none"',
         )
     weights = sanitize_norms(norms_sq)
-    return FORMULAS[name](rewards, weights, lengths, options, history)
+    if name in FORMULAS:
+        return FORMULAS[name](rewards, weights, lengths, options, history)
+    return user_values(name, rewards, weights, lengths, history)
 
 
 def advantages(
-    name: BaselineName,
+    name: str,
     rewards: Tensor,
     norms_sq: Tensor,
     lengths: Tensor,
@@ -66,18 +71,18 @@ def advantages(
     rewards = rewards.to(torch.float64)
     centred = rewards - baseline_values(name, rewards, norms_sq, lengths, options, history)
     divisors = {"group_std": rewards, "batch_std": rewards.reshape(1, -1), "centred_std": centred.reshape(1, -1)}
-    spread = divisors.get(BASELINES[name].divisor)
+    spread = divisors.get(facts_of(name).divisor)
     if spread is None or spread.shape[1] == 1:  # "one"; or a single response, which has no std, and A = 0
         return centred
     return centred / (spread.std(dim=-1, keepdim=True) + STD_EPS)
 
 
-def active_groups(name: BaselineName, rewards: Tensor) -> Tensor:
+def active_groups(name: str, rewards: Tensor) -> Tensor:
     """The groups that need forward and backward passes: rewards [Q, G] -> bool [Q].
 
     A group of equal rewards has A = 0 exactly, for any norms, unless the baseline looks beyond the group.
     """
-    if not BASELINES[name].zero_on_equal:
+    if not facts_of(name).zero_on_equal:
         return torch.ones(rewards.shape[0], dtype=torch.bool, device=rewards.device)
     return mixed_groups(rewards)
 

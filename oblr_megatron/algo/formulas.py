@@ -16,7 +16,6 @@ from torch import Tensor
 
 from oblr_megatron.algo.weighting import first_guess, mean_of_others, sum_of_others, weighted_mean
 from oblr_megatron.config.algo import AlgoConfig
-from oblr_megatron.config.baselines import BaselineName
 from oblr_megatron.errors import UserError
 
 JAMES_STEIN_EPS = 1e-6  # as in the authors' code
@@ -179,7 +178,7 @@ def optimal_pooled(rewards: Tensor, norms_sq: Tensor, lengths: Tensor, options: 
     return own + history.pull * (pooled(rewards, norms_sq, lengths, options, history) - own)
 
 
-FORMULAS: dict[BaselineName, BaselineFn] = {
+FORMULAS: dict[str, BaselineFn] = {
     "none": none,
     "group_mean": group_mean,
     "grpo": group_mean,

@@ -29,7 +29,7 @@ from typing import Any
 
 from oblr_megatron.algo.snr import decay_of, folds, samples
 from oblr_megatron.config.algo import AlgoConfig
-from oblr_megatron.config.baselines import BASELINES
+from oblr_megatron.config.baselines import facts_of
 from oblr_megatron.types import GradientStats
 
 MEANS = ("rloo", "length_loo", "optimal")
@@ -74,7 +74,7 @@ class NoiseSplit:
         router_losses: bool = False,
         chosen: bool = False,
     ) -> None:
-        self._alone = BASELINES[algo.baseline].over == "nothing"
+        self._alone = facts_of(algo.baseline).over == "nothing"
         self._defined = (
             group_size > 1
             and (self._alone or algo.baseline in MEANS)

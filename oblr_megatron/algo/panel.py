@@ -10,7 +10,7 @@ from torch import Tensor
 from oblr_megatron.algo.baseline import baseline_values
 from oblr_megatron.algo.formulas import FORMULAS, NO_HISTORY, History
 from oblr_megatron.config.algo import AlgoConfig
-from oblr_megatron.config.baselines import BASELINES, BaselineName
+from oblr_megatron.config.baselines import BASELINES, facts_of
 
 PANEL = tuple(name for name, facts in BASELINES.items() if facts.divisor == "one" and name not in ("rloo", "eob"))
 """The baselines that are compared with rloo. Left out:
@@ -41,7 +41,7 @@ def variance_ratios(
     if rewards.shape[1] == 1:
         return {}
 
-    def second_moment(name: BaselineName) -> float:
+    def second_moment(name: str) -> float:
         centred = rewards - FORMULAS[name](rewards, norms_sq, lengths, options, history)
         return float((centred.square() * norms_sq).sum()) / (1 - own_share(name, rewards)) ** 2
 
@@ -50,15 +50,15 @@ def variance_ratios(
     return {name: second_moment(name) / rloo for name in defined} if rloo > 0 else {}
 
 
-def _defined(name: BaselineName, num_prompts: int, of_run: BaselineName) -> bool:
+def _defined(name: str, num_prompts: int, of_run: str) -> bool:
     """Whether this batch, with the history of the run's own baseline, tells the values of another baseline."""
     facts = BASELINES[name]
     if not facts.pool:
         return num_prompts > 1 or not facts.prior
-    return name == of_run or (facts.pool == BASELINES[of_run].pool and facts.over == "nothing")
+    return name == of_run or (facts.pool == facts_of(of_run).pool and facts.over == "nothing")
 
 
-def own_share(name: BaselineName, rewards: Tensor) -> float:
+def own_share(name: str, rewards: Tensor) -> float:
     """The weight of a response's own reward in its baseline, averaged over the responses that the baseline averages."""
     match BASELINES[name].over:
         case "group":
@@ -75,7 +75,7 @@ def spread(baseline: Tensor) -> float:
 
 
 def self_dependence(
-    name: BaselineName,
+    name: str,
     baseline: Tensor,
     rewards: Tensor,
     norms_sq: Tensor,

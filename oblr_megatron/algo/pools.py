@@ -29,7 +29,7 @@ import torch
 
 from oblr_megatron.algo.formulas import History
 from oblr_megatron.algo.weighting import mean_of_others
-from oblr_megatron.config.baselines import BASELINES
+from oblr_megatron.config.baselines import facts_of
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -42,7 +42,7 @@ MOST_LOGGED = 16  # sources
 
 def pools_of(algo: AlgoConfig) -> Pools | None:
     """The pools of a run; None if its baseline reads no earlier step."""
-    return Pools(algo) if BASELINES[algo.baseline].pool else None
+    return Pools(algo) if facts_of(algo.baseline).pool else None
 
 
 class Pools:
@@ -54,7 +54,7 @@ class Pools:
     """
 
     def __init__(self, algo: AlgoConfig) -> None:
-        self._algo, self._facts = algo, BASELINES[algo.baseline]
+        self._algo, self._facts = algo, facts_of(algo.baseline)
         self._sources: dict[str, list[float]] = {}  # N, D
         self._prompts: dict[str, list[float]] = {}  # N, D
         self._usual = [0.0, 0.0]  # w, number of responses

@@ -5,9 +5,10 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any, Literal
 
-from pydantic import Field, model_validator
+from pydantic import Field, field_validator, model_validator
+from pydantic_core import PydanticCustomError
 
-from oblr_megatron.config.baselines import BaselineName
+from oblr_megatron.config.baselines import BASELINES
 from oblr_megatron.config.section import Section
 
 PresetName = Literal[
@@ -128,10 +129,11 @@ class AlgoConfig(Section):
     preset: PresetName | None = None
     """A recipe. Sets baseline, aggregation, token_scale, schedule, snr, updates_per_batch and clipping; other keys
     given here win."""
-    baseline: BaselineName = "pooled"
+    baseline: str = "pooled"
     """Subtracted from the reward. "optimal" is OBLR-PO's leave-one-out estimate (Theorem 7); "optimal_prior" adds a
     prior from the other prompts. "pooled" is the norm-weighted mean reward of earlier steps, "pooled_mean" the plain
-    one; "optimal_pooled" pulls "optimal" towards "pooled". docs/algorithm.md lists all."""
+    one; "optimal_pooled" pulls "optimal" towards "pooled". docs/algorithm.md lists all. Or your own
+    "package.module:function"."""
     prior_strength: float = Field(1.0, ge=0)
     """lambda of optimal_prior and rloo_prior: weight of the other prompts' mean reward, in units of the group's mean
     norm."""
@@ -174,6 +176,14 @@ class AlgoConfig(Section):
     """Upper bound of the ratio: 1 + clip_high. By default none."""
     clip_dual: float | None = Field(None, gt=1)
     """Largest ratio of a token with a negative advantage (dual clip; clip_ratio_c in verl). By default none."""
+
+    @field_validator("baseline")
+    @classmethod
+    def _known_or_own(cls, name: str) -> str:
+        if name not in BASELINES and ":" not in name:
+            fix = f'use one of {", ".join(map(repr, BASELINES))}, or your own "package.module:function"'
+            raise PydanticCustomError("unknown_baseline", "no baseline has this name", {"fix": fix})
+        return name
 
     @model_validator(mode="before")
     @classmethod

@@ -7,7 +7,7 @@ import tomllib
 from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING, Any
 
-from oblr_megatron.config.baselines import BASELINES
+from oblr_megatron.config.baselines import facts_of
 from oblr_megatron.config.norm_modes import mode_problem
 from oblr_megatron.config.parallel_checks import parallel_problems
 from oblr_megatron.config.precision_checks import precision_problems
@@ -65,7 +65,7 @@ def blamed(where: str, overrides: Sequence[str], *, key: str = "", text: str = "
 
 def problems(config: Config) -> Iterator[Problem]:
     """All contradictions between fields."""
-    baseline = BASELINES[config.algo.baseline]
+    baseline = facts_of(config.algo.baseline)
     if config.group_size == 1 and baseline.needs_group:
         what = f"group_size is 1, but baseline {config.algo.baseline!r} needs other responses in the group"
         yield what, 'set group_size to 2 or more, or algo.baseline to "pooled" or "none"'
@@ -99,7 +99,7 @@ def problems(config: Config) -> Iterator[Problem]:
 
 def biases(config: Config) -> Iterator[str]:
     """What a run may do although it biases the gradient, one line each, for the start of the run."""
-    rollout, facts, penalty = config.rollout, BASELINES[config.algo.baseline], config.algo.kl_coefficient
+    rollout, facts, penalty = config.rollout, facts_of(config.algo.baseline), config.algo.kl_coefficient
     if rollout.overlap == "one_step":
         yield (
             'rollout.overlap "one_step" biases gradient, signal and noise: samples are one update old, and their '
@@ -256,7 +256,7 @@ def _one_step(rollout: RolloutConfig) -> Iterator[Problem]:
 
 def _streaming(config: Config) -> Iterator[Problem]:
     """What needs the whole batch before the first gradient, or before a gradient can be reduced."""
-    algo, facts, name = config.algo, BASELINES[config.algo.baseline], config.algo.baseline
+    algo, facts, name = config.algo, facts_of(config.algo.baseline), config.algo.baseline
     reason = ""
     if facts.prior or facts.over == "batch":
         reason = f"algo.baseline {name!r} reads the rewards of all prompts"

@@ -20,7 +20,7 @@ from pydantic import Field, ValidationError
 from pydantic_core import ErrorDetails
 
 from oblr_megatron.config.algo import AlgoConfig
-from oblr_megatron.config.baselines import BASELINES
+from oblr_megatron.config.baselines import facts_of
 from oblr_megatron.config.checkpoint import CheckpointConfig
 from oblr_megatron.config.checks import apply_override, blamed, problems
 from oblr_megatron.config.data import DataConfig, EvaluateConfig, SourceConfig
@@ -72,13 +72,13 @@ class Config(Section):
     @property
     def uses_norms(self) -> bool:
         """Whether a step needs w, exact or estimated: for a baseline, of this or later steps, or for the metrics."""
-        facts = BASELINES[self.algo.baseline]
+        facts = facts_of(self.algo.baseline)
         return facts.needs_norms or facts.pool == "norms" or self.gradnorm.always
 
     @property
     def norms_come_first(self) -> bool:
         """Whether the coefficients of a step depend on its norms, so that they need the norms before the gradient."""
-        return BASELINES[self.algo.baseline].needs_norms
+        return facts_of(self.algo.baseline).needs_norms
 
     @property
     def measures_norms(self) -> bool:
@@ -181,7 +181,7 @@ def _explained(key: str, first: ErrorDetails, root: type[Section]) -> Problem:
             reason, instead = REMOVED[key]
             return f"unknown key {_shown(key)}: {reason}", instead
         return f"unknown key {_shown(key)}", _nearest(first["loc"], root)
-    if first["type"] == "literal_error" and (removed := REMOVED.get(f"{key}={first['input']}")):
+    if isinstance(first["input"], str) and (removed := REMOVED.get(f"{key}={first['input']}")):
         return f"{key} = {_shown(first['input'])}: {removed[0]}", removed[1]
     if first["type"] == "missing":
         return f"{_shown(key)} is missing", "set it in the file or as an override"

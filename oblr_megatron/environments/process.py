@@ -24,8 +24,9 @@ from oblr_megatron.environments.episode import EpisodeEngine, LimitError, cut, e
 from oblr_megatron.environments.messages import Answer, Begin, Cancel, Ended, SampleCall
 from oblr_megatron.environments.registry import function_of
 from oblr_megatron.environments.tools import Toolbox
-from oblr_megatron.processes.fork_server import Serve, resolve
+from oblr_megatron.processes.fork_server import Serve
 from oblr_megatron.processes.watch import JOB, Watch, watch_tasks
+from oblr_megatron.user_functions import resolve
 
 if TYPE_CHECKING:
     from oblr_megatron.config import Config

@@ -10,9 +10,8 @@ from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any
 
 from oblr_megatron.errors import UserError
-from oblr_megatron.processes.fork_server import resolve
 from oblr_megatron.rewards import registry as rewards
-from oblr_megatron.rewards.function import import_from_here
+from oblr_megatron.user_functions import import_from_here, resolve
 
 if TYPE_CHECKING:
     from oblr_megatron.config import Config

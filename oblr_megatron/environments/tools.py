@@ -20,8 +20,8 @@ import json
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from oblr_megatron.processes.fork_server import resolve
 from oblr_megatron.processes.pool import Pool
+from oblr_megatron.user_functions import resolve
 
 LONGEST = 10_000
 """Characters of a tool's result; the rest is cut."""

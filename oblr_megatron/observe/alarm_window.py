@@ -8,7 +8,8 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
-from oblr_megatron.config.baselines import BASELINES
+from oblr_megatron.config.baselines import BASELINES, Baseline, facts_of
+from oblr_megatron.errors import UserError
 
 if TYPE_CHECKING:
     from oblr_megatron.metrics import Record
@@ -118,7 +119,7 @@ def planned(setting: Callable[[str], Any]) -> Planned:
     num_prompts is not compared with them. The group size needs no such exception: the split of the noise needs norms.
     """
     on_policy = (setting("algo.updates_per_batch") or 1) == 1
-    facts = BASELINES.get(setting("algo.baseline"))  # None: not recorded, or of another version
+    facts = _facts(setting("algo.baseline"))
     return Planned(
         lr=(setting("optimizer.lr") or 0.0) if setting("algo.schedule") == "snr" else 0.0,
         lr_warmup_steps=setting("optimizer.lr_warmup_steps") or 0,
@@ -127,3 +128,11 @@ def planned(setting: Callable[[str], Any]) -> Planned:
         num_folds=setting("algo.snr.num_folds") or 1,
         of_earlier_steps=facts is not None and facts.pool != "",
     )
+
+
+def _facts(name: str | None) -> Baseline | None:
+    """None: the baseline is not recorded, or of another version, or a user's that is not on this machine."""
+    try:
+        return facts_of(name) if name is not None and ":" in name else BASELINES.get(name or "")
+    except UserError:
+        return None

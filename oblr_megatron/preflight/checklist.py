@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from oblr_megatron.algo.rate_controls import check_source
+from oblr_megatron.algo.user_baseline import check_baseline
 from oblr_megatron.checkpoint import resume
 from oblr_megatron.checkpoint.hf_dir import HFDir, check_hf_dir
 from oblr_megatron.checkpoint.partials import disk_bytes
@@ -136,6 +137,7 @@ def check_settings(
     """
     if not config.rollout.only:
         check_source(config.algo, config.num_steps)
+        check_baseline(config.algo.baseline, config.num_prompts, config.group_size)
     if config.rollout.replay is None:
         rollout = config.rollout
         check_rows(config.reward, (*config.data.train, *config.evaluate.data.values()))

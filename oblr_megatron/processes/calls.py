@@ -26,7 +26,8 @@ from multiprocessing.connection import Connection
 from typing import Any
 
 from oblr_megatron.processes.children import end_children
-from oblr_megatron.processes.fork_server import Serve, resolve
+from oblr_megatron.processes.fork_server import Serve
+from oblr_megatron.user_functions import resolve
 
 MEMORY_BYTES = 2 * 2**30
 """Allocation limit of a worker, in addition to the memory of the imports."""

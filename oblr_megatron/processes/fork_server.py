@@ -23,8 +23,6 @@ from __future__ import annotations
 
 import errno
 import gc
-import importlib
-import importlib.util
 import os
 import select
 import signal
@@ -32,13 +30,13 @@ import socket
 import sys
 import traceback
 from collections.abc import Callable, Mapping
-from pathlib import Path
-from types import FrameType, ModuleType
+from types import FrameType
 from typing import Any, NoReturn
 
 from oblr_megatron.processes.children import become_subreaper, end_children, has_ended
 from oblr_megatron.runtime.processes import children_of, die_with
 from oblr_megatron.runtime.stopping import SIGNALS
+from oblr_megatron.user_functions import resolve
 
 FORK, KILL, READY = b"F", b"K", b"R"
 PID_BYTES = 8
@@ -99,34 +97,6 @@ def _supervise(server: int, parent: int) -> NoReturn:
 
 def _ignore(number: int, frame: FrameType | None) -> None:
     """Ignore a signal. Unlike SIG_IGN, a handler is not inherited by programs that a worker starts."""
-
-
-def resolve(target: str) -> Any:
-    """Import the object named "package.module:function" or "path/to/file.py:function".
-
-    Raises:
-        ImportError, AttributeError, OSError: it does not exist.
-    """
-    module, _, name = target.partition(":")
-    value: Any = _from_file(Path(module).resolve()) if module.endswith(".py") else importlib.import_module(module)
-    for part in name.split("."):
-        value = getattr(value, part)
-    return value
-
-
-def _from_file(path: Path) -> ModuleType:
-    """The module of a file, loaded once."""
-    name = str(path)
-    if name not in sys.modules:
-        spec = importlib.util.spec_from_file_location(name, path)
-        assert spec is not None and spec.loader is not None, "a name that ends with .py has a loader"
-        sys.modules[name] = module = importlib.util.module_from_spec(spec)
-        try:
-            spec.loader.exec_module(module)
-        except BaseException:  # half a module must not stay; the user's code may raise anything
-            del sys.modules[name]
-            raise
-    return sys.modules[name]
 
 
 def _serve(control: socket.socket, supervisor: int, serve: Serve) -> NoReturn:

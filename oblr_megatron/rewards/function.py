@@ -10,18 +10,15 @@ imported in this process before the run starts, so that a wrong name is reported
 from __future__ import annotations
 
 import inspect
-import sys
-from collections.abc import Callable, Sequence
-from pathlib import Path
-from typing import Any
+from collections.abc import Sequence
 
 from oblr_megatron.config.reward import RewardConfig
 from oblr_megatron.errors import UserError
 from oblr_megatron.processes.calls import BATCH, SINGLE, Kind, kind_of, parameter_names
-from oblr_megatron.processes.fork_server import resolve
 from oblr_megatron.processes.pool import Pool
 from oblr_megatron.rewards.base import PooledReward, RewardResult, collect, group_size, texts, whole_groups
 from oblr_megatron.types import Prompt, Sample
+from oblr_megatron.user_functions import import_from_here, resolve
 
 GRACE_S = 1.0
 """Workers time out async calls themselves; a worker that has not answered this long after the deadline is killed."""
@@ -74,25 +71,3 @@ def check_function(name: str, where: str) -> Kind:
             fix="use these names in this order; plural names for batches, singular names for single responses",
         )
     return kind
-
-
-def import_from_here(name: str, what: str, where: str) -> Callable[..., Any]:
-    """Import "package.module:function", also from the current directory.
-
-    Raises:
-        UserError: it cannot be imported, or is not callable.
-    """
-    here = str(Path.cwd())
-    if "" not in sys.path and here not in sys.path:
-        sys.path.append(here)
-    try:
-        function: Callable[..., Any] = resolve(name)
-    except (Exception, SystemExit) as error:  # the user's module may raise anything, or be a script that exits
-        raise UserError(
-            f"{what} cannot be imported: {type(error).__name__}: {error}",
-            where=where,
-            fix='give "package.module:function", importable from the current directory',
-        ) from error
-    if not callable(function):
-        raise UserError(f"{what} is not callable", where=where, fix="name a function")
-    return function

@@ -24,8 +24,8 @@ PACKAGE = Path(oblr_megatron.__file__).parent
 ROOT = PACKAGE.parent
 
 ORDER = (
-    *("errors", "extension", "formatting", "types", "timing", "families", "padding", "config", "checks", "invariant"),
-    *("metrics", "runtime", "processes"),
+    *("errors", "user_functions", "extension", "formatting", "types", "timing", "families", "padding", "config"),
+    *("checks", "invariant", "metrics", "runtime", "processes"),
     *("algo", "rewards", "data", "memory", "model", "weights", "norms", "checkpoint", "engine", "environments"),
     *("rollout", "gradient", "observe", "evaluation", "preflight"),
     *("sampling", "opening", "policy_gradient", "run", "step_loop", "cli", "api"),

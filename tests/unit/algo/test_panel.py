@@ -13,7 +13,7 @@ from oblr_megatron.algo import panel
 from oblr_megatron.algo.baseline import baseline_values, variance_ratio_vs_rloo
 from oblr_megatron.algo.formulas import FORMULAS, History
 from oblr_megatron.config.algo import AlgoConfig
-from oblr_megatron.config.baselines import BASELINES, Baseline, BaselineName
+from oblr_megatron.config.baselines import BASELINES, Baseline
 
 OPTIONS = AlgoConfig(baseline="optimal_prior")
 Q, G = 6, 4
@@ -56,7 +56,7 @@ def test_what_the_panel_leaves_out() -> None:
     ("of_run", "shown"),
     [("pooled", {"pooled"}), ("pooled_mean", {"pooled_mean"}), ("optimal_pooled", {"pooled", "optimal_pooled"})],
 )
-def test_pooled_baselines_are_shown_where_the_run_has_their_pool(of_run: BaselineName, shown: set[str]) -> None:
+def test_pooled_baselines_are_shown_where_the_run_has_their_pool(of_run: str, shown: set[str]) -> None:
     rewards, norms, lengths = batch()
     history = History(torch.linspace(0, 1, Q, dtype=torch.float64), 0.25)
     found = panel.variance_ratios(rewards, norms, lengths, AlgoConfig(baseline=of_run), history)
