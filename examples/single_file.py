@@ -36,8 +36,6 @@ class Settings:
     num_prompts: int = 16  # Q
     group_size: int = 8  # G
     num_steps: int = 80
-    baseline: str = "optimal"  # or "optimal_prior"
-    prior_strength: float = 1.0  # lambda: weight of the other prompts' mean reward, in units of the mean norm
     temperature: float = 1.0
     ratio_cap: float = 2.0  # importance ratios against the sampler are truncated here
     num_folds: int = 4  # R
@@ -147,19 +145,15 @@ def sq_grad_norms(model: Policy, samples: list[Sample], settings: Settings) -> T
     return torch.tensor([score.double().square().sum().item() for score in scores], dtype=torch.float64)
 
 
-def advantages_of(rewards: Tensor, norms: Tensor, settings: Settings) -> Tensor:
+def advantages_of(rewards: Tensor, norms: Tensor) -> Tensor:
     """A_i = r_i - b_i, all [Q, G] fp64. b_i depends only on the other responses, so E[b_i grad log pi(o_i)] = 0."""
     (num_prompts, group_size), baseline = rewards.shape, torch.zeros_like(rewards)
     for q in range(num_prompts):
-        elsewhere = [p for p in range(num_prompts) if p != q]
         for i in range(group_size):
             others = [j for j in range(group_size) if j != i]
             w, r = norms[q, others], rewards[q, others]
             if w.sum() <= 1e-6 * (norms.sum() - norms[q, i]) / (norms.numel() - 1):  # negligible weights
                 w = torch.ones_like(w)
-            if settings.baseline == "optimal_prior":  # one more response, with the other prompts' mean reward
-                w = torch.cat((w, settings.prior_strength * w.mean()[None]))
-                r = torch.cat((r, rewards[elsewhere].mean()[None]))
             baseline[q, i] = (w * r).sum() / w.sum()
     return rewards - baseline
 
@@ -230,12 +224,11 @@ def oblr_po_step(
 ) -> Step:
     """One update of the model. Tensors have the model's dtype; per-sample numbers are fp64."""
     rewards = rewards.double()
-    # [Q]: without a prior, equal rewards give A = 0 for any w
-    active = (rewards != rewards[:, :1]).any(-1) | (settings.baseline == "optimal_prior")
+    active = (rewards != rewards[:, :1]).any(-1)  # [Q]: equal rewards give A = 0 for any w
     measured = [each for n, each in enumerate(samples) if active[n // rewards.shape[1]]]
     norms = torch.zeros_like(rewards)
     norms[active] = sq_grad_norms(model, measured, settings).view(-1, rewards.shape[1])
-    advantages = advantages_of(rewards, norms, settings)
+    advantages = advantages_of(rewards, norms)
     folds = fold_gradients(model, samples, advantages, settings)  # [R, P]
     gradient, lr = folds.mean(0), learning_rate.rate(step)
     sq_norm, fold_sq_norm = gradient.double().square().sum().item(), folds.double().square().sum(-1).mean().item()

@@ -125,7 +125,7 @@ class Estimator:
         if self._token_baseline == "otb":
             share = self._scaled(torch.ones(len(batch.samples), dtype=torch.float64), batch)
             return otb(rewards, of_tokens, lengths) * share[:, None]
-        return self._scaled(advantages(algo.baseline, rewards, weights, lengths, algo, history).flatten(), batch)
+        return self._scaled(advantages(algo.baseline, rewards, weights, lengths, history).flatten(), batch)
 
     def _scaled(self, values: Tensor, batch: Batch) -> Tensor:
         """Numbers [N] times the constant of the aggregation."""

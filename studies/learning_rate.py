@@ -34,7 +34,6 @@ from torch import Tensor
 
 from oblr_megatron.algo.baseline import advantages
 from oblr_megatron.algo.loss import sample_coefficients
-from oblr_megatron.config.algo import AlgoConfig
 from oblr_megatron.errors import EXIT_OK, UserError
 from oblr_megatron.metrics import write_whole
 from studies.estimator import Batch, fold_gradients, squares
@@ -141,7 +140,7 @@ def prompt_gradients(policy: ToyPolicy, task: Task, rows: Sequence[Row], group_s
             len(part), group_size
         )
         batch = Batch(samples, rewards)
-        values = advantages("rloo", rewards, torch.ones_like(rewards), batch.lengths, AlgoConfig())
+        values = advantages("rloo", rewards, torch.ones_like(rewards), batch.lengths)
         coefficients = sample_coefficients(values.flatten(), batch.lengths.flatten(), len(part), group_size)
         found.append(fold_gradients(policy.scores(samples), coefficients, len(part)))
     return torch.cat(found)

@@ -25,7 +25,7 @@ from oblr_megatron.algo.pools import pools_of
 from oblr_megatron.algo.schedule import Schedule, build_schedule
 from oblr_megatron.config import OptimizerConfig, validated
 from oblr_megatron.config.algo import AlgoConfig
-from oblr_megatron.config.baselines import BASELINES
+from oblr_megatron.config.baselines import facts_of
 from oblr_megatron.config.section import Section
 from oblr_megatron.errors import EXIT_OK, UserError
 from oblr_megatron.metrics import MetricsWriter, write_whole
@@ -88,7 +88,7 @@ class ToyConfig(Section):
         of_tokens, baseline = self.token_baseline, self.algo.baseline
         if of_tokens != "none" and baseline != "none":
             raise ValueError(f"token_baseline {of_tokens!r} replaces algo.baseline {baseline!r}; set that to 'none'")
-        if self.group_size == 1 and (of_tokens != "none" or BASELINES[baseline].needs_group):
+        if self.group_size == 1 and (of_tokens != "none" or facts_of(baseline).needs_group):
             named = baseline if of_tokens == "none" else of_tokens
             raise ValueError(f"group_size is 1, but baseline {named!r} needs other responses in the group")
         return self

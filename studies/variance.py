@@ -35,8 +35,8 @@ from torch import Tensor
 from oblr_megatron.algo.baseline import advantages
 from oblr_megatron.algo.formulas import NO_HISTORY, History
 from oblr_megatron.algo.weighting import sum_of_others
-from oblr_megatron.config.algo import AlgoConfig
-from oblr_megatron.config.baselines import BASELINES, Baseline
+from oblr_megatron.config.baselines import BASELINES, Baseline, facts_of
+from oblr_megatron.config.removed import MOVED
 from oblr_megatron.errors import EXIT_OK, UserError
 from oblr_megatron.metrics import write_whole
 from oblr_megatron.runtime.command_line import count
@@ -50,6 +50,7 @@ ROWS_AT_ONCE = 128  # token score rows in memory at once: 40 MB
 BOOTSTRAPS = 2000
 OTB, ORACLE = "otb", "oracle"
 PROXIES = {"optimal_prior[logit]": "logit", "optimal_prior[length]": "length", "pooled[logit]": "logit"}
+OWN = {name: f"studies.baselines:{name}" for name in MOVED}  # baselines of the studies
 DEFAULT_TASKS = ("sums", "mixed", "chain", "walk", "brackets")  # responses of at most ten tokens: O(T^2) memory
 
 
@@ -170,7 +171,7 @@ class Group:
     pooled: dict[str, Tensor]  # baseline -> [Q]: its b, from the responses to the other prompts
 
 
-def token_wise(name: str, group: Group, algo: AlgoConfig) -> Tensor:
+def token_wise(name: str, group: Group) -> Tensor:
     """Advantages A [Q, G, T] of a baseline. Only otb's differ between tokens."""
     shape = group.energies.shape
     if name == OTB:
@@ -182,7 +183,7 @@ def token_wise(name: str, group: Group, algo: AlgoConfig) -> Tensor:
         norms = {None: group.norms_sq, "logit": group.energies.sum(-1), "length": group.lengths.double()}[proxy]
         baseline = name.partition("[")[0]
         history = History(group.pooled[name]) if name in group.pooled else NO_HISTORY
-        values = advantages(baseline, group.rewards, norms, group.lengths, algo, history)
+        values = advantages(OWN.get(baseline, baseline), group.rewards, norms, group.lengths, history)
     return values[..., None].expand(shape)
 
 
@@ -191,13 +192,14 @@ def names_for(group_size: int) -> list[str]:
 
     Left out: `optimal_pooled`, because its pull is a result of earlier steps.
     """
-    names = [name for name in BASELINES if name != "optimal_pooled"]
+    names = [name for name in (*BASELINES, *OWN) if name != "optimal_pooled"]
     alone = [name for name in (*names, *PROXIES) if _facts(name).over == "nothing"]
     return [*names, OTB, ORACLE, *PROXIES] if group_size > 1 else [*alone, ORACLE]
 
 
 def _facts(name: str) -> Baseline:
-    return BASELINES[name.partition("[")[0]]
+    baseline = name.partition("[")[0]
+    return facts_of(OWN.get(baseline, baseline))
 
 
 def pooled_values(pool: Pool, name: str) -> Tensor:
@@ -210,7 +212,7 @@ def pooled_values(pool: Pool, name: str) -> Tensor:
 def measure(pool: Pool, group_size: int, *, num_deals: int, seed: int) -> dict[str, Tensor]:
     """Baseline -> [3, Q] fp64: unbiased E||g_q||^2, ||E g_q||^2, and <E g_q, E g_q under the oracle>."""
     num_prompts, size = pool.rewards.shape
-    names, algo, norms_sq = names_for(group_size), AlgoConfig(), pool.norms_sq
+    names, norms_sq = names_for(group_size), pool.norms_sq
     pooled = {name: pooled_values(pool, name) for name in names if name not in (OTB, ORACLE) and _facts(name).pool}
     sums = {name: torch.zeros(3, num_prompts, dtype=torch.float64) for name in names}
     prompts = torch.arange(num_prompts)[:, None]
@@ -228,7 +230,7 @@ def measure(pool: Pool, group_size: int, *, num_deals: int, seed: int) -> dict[s
                 pooled=pooled,
             )
             for name in names:
-                spread[name][prompts, members] = token_wise(name, group, algo)
+                spread[name][prompts, members] = token_wise(name, group)
         for name in names:
             found = moments(spread[name], spread[ORACLE], pool.products, deal)
             sums[name] += found / (group_size**2 * num_deals)

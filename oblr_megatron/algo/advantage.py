@@ -76,7 +76,7 @@ class AdvantageRule:
         chosen = [self._own[prompt] for prompt in prompts]
         norms = torch.full_like(rewards, self._usual)
         norms[chosen] = norms_sq
-        values = advantages(config.algo.baseline, rewards, norms, lengths, config.algo, self._history)
+        values = advantages(config.algo.baseline, rewards, norms, lengths, self._history)
         values = values.masked_fill(~norms.isfinite(), 0.0)
         scaled = sample_coefficients(
             values[self._own].flatten(),

@@ -17,7 +17,6 @@ from torch import Tensor
 from oblr_megatron.algo.formulas import FORMULAS, NO_HISTORY, History
 from oblr_megatron.algo.user_baseline import user_values
 from oblr_megatron.algo.weighting import mean_of_others
-from oblr_megatron.config.algo import AlgoConfig
 from oblr_megatron.config.baselines import facts_of
 from oblr_megatron.errors import UserError
 
@@ -29,15 +28,13 @@ def baseline_values(
     rewards: Tensor,
     norms_sq: Tensor,
     lengths: Tensor,
-    options: AlgoConfig,
     history: History = NO_HISTORY,
 ) -> Tensor:
     """b [Q, G] fp64 of a baseline: a key of FORMULAS, or a user's "package.module:function".
 
     Checks the inputs and replaces norms that are not finite.
 
-    w is read only by baselines with `needs_norms`, and `history` by those with a `pool`. Of the options,
-    prior_strength and length_exponent are read.
+    w is read only by baselines with `needs_norms`, and `history` by those with a `pool`.
 
     Raises:
         UserError: a reward is not finite, or a baseline of the group has G = 1; or see `user_values`.
@@ -55,7 +52,7 @@ def baseline_values(
         )
     weights = sanitize_norms(norms_sq)
     if name in FORMULAS:
-        return FORMULAS[name](rewards, weights, lengths, options, history)
+        return FORMULAS[name](rewards, weights, lengths, history)
     return user_values(name, rewards, weights, lengths, history)
 
 
@@ -64,12 +61,11 @@ def advantages(
     rewards: Tensor,
     norms_sq: Tensor,
     lengths: Tensor,
-    options: AlgoConfig,
     history: History = NO_HISTORY,
 ) -> Tensor:
     """A = (r - b) / divisor [Q, G] fp64. Arguments and errors as in `baseline_values`."""
     rewards = rewards.to(torch.float64)
-    centred = rewards - baseline_values(name, rewards, norms_sq, lengths, options, history)
+    centred = rewards - baseline_values(name, rewards, norms_sq, lengths, history)
     divisors = {"group_std": rewards, "batch_std": rewards.reshape(1, -1), "centred_std": centred.reshape(1, -1)}
     spread = divisors.get(facts_of(name).divisor)
     if spread is None or spread.shape[1] == 1:  # "one"; or a single response, which has no std, and A = 0

@@ -32,7 +32,7 @@ from oblr_megatron.config.algo import AlgoConfig
 from oblr_megatron.config.baselines import facts_of
 from oblr_megatron.types import GradientStats
 
-MEANS = ("rloo", "length_loo", "optimal")
+MEANS = ("rloo", "optimal")
 """Leave-one-out baselines that are means of the other rewards alone."""
 
 

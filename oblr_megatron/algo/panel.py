@@ -9,22 +9,19 @@ from torch import Tensor
 
 from oblr_megatron.algo.baseline import baseline_values
 from oblr_megatron.algo.formulas import FORMULAS, NO_HISTORY, History
-from oblr_megatron.config.algo import AlgoConfig
 from oblr_megatron.config.baselines import BASELINES, facts_of
 
-PANEL = tuple(name for name, facts in BASELINES.items() if facts.divisor == "one" and name not in ("rloo", "eob"))
+PANEL = tuple(name for name, facts in BASELINES.items() if facts.divisor == "one" and name != "rloo")
 """The baselines that are compared with rloo. Left out:
 
-- `eob`: of all b equal within a group, it has the least sum A_i^2 w_i by construction, which says nothing of new
-  responses.
 - `grpo`: its divisor differs between groups and so weights prompts differently (b is that of group_mean).
-- `reinforce_pp`, `reinforce_pp_baseline`: they divide the whole batch by one number, so that their ratios are those of
-  batch_mean and group_mean.
+- `reinforce_pp`: it divides the whole batch by one number, so that its ratio is that of batch_mean.
+- a user's own: `baseline.variance_ratio_vs_rloo` is the ratio of the run's baseline.
 """
 
 
 def variance_ratios(
-    rewards: Tensor, norms_sq: Tensor, lengths: Tensor, options: AlgoConfig, history: History = NO_HISTORY
+    rewards: Tensor, norms_sq: Tensor, lengths: Tensor, of_run: str, history: History = NO_HISTORY
 ) -> dict[str, float]:
     """sum A_i^2 w_i relative to rloo's, for each baseline of the PANEL. Below 1 the baseline beats rloo.
 
@@ -33,7 +30,8 @@ def variance_ratios(
     compensate for that scale, so A is divided by 1 - share. group_mean then equals rloo. Sums run over the groups with
     measured norms.
 
-    Arguments as for `baseline_values`, floats in fp64. A row of zeros in w marks a group that was not measured.
+    Arguments as for `baseline_values`, floats in fp64; `of_run` is the run's baseline, whose history is given. A row of
+    zeros in w marks a group that was not measured.
 
     Returns:
         name -> ratio; {} if G = 1, no norm is known, or rloo's sum is 0 (every measured group has equal rewards).
@@ -42,20 +40,18 @@ def variance_ratios(
         return {}
 
     def second_moment(name: str) -> float:
-        centred = rewards - FORMULAS[name](rewards, norms_sq, lengths, options, history)
+        centred = rewards - FORMULAS[name](rewards, norms_sq, lengths, history)
         return float((centred.square() * norms_sq).sum()) / (1 - own_share(name, rewards)) ** 2
 
     rloo = second_moment("rloo")
-    defined = [name for name in PANEL if _defined(name, len(rewards), options.baseline)]
+    defined = [name for name in PANEL if _defined(name, of_run)]
     return {name: second_moment(name) / rloo for name in defined} if rloo > 0 else {}
 
 
-def _defined(name: str, num_prompts: int, of_run: str) -> bool:
+def _defined(name: str, of_run: str) -> bool:
     """Whether this batch, with the history of the run's own baseline, tells the values of another baseline."""
     facts = BASELINES[name]
-    if not facts.pool:
-        return num_prompts > 1 or not facts.prior
-    return name == of_run or (facts.pool == facts_of(of_run).pool and facts.over == "nothing")
+    return not facts.pool or name == of_run or (facts.pool == facts_of(of_run).pool and facts.over == "nothing")
 
 
 def own_share(name: str, rewards: Tensor) -> float:
@@ -80,7 +76,6 @@ def self_dependence(
     rewards: Tensor,
     norms_sq: Tensor,
     lengths: Tensor,
-    options: AlgoConfig,
     history: History = NO_HISTORY,
 ) -> float:
     """|change of b_i| if r_i changes by 1; 0 for a leave-one-out baseline.
@@ -93,5 +88,5 @@ def self_dependence(
     probe = int((norms_sq if norms_sq.any() else lengths).argmax())
     changed = rewards.clone()
     changed.view(-1)[probe] += 1.0
-    after = baseline_values(name, changed, norms_sq, lengths, options, history)
+    after = baseline_values(name, changed, norms_sq, lengths, history)
     return abs(float(after.reshape(-1)[probe] - baseline.reshape(-1)[probe]))

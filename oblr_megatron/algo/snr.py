@@ -63,7 +63,7 @@ def folds(stats: GradientStats, num_prompts: int) -> Estimate:
     since E[B] = signal + noise / Q and E[M] = signal + noise R / Q. M = mean_f ||g_f||^2, g the mean of all g_f. Under
     pure noise the signal's standard deviation is sqrt(R / (R - 1)) times that of many folds (R = 4: 1.15).
 
-    Folds must be independent. They are for every within-group baseline; `optimal_prior` couples them through the other
+    Folds must be independent. They are for every within-group baseline; a prior couples them through the other
     prompts' mean reward, to order 1 / (Q G)^2.
 
     Example: R = 2 orthogonal fold gradients of norm 1, Q = 2: B = 0.5, M = 1 -> signal 0, noise 1, shrink_raw 0.

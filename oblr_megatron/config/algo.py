@@ -18,10 +18,7 @@ PresetName = Literal[
     "grpo",
     "dr_grpo",
     "rloo",
-    "james_stein",
-    "eob",
     "reinforce_pp",
-    "reinforce_pp_baseline",
     "dapo",
     "gspo",
     "cispo",
@@ -49,14 +46,7 @@ PRESETS: dict[str, dict[str, Any]] = {
     "grpo": {"baseline": "grpo", "aggregation": "sample_mean", "schedule": "constant"},  # arXiv 2402.03300, no KL
     "dr_grpo": {"baseline": "group_mean", "schedule": "constant"},  # arXiv 2503.20783
     "rloo": {"baseline": "rloo", "schedule": "constant"},  # arXiv 2402.14740
-    "james_stein": {"baseline": "james_stein", "schedule": "constant"},  # arXiv 2511.03710
-    "eob": {"baseline": "eob", "schedule": "constant"},  # a fork of verl, "Exact Optimal Baseline"
     "reinforce_pp": {"baseline": "reinforce_pp", "aggregation": "token_mean", "schedule": "constant"},  # 2501.03262
-    "reinforce_pp_baseline": {  # the same paper, with the group's mean
-        "baseline": "reinforce_pp_baseline",
-        "aggregation": "token_mean",
-        "schedule": "constant",
-    },
     # Several clipped updates on a batch, off-policy (docs/corrections.md).
     "dapo": {  # arXiv 2503.14476; also wants rollout.dynamic_sampling and the reward term overlong
         "baseline": "grpo",
@@ -130,17 +120,11 @@ class AlgoConfig(Section):
     """A recipe. Sets baseline, aggregation, token_scale, schedule, snr, updates_per_batch and clipping; other keys
     given here win."""
     baseline: str = "pooled"
-    """Subtracted from the reward. "optimal" is OBLR-PO's leave-one-out estimate (Theorem 7); "optimal_prior" adds a
-    prior from the other prompts. "pooled" is the norm-weighted mean reward of earlier steps, "pooled_mean" the plain
-    one; "optimal_pooled" pulls "optimal" towards "pooled". docs/algorithm.md lists all. Or your own
-    "package.module:function"."""
-    prior_strength: float = Field(1.0, ge=0)
-    """lambda of optimal_prior and rloo_prior: weight of the other prompts' mean reward, in units of the group's mean
-    norm."""
+    """Subtracted from the reward. "optimal" is OBLR-PO's leave-one-out estimate (Theorem 7). "pooled" is the
+    norm-weighted mean reward of earlier steps, "pooled_mean" the plain one; "optimal_pooled" pulls "optimal" towards
+    "pooled". docs/algorithm.md lists all. Or your own "package.module:function"."""
     pool_decay: float = Field(0.9, ge=0, lt=1)
     """rho of pooled, pooled_mean and optimal_pooled: weight of the earlier steps' sums when a step is added."""
-    length_exponent: float = Field(1.0, ge=0)
-    """p of length_loo: weights are response length ** p."""
     aggregation: Literal["constant", "token_mean", "sample_mean"] = "constant"
     """Divisor of the loss. Only "constant", 1 / (Q G token_scale), keeps the gradient unbiased (before clipping); the
     others are for comparison."""

@@ -6,7 +6,7 @@ one, delete both. A user's own needs neither: its function declares the facts, a
     from oblr_megatron import baseline
 
     @baseline(over="others")
-    def median_loo(rewards, norms_sq, lengths, history): ...    # algo.baseline = "my_baselines:median_loo"
+    def median(rewards, norms_sq, lengths, history): ...    # algo.baseline = "my_baselines:median"
 """
 
 from __future__ import annotations
@@ -59,16 +59,9 @@ BASELINES: dict[str, Baseline] = {
     "grpo": Baseline("group", divisor="group_std"),
     "batch_mean": Baseline("batch"),
     "reinforce_pp": Baseline("batch", divisor="batch_std"),
-    "reinforce_pp_baseline": Baseline("group", divisor="centred_std"),
     "rloo": Baseline("others"),
-    "rloo_prior": Baseline("others", prior=True),
-    "james_stein": Baseline("others", prior=True),
-    "median_loo": Baseline("others"),
     "opo": Baseline("group"),
-    "length_loo": Baseline("others"),
-    "eob": Baseline("group", needs_norms=True),
     "optimal": Baseline("others", needs_norms=True),
-    "optimal_prior": Baseline("others", needs_norms=True, prior=True),
     "pooled_mean": Baseline("nothing", pool="plain"),
     "pooled": Baseline("nothing", pool="norms"),
     "optimal_pooled": Baseline("others", needs_norms=True, pool="norms"),

@@ -4,6 +4,17 @@ from __future__ import annotations
 
 from oblr_megatron.errors import Problem
 
+MOVED = (
+    "eob",
+    "james_stein",
+    "length_loo",
+    "median_loo",
+    "optimal_prior",
+    "reinforce_pp_baseline",
+    "rloo_prior",
+)
+"""Baselines that studies/baselines.py has."""
+
 REMOVED: dict[str, Problem] = {
     "parallel.overlap_param_gather": (
         "the weights go to the engines right after each update, so no forward pass is left to overlap with",
@@ -43,6 +54,22 @@ REMOVED: dict[str, Problem] = {
         'set algo.baseline = "pooled"; otb is an arm of the toy studies (studies/token_baseline.py)',
     ),
     "algo.baseline=pooled_token": ("it needed as many samples as pooled", 'set algo.baseline = "pooled"'),
+    **{
+        f"algo.baseline={name}": (
+            "it is no longer in the package, but a function of the studies",
+            f'set algo.baseline = "studies.baselines:{name}" in a clone of the repository',
+        )
+        for name in MOVED
+    },
+    **{
+        f"algo.preset={name}": (
+            "its baseline is no longer in the package, but a function of the studies",
+            f'set algo.baseline = "studies.baselines:{name}" in a clone of the repository',
+        )
+        for name in ("james_stein", "eob", "reinforce_pp_baseline")
+    },
+    "algo.prior_strength": ("no baseline of the package has a prior", "leave it out; see studies/baselines.py"),
+    "algo.length_exponent": ("no baseline of the package has it", "leave it out; see studies/baselines.py"),
     "algo.preset=otb": (
         "token-wise baselines needed a forward pass of their own and lost to pooled",
         'set algo.preset = "oblr_pooled"; otb is an arm of the toy studies (studies/token_baseline.py)',

@@ -164,7 +164,7 @@ def _spread(window: Window) -> str:
     return (
         f"The baseline's standard deviation over prompts is {number(found, 2)}, the rewards' is {number(usual, 2)}: "
         "single responses with very large norms dominate their groups; check gradnorm/sq_max, or set algo.baseline to "
-        "rloo_prior."
+        "pooled."
     )
 
 

@@ -88,19 +88,17 @@ def of_baseline(
     norms_sq = sanitize_norms(norms_sq)
     weights = norms_sq if weights is None else weights
     measured = norms_sq.sum(-1) > 0  # groups with skipped passes have zeros
-    values = baseline_values(algo.baseline, rewards, weights, lengths, algo, history)
+    values = baseline_values(algo.baseline, rewards, weights, lengths, history)
     found = {
         "baseline/spread": panel.spread(values),
-        "baseline/self_dependence": panel.self_dependence(
-            algo.baseline, values, rewards, weights, lengths, algo, history
-        ),
+        "baseline/self_dependence": panel.self_dependence(algo.baseline, values, rewards, weights, lengths, history),
     }
     if not measured.any():
         return found
     if exact:
         ratio = variance_ratio_vs_rloo(rewards[measured], norms_sq[measured], values[measured])
         found["baseline/variance_ratio_vs_rloo"] = ratio
-        ratios = panel.variance_ratios(rewards, norms_sq, lengths, algo, history)
+        ratios = panel.variance_ratios(rewards, norms_sq, lengths, algo.baseline, history)
         found |= {f"baseline/{name}/variance_ratio": ratio for name, ratio in ratios.items()}
     flat = norms_sq[measured].flatten()
     return found | {

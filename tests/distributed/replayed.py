@@ -53,7 +53,7 @@ def make_inputs(
 def config_of(inputs: Path, run_dir: Path, *overrides: str) -> Config:
     """A run with norms before the gradient and a rate that follows the noise, or with the preset of an override."""
     named = any(override.startswith("algo.preset=") for override in overrides)
-    recipe = {} if named else {"baseline": "optimal_prior", "schedule": "snr"}
+    recipe = {} if named else {"baseline": "optimal", "schedule": "snr"}
     table = {
         "run_dir": str(run_dir),
         "num_steps": STEPS,

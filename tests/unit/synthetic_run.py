@@ -17,7 +17,7 @@ CONFIG = {
     "model": {"path": "models/tiny-qwen3", "dtype": "float32"},
     "data": {"train": [{"path": "data/sums_train.jsonl"}], "template": "{question} <&> ", "chat_template": False},
     "rollout": {"temperature": 1.0, "max_response_tokens": 16, "importance_sampling": "token", "num_engines": None},
-    "algo": {"baseline": "optimal_prior", "schedule": "snr", "snr": {"floor": 0.1, "num_folds": 4, "warmup_steps": 10}},
+    "algo": {"baseline": "optimal", "schedule": "snr", "snr": {"floor": 0.1, "num_folds": 4, "warmup_steps": 10}},
     "optimizer": {"name": "adam", "lr": 1e-3, "clip_grad": 1.0},
     "parallel": {"tensor_model_parallel_size": 1, "pipeline_model_parallel_size": 1, "sequence_parallel": False},
 }
@@ -31,11 +31,8 @@ RATIOS = {
     "none": 4.1,
     "group_mean": 1.0,
     "batch_mean": 1.7,
-    "rloo_prior": 0.97,
     "opo": 0.99,
-    "length_loo": 1.01,
-    "optimal": 0.96,
-    "optimal_prior": 0.93,
+    "optimal": 0.93,
 }
 
 

@@ -100,7 +100,7 @@ class Cell:
         rewards = (torch.arange(self.samples) % 2 == 0).to(torch.float64)[None]
         lengths = torch.full_like(rewards, self.tokens)
         baseline = config.algo.baseline
-        return advantages(baseline, rewards, norms_sq.cpu()[None], lengths, config.algo)[0] / self.samples
+        return advantages(baseline, rewards, norms_sq.cpu()[None], lengths)[0] / self.samples
 
 
 @torch.no_grad()

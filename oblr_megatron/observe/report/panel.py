@@ -144,7 +144,7 @@ def group_advice(history: History) -> str:
 
 
 def _order(history: History, names: list[str]) -> str:
-    """Means over the last third, smallest first: " Over the last third: optimal_prior 0.93, optimal 0.95, ..."."""
+    """Means over the last third, smallest first: " Over the last third: optimal 0.93, opo 0.95, ..."."""
     found = {_short(name): history.points(name)[1] for name in names}
     means = {name: float(_last_third(values).mean()) for name, values in found.items() if len(values)}
     if not means:

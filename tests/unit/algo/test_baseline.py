@@ -6,7 +6,6 @@ Not covered: unbiasedness and variance (test_unbiased.py).
 from __future__ import annotations
 
 import math
-import statistics
 
 import pytest
 import torch
@@ -23,18 +22,15 @@ from oblr_megatron.algo.baseline import (
     sanitize_norms,
     variance_ratio_vs_rloo,
 )
-from oblr_megatron.algo.formulas import FORMULAS, JAMES_STEIN_EPS
-from oblr_megatron.config.algo import AlgoConfig
+from oblr_megatron.algo.formulas import FORMULAS
 from oblr_megatron.config.baselines import BASELINES
 from oblr_megatron.errors import UserError
 
-OPTIONS = AlgoConfig(prior_strength=1.5, length_exponent=1.6)
 LEAVE_ONE_OUT = [name for name, facts in BASELINES.items() if facts.over == "others"]
-WITH_PRIOR = [name for name, facts in BASELINES.items() if facts.prior]
 ZERO_ON_EQUAL = [name for name in BASELINES if BASELINES[name].zero_on_equal]
-OF_BATCH = ["batch_mean", "reinforce_pp", *WITH_PRIOR]
+OF_BATCH = ["batch_mean", "reinforce_pp"]
 POOLED = [name for name, facts in BASELINES.items() if facts.pool]
-WITHIN_GROUP = [name for name in BASELINES if name not in (*OF_BATCH, *POOLED, "reinforce_pp_baseline")]
+WITHIN_GROUP = [name for name in BASELINES if name not in (*OF_BATCH, *POOLED)]
 NAN, INF = math.nan, math.inf
 
 
@@ -59,85 +55,24 @@ def test_every_baseline_of_the_config_has_facts_and_a_formula():
 
 def test_each_formula_on_a_worked_group():
     rewards, norms, lengths = tensor([1, 0, 3], [2, 2, 5]), tensor([1, 2, 3], [1, 1, 2]), tensor([2, 4, 6], [1, 1, 1])
-    b = {name: baseline_values(name, rewards, norms, lengths, OPTIONS)[0].tolist() for name in BASELINES}
-    powers = [2**1.6, 4**1.6, 6**1.6]
+    b = {name: baseline_values(name, rewards, norms, lengths)[0].tolist() for name in BASELINES}
     assert b["none"] == [0, 0, 0]
-    assert b["eob"] == pytest.approx([10 / 6] * 3, rel=1e-14)
-    assert b["group_mean"] == b["grpo"] == b["reinforce_pp_baseline"] == pytest.approx([4 / 3] * 3, rel=1e-14)
+    assert b["group_mean"] == b["grpo"] == pytest.approx([4 / 3] * 3, rel=1e-14)
     assert b["batch_mean"] == b["reinforce_pp"] == pytest.approx([13 / 6] * 3, rel=1e-14)
     assert b["rloo"] == pytest.approx([3 / 2, 2, 1 / 2], rel=1e-14)
     assert b["opo"] == pytest.approx([20 / 12] * 3, rel=1e-14)
-    loo = [
-        3 * powers[2] / (powers[1] + powers[2]),
-        (powers[0] + 3 * powers[2]) / (powers[0] + powers[2]),
-        powers[0] / (powers[0] + powers[1]),
-    ]
-    assert b["length_loo"] == pytest.approx(loo, rel=1e-14)
     assert b["optimal"] == pytest.approx([9 / 5, 10 / 4, 1 / 3], rel=1e-14)
-    prior = [(9 + 1.5 * 2.5 * 3) / (5 + 1.5 * 2.5), (10 + 1.5 * 2 * 3) / (4 + 1.5 * 2), (1 + 1.5**2 * 3) / (3 + 1.5**2)]
-    assert b["optimal_prior"] == pytest.approx(prior, rel=1e-14)  # the other prompt's mean reward is 3
-    assert b["rloo_prior"] == pytest.approx([(own + 1.5 * 3) / 3.5 for own in (3, 4, 1)], rel=1e-14)
-
-
-@given(batches())
-def test_james_stein_is_the_published_formula(batch):
-    """Loops over prompts and responses, as in the authors' code."""
-    rewards, _, _ = batch
-    num_prompts, size = rewards.shape
-    want = torch.zeros_like(rewards)
-    for q in range(num_prompts):
-        others = [rewards[p].tolist() for p in range(num_prompts) if p != q]
-        means = [statistics.fmean(group) for group in others]
-        v = statistics.fmean(statistics.variance(group) / size for group in others)
-        s = statistics.fmean((mean - statistics.fmean(means)) ** 2 for mean in means)
-        pull = v / (v + s + JAMES_STEIN_EPS)
-        for i in range(size):
-            own = (float(rewards[q].sum()) - float(rewards[q, i])) / (size - 1)
-            want[q, i] = (1 - pull) * own + pull * statistics.fmean(means)
-    torch.testing.assert_close(baseline_values("james_stein", *batch, OPTIONS), want, rtol=1e-7, atol=1e-9)
-
-
-def test_james_stein_pulls_by_how_much_prompts_differ():
-    """Prompts of equal rates are pooled, and prompts without noise keep their own mean."""
-    alike, apart = tensor([1, 0], [0, 1], [1, 0]), tensor([1, 1], [0, 0], [1, 1])
-    ones = torch.ones_like(alike)
-    found = baseline_values("james_stein", alike, ones, ones, OPTIONS)
-    torch.testing.assert_close(found, torch.full_like(alike, 0.5), rtol=0, atol=1e-5)
-    assert baseline_values("james_stein", apart, ones, ones, OPTIONS).equal(apart)
-
-
-def test_reinforce_pp_baseline_divides_by_the_deviation_of_the_centred_rewards():
-    rewards = tensor([1, 0], [0, 0])
-    got = advantages("reinforce_pp_baseline", rewards, torch.ones_like(rewards), torch.ones_like(rewards), OPTIONS)
-    spread = math.sqrt((0.5**2 + 0.5**2) / 3)
-    assert got.flatten().tolist() == pytest.approx([x / (spread + STD_EPS) for x in (0.5, -0.5, 0, 0)])
-
-
-@given(batches())
-def test_eob_is_optimal_with_the_own_response(batch):
-    """A_i = (r_i - b_i^optimal) times the others' share of w: the same sign, and less of it."""
-    rewards, norms, lengths = batch
-    norms = norms + 1  # no group without weights
-    share = norms / norms.sum(-1, keepdim=True)
-    want = (1 - share) * advantages("optimal", rewards, norms, lengths, OPTIONS)
-    torch.testing.assert_close(advantages("eob", rewards, norms, lengths, OPTIONS), want, rtol=1e-9, atol=1e-9)
-
-
-def test_median_loo_is_the_median_of_the_others():
-    rewards = tensor([1, 0, 3, 10])
-    b = baseline_values("median_loo", rewards, rewards, rewards, OPTIONS)
-    assert b.tolist() == [[3, 3, 1, 1]]
 
 
 def test_grpo_divides_by_the_sample_standard_deviation():
     rewards = tensor([1, 0, 0, 1])
-    got = advantages("grpo", rewards, torch.ones_like(rewards), torch.ones_like(rewards), OPTIONS)
+    got = advantages("grpo", rewards, torch.ones_like(rewards), torch.ones_like(rewards))
     assert got[0].tolist() == pytest.approx([x / (math.sqrt(1 / 3) + STD_EPS) for x in (0.5, -0.5, -0.5, 0.5)])
 
 
 def test_reinforce_pp_divides_by_the_standard_deviation_of_the_batch():
     rewards = tensor([1, 0], [0, 0])
-    got = advantages("reinforce_pp", rewards, torch.ones_like(rewards), torch.ones_like(rewards), OPTIONS)
+    got = advantages("reinforce_pp", rewards, torch.ones_like(rewards), torch.ones_like(rewards))
     assert got.flatten().tolist() == pytest.approx([x / (0.5 + STD_EPS) for x in (0.75, -0.25, -0.25, -0.25)])
 
 
@@ -145,8 +80,8 @@ def test_reinforce_pp_divides_by_the_standard_deviation_of_the_batch():
 def test_reinforce_pp_is_invariant_to_shift_and_scale_of_rewards(batch, shift, scale):
     rewards, norms, lengths = batch
     rewards = rewards + torch.linspace(0, 1, rewards.numel(), dtype=torch.float64).view_as(rewards) * 1e3
-    before = advantages("reinforce_pp", rewards, norms, lengths, OPTIONS)
-    after = advantages("reinforce_pp", shift + scale * rewards, norms, lengths, OPTIONS)
+    before = advantages("reinforce_pp", rewards, norms, lengths)
+    after = advantages("reinforce_pp", shift + scale * rewards, norms, lengths)
     torch.testing.assert_close(after, before, rtol=1e-6, atol=1e-6)
     assert float(before.sum()) == pytest.approx(0, abs=1e-9) and float(before.std()) == pytest.approx(1, rel=1e-6)
 
@@ -155,14 +90,7 @@ def test_reinforce_pp_is_invariant_to_shift_and_scale_of_rewards(batch, shift, s
 @given(batch=batches(), reward=st.floats(-5, 5))
 def test_a_batch_of_equal_rewards_has_zero_advantages(name, batch, reward):
     _, norms, lengths = batch
-    assert (advantages(name, torch.full_like(norms, reward), norms, lengths, OPTIONS) == 0).all()
-
-
-@given(batches())
-def test_rloo_prior_is_optimal_prior_with_equal_norms(batch):
-    rewards, norms, lengths = batch
-    want = baseline_values("optimal_prior", rewards, torch.ones_like(norms), lengths, OPTIONS)
-    assert baseline_values("rloo_prior", *batch, OPTIONS).equal(want)
+    assert (advantages(name, torch.full_like(norms, reward), norms, lengths) == 0).all()
 
 
 @given(batches(min_group=3))
@@ -171,25 +99,22 @@ def test_optimal_is_the_closed_form_where_that_is_well_conditioned(batch):
     norms = norms + 1
     s0, s1 = norms.sum(-1, keepdim=True), (norms * rewards).sum(-1, keepdim=True)
     want = (rewards * s0 - s1) / (s0 - norms)
-    torch.testing.assert_close(advantages("optimal", rewards, norms, lengths, OPTIONS), want, rtol=1e-9, atol=1e-9)
+    torch.testing.assert_close(advantages("optimal", rewards, norms, lengths), want, rtol=1e-9, atol=1e-9)
 
 
 @given(batches(), st.sampled_from(LEAVE_ONE_OUT))
 def test_leave_one_out_stays_between_the_others_rewards(batch, name):
     rewards, _, _ = batch
-    b = baseline_values(name, *batch, OPTIONS)
-    prior = (rewards.mean(-1).sum() - rewards.mean(-1)) / (len(rewards) - 1)
+    b = baseline_values(name, *batch)
     for q, i in ((q, i) for q in range(rewards.shape[0]) for i in range(rewards.shape[1])):
         others = torch.cat((rewards[q, :i], rewards[q, i + 1 :]))
-        if name in WITH_PRIOR:
-            others = torch.cat((others, prior[q : q + 1] - 1e-12, prior[q : q + 1] + 1e-12))
         assert others.min() <= b[q, i] <= others.max()
 
 
-@given(batches(), st.sampled_from(["group_mean", "opo", "eob"]))
+@given(batches(), st.sampled_from(["group_mean", "opo"]))
 def test_self_inclusive_means_stay_between_the_groups_rewards(batch, name):
     rewards, _, _ = batch
-    b = baseline_values(name, *batch, OPTIONS)
+    b = baseline_values(name, *batch)
     assert (rewards.amin(-1, keepdim=True) <= b).all() and (b <= rewards.amax(-1, keepdim=True)).all()
 
 
@@ -197,25 +122,25 @@ def test_self_inclusive_means_stay_between_the_groups_rewards(batch, name):
     batches(), st.sampled_from(LEAVE_ONE_OUT), st.floats(-9, 9), st.sampled_from([0.0, 7.0, 1e15]), st.integers(0, 9)
 )
 def test_a_baseline_is_independent_of_its_own_sample(batch, name, reward, norm, length):
-    before = baseline_values(name, *batch, OPTIONS)[-1, 1]
+    before = baseline_values(name, *batch)[-1, 1]
     for values, own in zip(batch, (reward, norm, float(length)), strict=True):
         values[-1, 1] = own
-    assert baseline_values(name, *batch, OPTIONS)[-1, 1] == before  # to the last bit
+    assert baseline_values(name, *batch)[-1, 1] == before  # to the last bit
 
 
 @given(batches(), st.sampled_from(list(BASELINES)), st.randoms(use_true_random=False))
 def test_permuting_a_group_permutes_its_advantages(batch, name, random):
     order = list(range(batch[0].shape[1]))
     random.shuffle(order)
-    permuted = advantages(name, *(values[:, order] for values in batch), OPTIONS)
-    torch.testing.assert_close(permuted, advantages(name, *batch, OPTIONS)[:, order], rtol=1e-9, atol=1e-9)
+    permuted = advantages(name, *(values[:, order] for values in batch))
+    torch.testing.assert_close(permuted, advantages(name, *batch)[:, order], rtol=1e-9, atol=1e-9)
 
 
 @given(batches(), st.sampled_from(ZERO_ON_EQUAL), st.floats(-5, 5))
 def test_equal_rewards_give_exactly_zero(batch, name, reward):
     _, norms, lengths = batch
     rewards = torch.full_like(norms, reward)
-    assert (advantages(name, rewards, norms, lengths, OPTIONS) == 0).all()
+    assert (advantages(name, rewards, norms, lengths) == 0).all()
     assert not active_groups(name, rewards).any()
 
 
@@ -223,16 +148,16 @@ def test_equal_rewards_give_exactly_zero(batch, name, reward):
 def test_groups_without_a_prior_are_independent(batch, name):
     rewards, norms, lengths = batch
     norms = norms + 1  # avoid the TINY_WEIGHT guard, which reads the whole batch
-    whole = advantages(name, rewards, norms, lengths, OPTIONS)
-    single = advantages(name, rewards[:1], norms[:1], lengths[:1], OPTIONS)
+    whole = advantages(name, rewards, norms, lengths)
+    single = advantages(name, rewards[:1], norms[:1], lengths[:1])
     torch.testing.assert_close(whole[:1], single, rtol=1e-12, atol=1e-12)
 
 
-@pytest.mark.parametrize("name", ["rloo", "length_loo", "optimal"])
+@pytest.mark.parametrize("name", ["rloo", "optimal"])
 @settings(max_examples=30)
 @given(values=st.lists(st.floats(-5, 5), min_size=2, max_size=2), norms=st.lists(st.floats(0, 1e9), min_size=2))
 def test_in_a_group_of_two_the_baseline_is_the_others_reward(name, values, norms):
-    b = baseline_values(name, tensor(values), tensor(norms[:2]), tensor([3, 0]), OPTIONS)
+    b = baseline_values(name, tensor(values), tensor(norms[:2]), tensor([3, 0]))
     assert b[0].tolist() == values[::-1]
 
 
@@ -242,44 +167,35 @@ def test_rounding_leaves_equal_rewards_at_zero_and_bounds_in_place():
     norms, rewards = (torch.rand(10_000, 5, generator=random, dtype=torch.float64) for _ in range(2))
     equal = rewards[:, :1].expand(-1, 5)
     for name in ZERO_ON_EQUAL:
-        assert (advantages(name, equal, norms, norms, OPTIONS) == 0).all(), name
+        assert (advantages(name, equal, norms, norms) == 0).all(), name
     bounded = torch.where(rewards > 0.5, 0.7, rewards)  # several at the maximum, and some of no weight
     weights = norms * (rewards > 0.2)
-    for name in ("rloo", "length_loo", "optimal", "group_mean", "opo"):
-        b = baseline_values(name, bounded, weights, weights, OPTIONS)
+    for name in ("rloo", "optimal", "group_mean", "opo"):
+        b = baseline_values(name, bounded, weights, weights)
         assert (b <= bounded.amax(-1, keepdim=True)).all(), name
         assert (b >= bounded.amin(-1, keepdim=True)).all(), name
 
 
-def test_strength_zero_removes_the_prior():
-    rewards, norms = tensor([1, 0, 3], [2, 2, 5]), tensor([1, 2, 3], [4, 1, 2])
-    options = AlgoConfig(prior_strength=0.0)
-    for name, without in (("optimal_prior", "optimal"), ("rloo_prior", "rloo")):
-        assert baseline_values(name, rewards, norms, norms, options).equal(
-            baseline_values(without, rewards, norms, norms, options)
-        )
-
-
 def test_others_without_weight_give_their_plain_mean():
     rewards, lengths = tensor([1, 2, 3, 7], [0, 1, 0, 1]), tensor([9, 0, 0, 0], [5, 5, 5, 5])
-    for weights, name in ((lengths, "length_loo"), (lengths, "optimal"), (lengths.clamp(min=1e-9), "optimal")):
-        b = baseline_values(name, rewards, weights, lengths, OPTIONS)[0]
+    for weights in (lengths, lengths.clamp(min=1e-9)):
+        b = baseline_values("optimal", rewards, weights, lengths)[0]
         assert b.tolist() == pytest.approx([4, 1, 1, 1], rel=1e-8)
 
 
 def test_a_group_without_any_weight_falls_back_to_rloo():
     rewards, norms = tensor([1, 2, 6], [0, 1, 0]), tensor([0, 0, 0], [1, 2, 3])
-    b = baseline_values("optimal", rewards, norms, norms, OPTIONS)[0]
+    b = baseline_values("optimal", rewards, norms, norms)[0]
     assert b.tolist() == [4, 3.5, 1.5]
-    assert baseline_values("opo", rewards, norms, norms, OPTIONS)[0].tolist() == pytest.approx([3, 3, 3])
+    assert baseline_values("opo", rewards, norms, norms)[0].tolist() == pytest.approx([3, 3, 3])
 
 
 def test_a_dominant_norm_costs_no_digits():
     """The closed form S0 - w_i would lose all digits of the others' weights here."""
     rewards, norms = tensor([1, 2, 6, 0], [0, 1, 0, 1]), tensor([1e20, 1, 3, 4], [1e20, 1e20, 1e20, 1e20])
-    b = baseline_values("optimal", rewards[:1], norms[:1], norms[:1], OPTIONS)[0]
+    b = baseline_values("optimal", rewards[:1], norms[:1], norms[:1])[0]
     assert b.tolist() == pytest.approx([20 / 8, 1, 1, 1], rel=1e-15)
-    assert baseline_values("optimal", rewards, norms, norms, OPTIONS)[0, 0] == pytest.approx(
+    assert baseline_values("optimal", rewards, norms, norms)[0, 0] == pytest.approx(
         8 / 3
     )  # plain mean: the others' weights are negligible in the batch
 
@@ -296,8 +212,8 @@ def test_invalid_norms_are_replaced_by_the_median():
 def test_invalid_norms_give_finite_advantages():
     rewards = tensor([1, 0, 0, 1], [0, 1, 0, 0])
     norms = tensor([INF, 1, 2, 3], [NAN, NAN, NAN, NAN])
-    got = advantages("optimal", rewards, norms, norms.nan_to_num(1), OPTIONS)
-    want = advantages("optimal", rewards, tensor([2, 1, 2, 3], [2, 2, 2, 2]), torch.ones_like(norms), OPTIONS)
+    got = advantages("optimal", rewards, norms, norms.nan_to_num(1))
+    want = advantages("optimal", rewards, tensor([2, 1, 2, 3], [2, 2, 2, 2]), torch.ones_like(norms))
     assert got.equal(want)
 
 
@@ -310,25 +226,18 @@ def test_valid_norms_are_unchanged():
 def test_a_group_of_one_is_refused_by_baselines_of_the_group(name):
     one = torch.ones(3, 1)
     with pytest.raises(UserError) as error:
-        advantages(name, one, one, one, OPTIONS)
+        advantages(name, one, one, one)
     assert error.value.where == "group_size" and name in str(error.value)
-
-
-@pytest.mark.parametrize("name", WITH_PRIOR)
-def test_a_prior_needs_a_second_prompt(name):
-    with pytest.raises(UserError) as error:
-        advantages(name, tensor([0, 1]), tensor([1, 1]), tensor([1, 1]), OPTIONS)
-    assert error.value.where == "algo.baseline"
 
 
 def test_a_batch_of_one_response_has_zero_advantage():
     one = tensor([0.3])
-    assert advantages("reinforce_pp", one, one, one, OPTIONS).item() == 0
+    assert advantages("reinforce_pp", one, one, one).item() == 0
 
 
 def test_a_reward_that_is_not_finite_is_refused():
     with pytest.raises(UserError) as error:
-        advantages("rloo", tensor([0, NAN]), tensor([1, 1]), tensor([1, 1]), OPTIONS)
+        advantages("rloo", tensor([0, NAN]), tensor([1, 1]), tensor([1, 1]))
     assert error.value.where == "reward"
 
 

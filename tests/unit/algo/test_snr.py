@@ -13,10 +13,8 @@ import torch
 
 from oblr_megatron.algo.baseline import advantages
 from oblr_megatron.algo.snr import SnrAverages, folds
-from oblr_megatron.config.algo import AlgoConfig, SnrConfig
+from oblr_megatron.config.algo import SnrConfig
 from oblr_megatron.types import GradientStats
-
-OPTIONS = AlgoConfig()
 
 
 def stats(sq_norm: float, fold_sq_norm_mean: float, num_folds: int = 4) -> GradientStats:
@@ -53,7 +51,7 @@ def test_unbiased_by_enumeration(toy, folds):
     for prompt in range(2):
         picks, p = toy.groups(prompt, 2)
         values = (tensor[prompt][picks] for tensor in (toy.rewards, toy.norms_sq, toy.lengths))
-        advantage = advantages("optimal", *values, OPTIONS)
+        advantage = advantages("optimal", *values)
         outcomes.append(torch.einsum("eg,egd->ed", advantage, toy.scores[prompt][picks]) / 2)
         probs.append(p / 2)
     outcomes, probs = torch.cat(outcomes), torch.cat(probs)  # [32, D], [32]
@@ -67,25 +65,6 @@ def test_unbiased_by_enumeration(toy, folds):
     estimate = fold_estimate(sq_norm, fold_sq_norm_mean, folds, 4)  # linear in B and M, so means suffice
     assert estimate.signal == pytest.approx(float(mean.square().sum()), rel=1e-10)
     assert estimate.noise == pytest.approx(trace, rel=1e-10)
-
-
-def test_the_prior_couples_folds_by_a_known_factor(toy):
-    """Q = 2 prompts drawn from two, one per fold: E[signal] = (1 + c^2) ||grad J||^2, c = lam / ((G-1+lam) (Q-1) G)."""
-    drawn = [(prompt, pick, p / 2) for prompt in range(2) for pick, p in zip(*toy.groups(prompt, 2), strict=True)]
-    mean = torch.zeros(2, dtype=torch.float64)  # of B and M, in which the estimate is linear
-    for first in drawn:
-        for second in drawn:
-            rewards, norms, lengths, scores = (
-                torch.stack([tensor[prompt][pick] for prompt, pick, _ in (first, second)])
-                for tensor in (toy.rewards, toy.norms_sq, toy.lengths, toy.scores)
-            )
-            advantage = advantages("optimal_prior", rewards, norms, lengths, OPTIONS)
-            folds = torch.einsum("qg,qgd->qd", advantage, scores) / 2
-            mean += first[2] * second[2] * torch.tensor(moments(folds), dtype=torch.float64)
-    signal = fold_estimate(*mean.tolist(), 2, 2).signal
-    coupling = OPTIONS.prior_strength / (1 + OPTIONS.prior_strength) / 2
-    want = (1 + coupling**2) * float(toy.gradients.mean(0).square().sum())
-    assert signal == pytest.approx(want, rel=1e-10)
 
 
 @pytest.mark.parametrize(

@@ -20,7 +20,6 @@ from oblr_megatron.algo.formulas import FORMULAS, History
 from oblr_megatron.algo.user_baseline import check_baseline
 from oblr_megatron.algo.weighting import mean_of_others
 from oblr_megatron.config import Config, parse_config
-from oblr_megatron.config.algo import AlgoConfig
 from oblr_megatron.config.baselines import BASELINES, facts_of
 from oblr_megatron.errors import UserError
 from oblr_megatron.memory.select_mode import resolve
@@ -162,7 +161,7 @@ def as_users(name: str) -> str:
 
     @baseline(facts.over, needs_norms=facts.needs_norms, pool=facts.pool, prior=facts.prior, divisor=facts.divisor)
     def function(rewards: Tensor, norms_sq: Tensor, lengths: Tensor, history: History) -> Tensor:
-        return FORMULAS[name](rewards, norms_sq, lengths, AlgoConfig(), history)
+        return FORMULAS[name](rewards, norms_sq, lengths, history)
 
     setattr(sys.modules[__name__], f"users_{name}", function)
     return named(f"users_{name}")
@@ -279,18 +278,18 @@ def test_a_run_treats_it_like_a_baseline_with_these_facts(function: str, like: s
     rewards, norms = torch.rand(2, Q, G, generator=random, dtype=torch.float64)
     rewards[1] = rewards[1, 0]
     lengths = torch.full((Q, G), 5)
-    found = advantages(own.algo.baseline, rewards, norms, lengths, own.algo)
-    torch.testing.assert_close(found, advantages(like, rewards, norms, lengths, other.algo), rtol=1e-12, atol=1e-15)
+    found = advantages(own.algo.baseline, rewards, norms, lengths)
+    torch.testing.assert_close(found, advantages(like, rewards, norms, lengths), rtol=1e-12, atol=1e-15)
     assert active_groups(own.algo.baseline, rewards).tolist() == [True, False, True, True]
     kept = rewards.clone()
-    baseline_values(named("overwrites"), rewards, norms, lengths, own.algo)
+    baseline_values(named("overwrites"), rewards, norms, lengths)
     assert rewards.equal(kept)
 
 
 def test_a_value_that_is_not_finite_ends_a_run_in_one_line() -> None:
     zeros = torch.zeros(2, 2, dtype=torch.float64)
     with pytest.raises(UserError, match=r"NaN or infinite.*\[algo\.baseline\]"):
-        baseline_values(named("divides_by_zero"), zeros, zeros, zeros, AlgoConfig())
+        baseline_values(named("divides_by_zero"), zeros, zeros, zeros)
 
 
 def test_the_example_of_the_page(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -301,4 +300,4 @@ def test_the_example_of_the_page(tmp_path: Path, monkeypatch: pytest.MonkeyPatch
     assert configured(f"algo.baseline={name}").algo.baseline == name
     check_baseline(name, Q, G)
     rewards = torch.tensor([[0.0, 1, 4, 9]], dtype=torch.float64)
-    assert baseline_values(name, rewards, rewards, rewards, AlgoConfig()).tolist() == [[4.0, 4.0, 1.0, 1.0]]
+    assert baseline_values(name, rewards, rewards, rewards).tolist() == [[4.0, 4.0, 1.0, 1.0]]

@@ -107,7 +107,6 @@ def test_bad_values(override: str, named: list[str]) -> None:
     [
         (["parallel.sequence_parallel=true"], "sequence_parallel needs tensor_model_parallel_size of 2 or more"),
         (["num_prompts=6", "algo.snr.num_folds=4"], "num_prompts 6 "),
-        (["num_prompts=1", "algo.snr.num_folds=1", "algo.baseline=optimal_prior"], "optimal_prior"),
         (["data.template=Q:"], "'Q:' has no {question}"),
         (["data.system_prompt=Be brief."], "data.system_prompt is for the tokenizer's chat template"),
         (["data.chat_template_options={enable_thinking = false}"], "data.chat_template_options is for the tokenizer's"),
@@ -335,11 +334,8 @@ STREAM = "rollout.overlap=stream"
 @pytest.mark.parametrize(
     ("overrides", "named"),
     [
-        (["algo.baseline=optimal_prior"], "optimal_prior"),
-        (["algo.baseline=james_stein"], "james_stein"),
         (["algo.baseline=batch_mean"], "batch_mean"),
         (["algo.preset=reinforce_pp"], "reinforce_pp"),
-        (["algo.baseline=reinforce_pp_baseline"], "standard deviation over all prompts"),
         (["algo.aggregation=token_mean"], "token_mean"),
         (
             [

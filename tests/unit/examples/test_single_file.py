@@ -25,7 +25,6 @@ from oblr_megatron.config.algo import AlgoConfig, SnrConfig
 from oblr_megatron.types import GradientStats
 
 FILE = Path(__file__).parents[3] / "examples" / "single_file.py"
-BASELINES = ["optimal", "optimal_prior"]
 MAX_LINES = 300
 
 
@@ -73,16 +72,14 @@ def test_it_stands_alone_and_is_short():
     assert len(text.splitlines()) <= MAX_LINES
 
 
-@pytest.mark.parametrize("name", BASELINES)
-def test_advantages_agree(single, name):
+def test_advantages_agree(single):
     random_numbers = torch.Generator().manual_seed(3)
     rewards = torch.cat((mixed_rewards(4, 5), torch.randn(4, 5, generator=random_numbers, dtype=torch.float64)))
     norms = torch.randn(8, 5, generator=random_numbers, dtype=torch.float64).exp()
     norms[2] = 0.0
     norms[3, 1:] = 0.0
-    settings = single.Settings(baseline=name, prior_strength=0.7)
-    want = advantages(name, rewards, norms, torch.ones_like(norms), AlgoConfig(prior_strength=0.7))
-    torch.testing.assert_close(single.advantages_of(rewards, norms, settings), want, rtol=1e-12, atol=1e-12)
+    want = advantages("optimal", rewards, norms, torch.ones_like(norms))
+    torch.testing.assert_close(single.advantages_of(rewards, norms), want, rtol=1e-12, atol=1e-12)
 
 
 def test_learning_rates_agree(single):
@@ -131,14 +128,14 @@ def test_log_probs_do_not_depend_on_padding_or_the_batch(single, model):
         torch.testing.assert_close(together[row][mask[row]], alone[own], rtol=1e-12, atol=1e-12)
 
 
-def package_step(single, model, samples, rewards, name):
+def package_step(single, model, samples, rewards):
     """The same step from the package's algo functions and the example's model: (norms, advantages, folds [R, P])."""
-    settings, options = single.Settings(baseline=name), AlgoConfig(baseline=name)
+    settings, name = single.Settings(), "optimal"
     num_prompts, group_size = rewards.shape
     lengths = torch.tensor([len(response) for _, response, _ in samples])
     keep = active_groups(name, rewards)[:, None]
     norms = single.sq_grad_norms(model, samples, settings).view_as(rewards) * keep
-    advantage = advantages(name, rewards, norms, lengths.view_as(rewards), options)
+    advantage = advantages(name, rewards, norms, lengths.view_as(rewards))
     scale = single.MAX_RESPONSE
     coefficients = sample_coefficients(advantage.flatten(), lengths, num_prompts, group_size, "constant", scale)
     folds = []
@@ -150,11 +147,10 @@ def package_step(single, model, samples, rewards, name):
     return norms, advantage, torch.stack(folds)
 
 
-@pytest.mark.parametrize("name", BASELINES)
-def test_a_step_is_the_packages_formulas_and_one_adam_step(single, model, name):
+def test_a_step_is_the_packages_formulas_and_one_adam_step(single, model):
     samples, rewards = make_samples(single, 8, 3, stale=1.0), mixed_rewards(8, 3)
-    settings = single.Settings(baseline=name, clip=0.1, warmup_steps=4)
-    norms, advantage, folds = package_step(single, model, samples, rewards, name)
+    settings = single.Settings(clip=0.1, warmup_steps=4)
+    norms, advantage, folds = package_step(single, model, samples, rewards)
     gradient = folds.mean(0)
     before = torch.nn.utils.parameters_to_vector(model.parameters()).detach().clone()
     optimizer = torch.optim.Adam(model.parameters(), betas=settings.betas, eps=settings.eps)

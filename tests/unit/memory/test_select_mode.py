@@ -38,7 +38,7 @@ def config_of(*, response: int = 2000, **sections: dict[str, Any]) -> Config:
         "model": {"path": "unused"},
         "data": {"train": "unused", "max_prompt_tokens": 64},
         "rollout": {"max_response_tokens": response},
-        "algo": {"baseline": "optimal_prior"},
+        "algo": {"baseline": "optimal"},
     }
     return parse_config(table | sections)
 

@@ -51,7 +51,7 @@ CASES: dict[str, tuple[str, Callable[[int], float | None], list[str]]] = {
     "group_size": ("snr/best_group_size", rising(3.0, 1.0), ["2.3", "1", "512"]),
     "batch_size": ("snr/critical_batch_size", rising(80.0, 6400.0), ["64", "1.9%", "num_prompts"]),
     "clipped": ("optimizer/clip_factor", rising(1.0, 0.25), ["11", "20", "optimizer.clip_grad"]),
-    "spread": ("baseline/spread", rising(0.2, 3.0), ["1.6", "rloo_prior"]),
+    "spread": ("baseline/spread", rising(0.2, 3.0), ["1.6", "pooled"]),
     "self_dependence": ("baseline/self_dependence", lambda _: 0.125, ["0.12", "pooled"]),
     "entropy": ("entropy", rising(2.0, 0.01), ["2", "algo.kl_coefficient"]),
     "truncation": ("response_length/truncated_fraction", rising(0.02, 0.4), ["2%", "rollout.max_response_tokens"]),
@@ -144,7 +144,7 @@ def test_the_settings_that_checks_compare_with() -> None:
     assert planned((table | {"algo.schedule": "cosine"}).get).lr == 0.0, "a rate that is meant to fall"
     several = planned((table | {"algo.updates_per_batch": 4}).get)
     assert several == Planned(lr=1e-3, group_size=8), "its noise is that of one update"
-    for baseline, of_earlier_steps in (("pooled", True), ("optimal_pooled", True), ("optimal_prior", False)):
+    for baseline, of_earlier_steps in (("pooled", True), ("optimal_pooled", True), ("optimal", False)):
         assert planned({"algo.baseline": baseline}.get) == Planned(of_earlier_steps=of_earlier_steps)
     assert planned({"algo.baseline": "of another version"}.get) == planned({}.get) == Planned()
 

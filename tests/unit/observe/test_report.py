@@ -154,7 +154,7 @@ def test_header_and_headlines(tmp_path):
     page = page_of(tmp_path, records)
     assert page.texts("h1") == ["run"]
     (subtitle,) = page.texts("p", "subtitle")
-    assert subtitle.split(" · ") == ["tiny-qwen3", "optimal_prior baseline", "snr schedule", "seed 0"]
+    assert subtitle.split(" · ") == ["tiny-qwen3", "optimal baseline", "snr schedule", "seed 0"]
     facts = dict(zip(page.texts("dt"), page.texts("dd"), strict=True))
     assert facts["layout"] == "TP 1 x PP 1 x DP 2, 2 ranks"
     assert facts["batch"] == "64 prompts x 8 responses"
@@ -310,7 +310,7 @@ def test_alarms_are_listed_with_current_numbers_and_their_first_step(tmp_path):
 def test_the_order_of_baselines_and_the_advice_on_the_batch_size(tmp_path):
     page = page_of(tmp_path, synthetic_records(150))
     ranking = re.findall(r"(\w+) (\d\.\d\d)", page.caption("Variance under every baseline"))
-    assert [ranking[0][0], ranking[-1][0]] == ["optimal_prior", "none"] and len(ranking) == len(RATIOS)
+    assert [ranking[0][0], ranking[-1][0]] == ["optimal", "none"] and len(ranking) == len(RATIOS)
     shares = [float(ratio) for _, ratio in ranking]
     assert shares == sorted(shares) and shares[0] < 1 and shares[-1] > 4
     assert {64, 128} <= set(numbers(page.caption("Batch size")))

@@ -57,14 +57,13 @@ def batch(policy: ToyPolicy) -> Batch:
     return Batch(samples, rewards)
 
 
-@pytest.mark.parametrize("baseline", ["optimal", "optimal_prior"])
-def test_equals_the_single_file_example(single: ModuleType, policy: ToyPolicy, batch: Batch, baseline: str) -> None:
-    settings = single.Settings(num_prompts=Q, group_size=G, num_folds=2, baseline=baseline)
+def test_equals_the_single_file_example(single: ModuleType, policy: ToyPolicy, batch: Batch) -> None:
+    settings = single.Settings(num_prompts=Q, group_size=G, num_folds=2)
     samples = [(list(each.prompt), list(each.tokens), list(each.logprobs)) for each in batch.samples]
     norms = single.sq_grad_norms(policy.model, samples, settings).view(Q, G)
-    advantages = single.advantages_of(batch.rewards, norms, settings)
+    advantages = single.advantages_of(batch.rewards, norms)
     folds = single.fold_gradients(policy.model, samples, advantages, settings)
-    algo = AlgoConfig(baseline=baseline, snr={"num_folds": 2})
+    algo = AlgoConfig(baseline="optimal", snr={"num_folds": 2})
     found = Estimator(policy, algo, token_scale=single.MAX_RESPONSE)(batch)
     torch.testing.assert_close(found.norms_sq, norms, rtol=ROUNDED, atol=0)
     torch.testing.assert_close(found.gradient, folds.mean(0), rtol=ROUNDED, atol=1e-7)
@@ -103,7 +102,7 @@ def test_baselines_read_the_chosen_source_of_norms_and_statistics_the_exact_ones
         found = Estimator(policy, algo, source=source)(batch)
         torch.testing.assert_close(found.weights, want, rtol=1e-12, atol=0)
         assert found.norms_sq.equal(exact.norms_sq)
-        values = advantages("optimal", batch.rewards, want, batch.lengths, algo).flatten()[:, None]
+        values = advantages("optimal", batch.rewards, want, batch.lengths).flatten()[:, None]
         torch.testing.assert_close(found.gradient, literal(policy, batch, values, None, 0.0), rtol=1e-9, atol=1e-12)
         squares = (values[:, 0] / (Q * G)).square() @ exact.norms_sq.flatten()
         assert found.stats.sample_sq_norm == pytest.approx(float(squares), rel=1e-9)

@@ -25,7 +25,6 @@ from transformers import AutoTokenizer, Qwen3ForCausalLM, TrainerCallback
 from oblr_megatron.algo.baseline import STD_EPS, advantages
 from oblr_megatron.algo.loss import sample_coefficients
 from oblr_megatron.config import OptimizerConfig
-from oblr_megatron.config.algo import AlgoConfig
 from oblr_megatron.errors import EXIT_USER, UserError
 from oblr_megatron.metrics import read_metrics
 from studies import trl_backend
@@ -119,7 +118,7 @@ def step(start, rows, samples, rewards, trainer: str, optimizer: OptimizerConfig
 def expected(start, samples, rewards, baseline: str, aggregation: str) -> tuple[Tensor, Tensor]:
     """(A [Q, G], ascent direction [P]) of the package, with TRL's epsilon in the standard deviation."""
     lengths = torch.tensor([[len(each.tokens)] for each in samples]).view(Q, G)
-    values = advantages(baseline, rewards, torch.ones(Q, G), lengths, AlgoConfig())
+    values = advantages(baseline, rewards, torch.ones(Q, G), lengths)
     if baseline == "grpo":
         std = rewards.double().std(-1, keepdim=True)
         values = values * (std + STD_EPS) / (std + TRL_STD_EPS)

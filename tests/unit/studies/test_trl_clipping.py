@@ -129,7 +129,7 @@ def test_the_second_updates_gradient_is_trls(
         old, _ = policy.logprobs(samples)
         policy.assign(weights)
         new, _ = policy.logprobs(samples)
-    values = advantages("grpo", rewards, torch.ones(Q, G), lengths.view(Q, G), algo)
+    values = advantages("grpo", rewards, torch.ones(Q, G), lengths.view(Q, G))
     std = rewards.double().std(-1, keepdim=True)
     values = (values * (std + STD_EPS) / (std + TRL_STD_EPS)).flatten()
     scale = algo.token_scale or 1.0

@@ -1,0 +1,177 @@
+"""The studies' baselines: formulas, declared facts, expectation. They are a user's: named by module and function.
+
+Not covered: variance (`study variance` measures it).
+"""
+
+from __future__ import annotations
+
+import math
+import statistics
+from functools import partial
+
+import pytest
+import torch
+from hypothesis import given
+from torch import Tensor
+
+from oblr_megatron.algo.baseline import STD_EPS, advantages, baseline_values
+from oblr_megatron.algo.formulas import FORMULAS, NO_HISTORY
+from oblr_megatron.algo.user_baseline import check_baseline
+from oblr_megatron.config.removed import MOVED
+from oblr_megatron.errors import UserError
+from studies import baselines
+from tests.unit.algo.conftest import Toy, make_toy
+from tests.unit.algo.test_baseline import batches, tensor
+from tests.unit.algo.test_snr import fold_estimate, moments
+from tests.unit.algo.test_unbiased import assert_bias_of_a_batch, expectation
+
+Batch = tuple[Tensor, Tensor, Tensor]
+
+
+def named(function: str) -> str:
+    return f"studies.baselines:{function}"
+
+
+@pytest.fixture(scope="module")
+def toy() -> Toy:
+    return make_toy(seed=0)
+
+
+@pytest.mark.parametrize("name", MOVED)
+def test_the_declared_facts_hold(name: str) -> None:
+    for num_prompts, group_size in ((4, 4), (2, 2), (3, 7)):
+        check_baseline(named(name), num_prompts, group_size)
+
+
+def test_each_formula_on_a_worked_group() -> None:
+    rewards, norms, lengths = tensor([1, 0, 3], [2, 2, 5]), tensor([1, 2, 3], [1, 1, 2]), tensor([2, 4, 6], [1, 1, 1])
+
+    def found(name: str) -> list[float]:
+        return list(baseline_values(named(name), rewards, norms, lengths)[0].tolist())
+
+    assert found("eob") == pytest.approx([10 / 6] * 3, rel=1e-14)
+    assert found("reinforce_pp_baseline") == pytest.approx([4 / 3] * 3, rel=1e-14)
+    assert found("length_loo") == pytest.approx([18 / 10, 20 / 8, 2 / 6], rel=1e-14)
+    prior = [(9 + 2.5 * 3) / (5 + 2.5), (10 + 2 * 3) / (4 + 2), (1 + 1.5 * 3) / (3 + 1.5)]
+    assert found("optimal_prior") == pytest.approx(prior, rel=1e-14)  # the other prompt's mean reward is 3
+    assert found("rloo_prior") == pytest.approx([(own + 3) / 3 for own in (3, 4, 1)], rel=1e-14)
+    assert found("median_loo") == [1.5, 2.0, 0.5]
+
+
+def test_parameters() -> None:
+    """Strength 0 removes the prior, and exponent 0 makes length_loo rloo."""
+    rewards, norms, lengths = tensor([1, 0, 3], [2, 2, 5]), tensor([1, 2, 3], [4, 1, 2]), tensor([2, 4, 6], [1, 1, 1])
+    for function, like in (
+        (partial(baselines.optimal_prior, strength=0.0), "optimal"),
+        (partial(baselines.rloo_prior, strength=0.0), "rloo"),
+        (partial(baselines.length_loo, exponent=0.0), "rloo"),
+    ):
+        found = function(rewards, norms, lengths, NO_HISTORY)
+        assert found.equal(FORMULAS[like](rewards, norms, lengths, NO_HISTORY))
+
+
+@given(batches())
+def test_james_stein_is_the_published_formula(batch: Batch) -> None:
+    """Loops over prompts and responses, as in the authors' code."""
+    rewards, _, _ = batch
+    num_prompts, size = rewards.shape
+    want = torch.zeros_like(rewards)
+    for q in range(num_prompts):
+        others = [rewards[p].tolist() for p in range(num_prompts) if p != q]
+        means = [statistics.fmean(group) for group in others]
+        v = statistics.fmean(statistics.variance(group) / size for group in others)
+        s = statistics.fmean((mean - statistics.fmean(means)) ** 2 for mean in means)
+        pull = v / (v + s + baselines.JAMES_STEIN_EPS)
+        for i in range(size):
+            own = (float(rewards[q].sum()) - float(rewards[q, i])) / (size - 1)
+            want[q, i] = (1 - pull) * own + pull * statistics.fmean(means)
+    torch.testing.assert_close(baseline_values(named("james_stein"), *batch), want, rtol=1e-7, atol=1e-9)
+
+
+def test_james_stein_pulls_by_how_much_prompts_differ() -> None:
+    """Prompts of equal rates are pooled, and prompts without noise keep their own mean."""
+    alike, apart = tensor([1, 0], [0, 1], [1, 0]), tensor([1, 1], [0, 0], [1, 1])
+    ones = torch.ones_like(alike)
+    found = baseline_values(named("james_stein"), alike, ones, ones)
+    torch.testing.assert_close(found, torch.full_like(alike, 0.5), rtol=0, atol=1e-5)
+    assert baseline_values(named("james_stein"), apart, ones, ones).equal(apart)
+
+
+def test_reinforce_pp_baseline_divides_by_the_deviation_of_the_centred_rewards() -> None:
+    rewards = tensor([1, 0], [0, 0])
+    got = advantages(named("reinforce_pp_baseline"), rewards, torch.ones_like(rewards), torch.ones_like(rewards))
+    spread = math.sqrt((0.5**2 + 0.5**2) / 3)
+    assert got.flatten().tolist() == pytest.approx([x / (spread + STD_EPS) for x in (0.5, -0.5, 0, 0)])
+
+
+@given(batches())
+def test_eob_is_optimal_with_the_own_response(batch: Batch) -> None:
+    """A_i = (r_i - b_i^optimal) times the others' share of w: the same sign, and less of it."""
+    rewards, norms, lengths = batch
+    norms = norms + 1  # no group without weights
+    share = norms / norms.sum(-1, keepdim=True)
+    want = (1 - share) * advantages("optimal", rewards, norms, lengths)
+    torch.testing.assert_close(advantages(named("eob"), rewards, norms, lengths), want, rtol=1e-9, atol=1e-9)
+
+
+@given(batches())
+def test_rloo_prior_is_optimal_prior_with_equal_norms(batch: Batch) -> None:
+    rewards, norms, lengths = batch
+    want = baseline_values(named("optimal_prior"), rewards, torch.ones_like(norms), lengths)
+    assert baseline_values(named("rloo_prior"), *batch).equal(want)
+
+
+@given(batches())
+def test_leave_one_out_stays_between_the_others_rewards(batch: Batch) -> None:
+    rewards, _, _ = batch
+    for name in ("median_loo", "length_loo", "rloo_prior", "optimal_prior", "james_stein"):
+        b = baseline_values(named(name), *batch)
+        prior = (rewards.mean(-1).sum() - rewards.mean(-1)) / (len(rewards) - 1)
+        for q, i in ((q, i) for q in range(rewards.shape[0]) for i in range(rewards.shape[1])):
+            others = torch.cat((rewards[q, :i], rewards[q, i + 1 :]))
+            if name not in ("median_loo", "length_loo"):
+                others = torch.cat((others, prior[q : q + 1] - 1e-12, prior[q : q + 1] + 1e-12))
+            assert others.min() <= b[q, i] <= others.max(), name
+
+
+@pytest.mark.parametrize("size", [2, 3, 4])
+@pytest.mark.parametrize("name", ["median_loo", "length_loo"])
+def test_leave_one_out_is_unbiased(toy: Toy, name: str, size: int) -> None:
+    torch.testing.assert_close(expectation(toy, named(name), size), toy.gradients.mean(0), rtol=0, atol=1e-12)
+
+
+@pytest.mark.parametrize("size", [2, 3])
+@pytest.mark.parametrize(
+    ("name", "share"), [("optimal_prior", 0), ("rloo_prior", 0), ("james_stein", 0), ("reinforce_pp_baseline", None)]
+)
+def test_a_prior_is_unbiased_and_a_deviation_biases(toy: Toy, name: str, share: int | None, size: int) -> None:
+    assert_bias_of_a_batch(toy, named(name), share, size)
+
+
+def test_eob_biases_the_gradients_direction(toy: Toy) -> None:
+    got, want = expectation(toy, named("eob"), 3), toy.gradients.mean(0)
+    assert torch.cosine_similarity(got, want, dim=0) < 1 - 1e-5
+
+
+def test_a_prior_of_one_prompt_is_refused() -> None:
+    with pytest.raises(UserError, match="NaN"):
+        advantages(named("james_stein"), tensor([0, 1]), tensor([1, 1]), tensor([1, 1]))
+
+
+def test_the_prior_couples_folds_by_a_known_factor(toy: Toy) -> None:
+    """Q = 2 prompts drawn from two, one per fold: E[signal] = (1 + c^2) ||grad J||^2, c = lam / ((G-1+lam) (Q-1) G)."""
+    drawn = [(prompt, pick, p / 2) for prompt in range(2) for pick, p in zip(*toy.groups(prompt, 2), strict=True)]
+    mean = torch.zeros(2, dtype=torch.float64)  # of B and M, in which the estimate is linear
+    for first in drawn:
+        for second in drawn:
+            rewards, norms, lengths, scores = (
+                torch.stack([tensor[prompt][pick] for prompt, pick, _ in (first, second)])
+                for tensor in (toy.rewards, toy.norms_sq, toy.lengths, toy.scores)
+            )
+            advantage = advantages(named("optimal_prior"), rewards, norms, lengths)
+            folds = torch.einsum("qg,qgd->qd", advantage, scores) / 2
+            mean += first[2] * second[2] * torch.tensor(moments(folds), dtype=torch.float64)
+    signal = fold_estimate(*mean.tolist(), 2, 2).signal
+    coupling = baselines.PRIOR_STRENGTH / (1 + baselines.PRIOR_STRENGTH) / 2
+    want = (1 + coupling**2) * float(toy.gradients.mean(0).square().sum())
+    assert signal == pytest.approx(want, rel=1e-10)
