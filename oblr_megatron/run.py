@@ -297,7 +297,6 @@ def open_run(config: Config) -> Iterator[Run]:
             config.optimizer,
             num_steps=config.num_steps * config.algo.updates_per_batch,
             num_prompts=config.per_update.num_prompts,
-            seed=config.seed,
         )
         if resumed is not None:
             load_training_state(policy, optimizer, resumed.path, momentum)

@@ -188,13 +188,12 @@ class Curves:
         config = self._config(key, run_dir, metrics_dir(needs.run_dir, needs.backend) if needs else None)
         return Job(key, run_dir, arm.backend, config, needs, self._worker)
 
-    def _config(self, key: Key, run_dir: Path, schedule_from: Path | None) -> dict[str, Any]:
+    def _config(self, key: Key, run_dir: Path, control_from: Path | None) -> dict[str, Any]:
         """The run's ToyConfig as JSON."""
         from oblr_megatron.config import validated
         from studies.toy_trainer import ToyConfig
 
         plan = self.plan
-        rates = {"schedule_from": str(schedule_from)} if schedule_from else {}
         table = {
             "task": key.task,
             "skill": plan.skill,
@@ -209,7 +208,9 @@ class Curves:
             "evaluation_samples": plan.evaluation_samples,
             "norm_source": plan.arms[key.arm].norm_source,
             "token_baseline": plan.arms[key.arm].token_baseline,
-            "algo": merged(plan.algo(key.arm), rates),
+            "control": plan.arms[key.arm].control,
+            "control_from": None if control_from is None else str(control_from),
+            "algo": plan.algo(key.arm),
             "optimizer": merged(plan.optimizer(key.arm), {"lr": key.cell.lr}),
         }
         return validated(ToyConfig, table, f"plan: arms.{key.arm}").model_dump(mode="json")

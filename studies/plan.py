@@ -31,7 +31,7 @@ from oblr_megatron.config.section import Section
 from oblr_megatron.errors import UserError
 
 Backend = Literal["toy", "train", "trl_grpo", "trl_rloo"]
-CONTROLS = ("shuffled", "matched_decay")  # schedules that take another run's learning rates
+Control = Literal["none", "shuffled", "matched_decay"]
 
 
 def nested(table: dict[str, Any]) -> dict[str, Any]:
@@ -108,8 +108,11 @@ class Arm(Overrides):
     """Tasks of this arm; by default all of the plan's."""
     peer: bool = False
     """A published method. All arms are also compared with the best peer of each task."""
+    control: Control = "none"
+    """Learning rates of the run of another arm in place of a schedule (rate_controls.py). "shuffled": the same rates in
+    another order. "matched_decay": their log-linear trend with the same mean. Backend "toy" only."""
     rates_of: str = ""
-    """For a control ("shuffled", "matched_decay"): the arm that supplies its rates, from the run with equal task, seed
+    """For a control: the arm that supplies its rates, from the run with equal task, seed
     and learning rate."""
     sweep: bool = True
     """false: no own sweep; the arm uses the rate chosen for the arm in rates_of."""
@@ -260,10 +263,8 @@ def _check_arm(plan: Plan, name: str, where: str) -> None:
     for task in arm.tasks:
         if task not in plan.tasks:
             raise UserError(f"task {task!r} is not a task of the plan", where=where, fix="add it to the plan's tasks")
-    for key, section in (("optimizer.lr", plan.optimizer(name)), ("algo.schedule_from", plan.algo(name))):
-        if key.rpartition(".")[2] in section:
-            fix = "remove it and use learning_rates or rates_of"
-            raise UserError(f"an arm cannot set {key}", where=where, fix=fix)
+    if "lr" in plan.optimizer(name):
+        raise UserError("an arm cannot set optimizer.lr", where=where, fix="remove it and use learning_rates")
     algo = validated(AlgoConfig, plan.algo(name), f"{where}.algo")
     validated(OptimizerConfig, plan.optimizer(name), f"{where}.optimizer")
     for num_prompts, group_size in plan.shapes_of(name):
@@ -277,12 +278,12 @@ def _check_arm(plan: Plan, name: str, where: str) -> None:
     if arm.token_baseline != "none" and (arm.backend != "toy" or algo.baseline != "none"):
         what = f"token_baseline {arm.token_baseline!r} with backend {arm.backend!r} and algo.baseline {algo.baseline!r}"
         raise UserError(what, where=where, fix='set backend to "toy" and algo.baseline to "none"')
-    if (algo.schedule in CONTROLS) != bool(arm.rates_of):
-        raise UserError(
-            f"algo.schedule {algo.schedule!r} with rates_of {arm.rates_of!r}",
-            where=where,
-            fix=f"set rates_of for the schedules {' and '.join(CONTROLS)}, and for no others",
-        )
+    if (arm.control != "none") != bool(arm.rates_of):
+        what = f"control {arm.control!r} with rates_of {arm.rates_of!r}"
+        raise UserError(what, where=where, fix="set both, or none of them")
+    if arm.control != "none" and arm.backend != "toy":
+        what = f"control {arm.control!r} with backend {arm.backend!r}"
+        raise UserError(what, where=where, fix='set backend to "toy", or leave the control out')
     if arm.rates_of and (arm.rates_of not in plan.arms or plan.arms[arm.rates_of].rates_of):
         what = f"rates_of {arm.rates_of!r} is not an arm with its own rates"
         raise UserError(what, where=where, fix="name an arm without rates_of")

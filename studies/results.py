@@ -23,7 +23,7 @@ from studies.statistics import Array, area_under_curve, largest_drop, steps_to
 from studies.sweep import Cell, Selection, select
 
 ASKED_FILE = "asked.json"
-PLACES = ("run_dir", "start_dir", "algo.schedule_from")  # paths may change: a study can be moved
+PLACES = ("run_dir", "start_dir", "control_from")  # paths may change: a study can be moved
 
 
 @dataclass(frozen=True, slots=True)

@@ -5,7 +5,6 @@ from __future__ import annotations
 import math
 from collections.abc import Callable
 
-from oblr_megatron.algo.rate_controls import control_rates
 from oblr_megatron.algo.snr import ScheduleState, SnrAverages
 from oblr_megatron.config import OptimizerConfig
 from oblr_megatron.config.algo import AlgoConfig, SnrConfig
@@ -131,21 +130,14 @@ def cosine(optimizer: OptimizerConfig, num_steps: int) -> Callable[[int], float]
     return rate
 
 
-def build_schedule(
-    algo: AlgoConfig, optimizer: OptimizerConfig, *, num_steps: int, num_prompts: int, seed: int = 0
-) -> Schedule:
+def build_schedule(algo: AlgoConfig, optimizer: OptimizerConfig, *, num_steps: int, num_prompts: int) -> Schedule:
     """The schedule that `algo.schedule` names.
 
     Args:
-        algo: schedule, schedule_from and snr are read.
-        optimizer: lr (eta_0), lr_warmup_steps, name (for the snr exponent) and min_lr_ratio are read. Control schedules
-            use their source's rates instead.
-        num_steps: length of the run, for the cosine and the controls.
+        algo: schedule and snr are read.
+        optimizer: lr (eta_0), lr_warmup_steps, name (for the snr exponent) and min_lr_ratio are read.
+        num_steps: length of the run, for the cosine.
         num_prompts: Q, to scale the noise of a fold to that of one prompt.
-        seed: the run's seed, for "shuffled".
-
-    Raises:
-        UserError: a control's source is invalid, see `rate_controls.source_rates`.
     """
     match algo.schedule:
         case "snr":
@@ -154,6 +146,4 @@ def build_schedule(
             curve = ramped(optimizer)
         case "cosine":
             curve = cosine(optimizer, num_steps)
-        case "shuffled" | "matched_decay":
-            curve = control_rates(algo, num_steps=num_steps, seed=seed).__getitem__
     return Schedule(algo.schedule, curve, SnrAverages(algo.snr, num_prompts))

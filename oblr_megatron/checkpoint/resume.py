@@ -17,7 +17,6 @@ from typing import Any
 
 import torch.distributed as dist
 
-from oblr_megatron.algo.rate_controls import CONTROLS
 from oblr_megatron.checkpoint import store
 from oblr_megatron.checkpoint.hf_dir import HFDir
 from oblr_megatron.checkpoint.store import CheckpointError, Manifest
@@ -136,8 +135,7 @@ def check_fits(checkpoint: Checkpoint, config: Config, model: HFDir) -> None:
     if before is None:
         fix = "convert it with oblr-megatron convert to-hf and set model.path to the result"
         raise CheckpointError("the checkpoint holds only weights, not the state of a run", where=where, fix=fix)
-    # A control schedule arranges the rates of num_steps steps: with another number, some come twice and others never.
-    for name in (*CARRIED, "num_steps") if config.algo.schedule in CONTROLS else CARRIED:
+    for name in CARRIED:
         old, new = flatten(before)[name], flatten(now)[name]
         if old != new:
             told = [json.dumps(value) if isinstance(value, bool) else repr(value) for value in (old, new)]

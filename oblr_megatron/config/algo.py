@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from pathlib import Path
 from typing import Any, Literal
 
 from pydantic import Field, field_validator, model_validator
@@ -137,12 +136,8 @@ class AlgoConfig(Section):
     kl_loss: Literal["k2", "k3"] = "k3"
     """Penalty per token, with d = log pi - log pi_ref. "k2": d^2 / 2; its expected gradient is that of the KL
     divergence. "k3" (GRPO): exp(-d) - 1 + d; its gradient stays bounded where pi_ref is small."""
-    schedule: Literal["constant", "cosine", "snr", "shuffled", "matched_decay"] = "constant"
-    """Learning-rate schedule. "snr" is OBLR-PO's (Theorem 4). The last two are controls that reuse the rates of the run
-    in schedule_from: "shuffled", the same rates in another order; "matched_decay", their log-linear trend with the same
-    mean."""
-    schedule_from: Path | None = None
-    """Directory of the run that "shuffled" and "matched_decay" take their rates from."""
+    schedule: Literal["constant", "cosine", "snr"] = "constant"
+    """Learning-rate schedule. "snr" is OBLR-PO's (Theorem 4)."""
     snr: SnrConfig = SnrConfig()
     """Settings of the "snr" schedule."""
     updates_per_batch: int = Field(1, ge=1)

@@ -70,6 +70,14 @@ REMOVED: dict[str, Problem] = {
     },
     "algo.prior_strength": ("no baseline of the package has a prior", "leave it out; see studies/baselines.py"),
     "algo.length_exponent": ("no baseline of the package has it", "leave it out; see studies/baselines.py"),
+    **{
+        f"algo.schedule={name}": (
+            "controls that reuse another run's rates are a matter of the toy studies",
+            'leave it out, or set control = "shuffled" or "matched_decay" for an arm of a study',
+        )
+        for name in ("shuffled", "matched_decay")
+    },
+    "algo.schedule_from": ("no schedule takes the rates of another run", "leave it out"),
     "algo.preset=otb": (
         "token-wise baselines needed a forward pass of their own and lost to pooled",
         'set algo.preset = "oblr_pooled"; otb is an arm of the toy studies (studies/token_baseline.py)',

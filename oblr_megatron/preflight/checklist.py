@@ -12,7 +12,6 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from oblr_megatron.algo.rate_controls import check_source
 from oblr_megatron.algo.user_baseline import check_baseline
 from oblr_megatron.checkpoint import resume
 from oblr_megatron.checkpoint.hf_dir import HFDir, check_hf_dir
@@ -136,7 +135,6 @@ def check_settings(
         UserError: the first problem.
     """
     if not config.rollout.only:
-        check_source(config.algo, config.num_steps)
         check_baseline(config.algo.baseline, config.num_prompts, config.group_size)
     if config.rollout.replay is None:
         rollout = config.rollout

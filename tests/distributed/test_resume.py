@@ -201,10 +201,6 @@ def test_a_damaged_checkpoint_is_named_and_an_older_one_taken(
             ("checkpoint.resume={run}/checkpoints/step_00000004", "algo.snr.reference=one"),
             "algo.snr.reference 'warmup'",
         ),
-        (
-            ("checkpoint.resume={control}", "algo.schedule=shuffled", "algo.schedule_from={run}", "num_steps=6"),
-            "made with num_steps 8, but the config has 6",
-        ),
     ],
 )
 def test_a_checkpoint_that_does_not_belong_is_refused(
@@ -216,8 +212,7 @@ def test_a_checkpoint_that_does_not_belong_is_refused(
     other = make_inputs(tmp_path, num_hidden_layers=4) / "model"
     weights = run_ranks(converted, 1, inputs / "model", tmp_path / "weights")[0]
     sgd = with_config(unbroken, tmp_path / "sgd", "optimizer", {"name": "sgd", "sgd_momentum": 0.0})
-    control = with_config(unbroken, tmp_path / "control", "algo", {"schedule": "shuffled"})
-    places = {"foreign": foreign, "run": unbroken, "other": other, "weights": weights, "sgd": sgd, "control": control}
+    places = {"foreign": foreign, "run": unbroken, "other": other, "weights": weights, "sgd": sgd}
     filled = [override.format(**places) for override in overrides]
     said = train(config_of(inputs, tmp_path / "new", *filled), status=2)
     lines = [line for line in said.splitlines() if line.startswith("error: ")]

@@ -1,4 +1,4 @@
-"""Whole runs on saved samples: rates from an earlier run, every estimator of the signal, the panel, alarms.
+"""Whole runs on saved samples: every estimator of the signal, the panel, alarms.
 
 Not covered: the formulas (tests/unit/algo), the "momentum" estimator's state (test_momentum.py).
 """
@@ -11,10 +11,8 @@ from pathlib import Path
 import pytest
 
 from oblr_megatron.algo.panel import PANEL
-from oblr_megatron.algo.rate_controls import matched_decay, shuffled
 from oblr_megatron.config.baselines import BASELINES
-from tests.distributed.replayed import PROMPTS, STEPS, certain, config_of, exported, make_inputs, train
-from tests.distributed.test_resume import assert_equal, beginning_of
+from tests.distributed.replayed import PROMPTS, STEPS, certain, config_of, make_inputs, train
 
 MOVING = ("algo.snr.max_change=1.5", "algo.snr.horizon=3", "algo.snr.floor=0.01")  # a rate that changes in few steps
 
@@ -31,49 +29,11 @@ def source(inputs: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     return run_dir
 
 
-def rates(run_dir: Path) -> list[float]:
-    return [record["lr"] for record in certain(run_dir)]
-
-
 def test_weights_that_are_not_finite_are_not_saved(inputs: Path, tmp_path: Path) -> None:
     """Adam divides 0 by 0 where a gradient is 0. The gradient is finite, so that nothing refuses it."""
     said = train(config_of(inputs, tmp_path / "run", "optimizer.adam_eps=1e-320", "checkpoint.every_steps=1"), status=1)
     assert "weights are not finite after an update" in said.splitlines()[-1]
     assert not list((tmp_path / "run" / "checkpoints").glob("step_*")) and not (tmp_path / "run" / "hf").exists()
-
-
-def test_a_run_takes_its_rates_from_another(inputs: Path, source: Path, tmp_path: Path) -> None:
-    """With two steps of warm-up, which the decay keeps."""
-    assert len(set(rates(source))) > 3
-    for name, wanted in (("shuffled", shuffled(rates(source), 0)), ("matched_decay", matched_decay(rates(source), 2))):
-        train(config_of(inputs, tmp_path / name, f"algo.schedule={name}", f"algo.schedule_from={source}"))
-        assert rates(tmp_path / name) == wanted
-
-
-def test_a_control_is_resumed(inputs: Path, source: Path, tmp_path: Path) -> None:
-    whole, parts = tmp_path / "whole", tmp_path / "parts"
-    overrides = ("algo.schedule=shuffled", f"algo.schedule_from={source}", "seed=3")
-    train(config_of(inputs, whole, *overrides))
-    train(config_of(inputs, beginning_of(whole, parts), "checkpoint.resume=newest", *overrides))
-    assert certain(parts) == certain(whole)
-    assert_equal(exported(parts), exported(whole))
-
-
-@pytest.mark.parametrize(
-    ("overrides", "says"),
-    [
-        (("algo.schedule=shuffled",), "[algo.schedule_from]"),
-        (("algo.schedule=shuffled", "algo.schedule_from={source}", "num_steps=9"), "only 8 learning rates"),
-        (("algo.schedule_from={source}",), "[algo.schedule_from]"),
-        (("algo.schedule=matched_decay", "algo.schedule_from=nowhere"), "metrics file does not exist"),
-    ],
-)
-def test_what_cannot_be_is_said_before_the_run(
-    inputs: Path, source: Path, tmp_path: Path, overrides: tuple[str, ...], says: str
-) -> None:
-    filled = [override.format(source=source) for override in overrides]
-    said = train(config_of(inputs, tmp_path / "run", *filled), status=2)
-    assert says in said.splitlines()[-1] and not (tmp_path / "run").exists()
 
 
 @pytest.mark.parametrize("estimator", ["prompts", "momentum", "samples", "plugin"])

@@ -25,7 +25,7 @@ die_with(os.getppid())
 config = json.loads(Path(sys.argv[1]).read_text())["config"]
 run_dir, task = Path(config["run_dir"]), config["task"]
 orders = json.loads(Path(os.environ.get("ORDERS", os.devnull)).read_text() or "{}").get(run_dir.name, {})
-source = config["algo"].get("schedule_from")
+source = config.get("control_from")
 if source:
     assert '"step": %d' % config["num_steps"] in (Path(source) / "metrics.jsonl").read_text(), "incomplete source"
 best = max(0.0, 0.5 - 0.2 * abs(math.log10(config["optimizer"]["lr"]) + 3) + 0.05 * (config.get("group_size") == 2))
@@ -75,7 +75,7 @@ def job_of(tmp_path: Path, seed: int, needs: Job | None = None, **config: object
     key = key_of("sums", "control" if needs else "rloo", 1e-3, seed)
     table = config_of(key, tmp_path) | config
     if needs:
-        table["algo"] = {"schedule_from": str(needs.run_dir)}
+        table |= {"control": "shuffled", "control_from": str(needs.run_dir)}
     return Job(key, key.run_dir(tmp_path), "toy", table, needs, worker(tmp_path))
 
 

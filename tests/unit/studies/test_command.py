@@ -48,10 +48,10 @@ learning_rates = [0.002]
 [arms.shuffled]
 rates_of = "ours"
 sweep = false
-algo.schedule = "shuffled"
+control = "shuffled"
 [arms.decay]
 rates_of = "ours"
-algo.schedule = "matched_decay"
+control = "matched_decay"
 learning_rates = [0.02]
 """
 
@@ -98,11 +98,10 @@ def test_both_phases(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None
 
 
 def test_a_control_gets_the_path_of_its_rates(tmp_path: Path) -> None:
-    text = PLAN.replace("warmup_steps = 1", 'warmup_steps = 1\nbackend = "train"')
-    job = study_of(tmp_path, text).job(key_of("sums", "shuffled", 0.01, 1, SHAPE))
+    job = study_of(tmp_path).job(key_of("sums", "shuffled", 0.01, 1, SHAPE))
     source = tmp_path / "out/sums/ours/4x2/lr0.01/seed1"
     assert job.needs is not None and job.needs.run_dir == source
-    assert job.config["algo"]["schedule_from"] == str(source / "train")  # metrics directory of that backend
+    assert (job.config["control"], job.config["control_from"]) == ("shuffled", str(source))
     assert job.config["seed"] == 1 and job.config["optimizer"]["lr"] == 0.01 and job.config["num_steps"] == 2
 
 

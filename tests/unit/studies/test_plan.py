@@ -33,7 +33,7 @@ algo.preset = "oblr_po"
 optimizer.name = "sgd"
 [arms.control]
 rates_of = "ours"
-algo.schedule = "shuffled"
+control = "shuffled"
 [arms.rloo]
 peer = true
 algo.preset = "rloo"
@@ -87,16 +87,16 @@ def test_the_example_plans() -> None:
         (HEAD + ARMS + "pear = true", ["unknown key 'arms.rloo.pear'", "did you mean 'peer'?"]),
         (HEAD + ARMS + "algo.baselin = 'rloo'", ["unknown key 'baselin'", "arms.rloo.algo", "did you mean 'baseline'"]),
         (HEAD + ARMS + "optimizer.lr = 1.0", ["optimizer.lr", "arms.rloo", "learning_rates"]),
-        (HEAD + ARMS + "algo.schedule_from = 'x'", ["algo.schedule_from", "rates_of"]),
         (HEAD + ARMS + "algo.snr.num_folds = 3", ["16 prompts", "num_folds 3"]),
         (HEAD + ARMS + "shapes = ['16x4']", ["shape 16x4 has 64 samples a step instead of 128", "arms.rloo"]),
         (HEAD + ARMS + "shapes = ['16x8']\nmore_samples = 2", ["has 128 samples a step instead of 256"]),
         (HEAD + ARMS + "shapes = ['16by8']", ["arms.rloo.shapes"]),
         (HEAD + ARMS + "tasks = ['walk']", ["task 'walk' is not a task of the plan"]),
-        (HEAD + ARMS + "rates_of = 'ours'", ["algo.schedule 'constant' with rates_of 'ours'"]),
+        (HEAD + ARMS + "rates_of = 'ours'", ["control 'none' with rates_of 'ours'"]),
         (HEAD + ARMS + "sweep = false", ["sweep = false without rates_of"]),
-        (HEAD + ARMS + "[arms.x]\nalgo.schedule = 'shuffled'", ["'shuffled' with rates_of ''"]),
-        (HEAD + ARMS + "[arms.x]\nalgo.schedule = 'shuffled'\nrates_of = 'control'", ["rates_of 'control'"]),
+        (HEAD + ARMS + "[arms.x]\ncontrol = 'shuffled'", ["'shuffled' with rates_of ''"]),
+        (HEAD + ARMS + "[arms.x]\ncontrol = 'shuffled'\nrates_of = 'ours'\nbackend = 'train'", ["backend 'train'"]),
+        (HEAD + ARMS + "[arms.x]\ncontrol = 'shuffled'\nrates_of = 'control'", ["rates_of 'control'"]),
         (HEAD + ARMS + "token_baseline = 'otb'", ["token_baseline 'otb'", "algo.baseline 'rloo'", '"none"']),
         (HEAD, ["'arms' is missing"]),
         (HEAD.replace("ours", "his") + ARMS, ["reference 'his'", "ours, paper"]),

@@ -9,12 +9,8 @@ from typing import Any
 
 import pytest
 
-from oblr_megatron.algo.rate_controls import check_source, matched_decay, shuffled
-from oblr_megatron.algo.schedule import build_schedule
-from oblr_megatron.config import OptimizerConfig
-from oblr_megatron.config.algo import AlgoConfig
 from oblr_megatron.errors import UserError
-from oblr_megatron.types import GradientStats
+from studies.rate_controls import control_rates, matched_decay, shuffled
 
 RATES = [0.1, 0.2, 0.3, 0.31, 0.24, 0.2, 0.17, 0.11, 0.1, 0.06]
 WARMUP = 2
@@ -30,21 +26,13 @@ def write_source(run_dir: Path, rates: list[Any] = RATES, **algo: Any) -> Path:
     return run_dir
 
 
-def rates_of(
-    schedule: str, source: Path, *, seed: int = 0, num_steps: int = len(RATES), optimizer: str = "adam"
-) -> Any:
-    algo = AlgoConfig(schedule=schedule, schedule_from=source)
-    check_source(algo, num_steps)
-    options = OptimizerConfig(lr=7.0, name=optimizer)
-    built = build_schedule(algo, options, num_steps=num_steps, num_prompts=8, seed=seed)
-    return [built.rate(step) for step in range(num_steps)]
+def rates_of(control: str, source: Path, *, seed: int = 0, num_steps: int = len(RATES)) -> list[float]:
+    return control_rates(control, source, num_steps=num_steps, seed=seed, warmup_steps=10)
 
 
-@pytest.mark.parametrize("optimizer", ["adam", "sgd"])
-def test_shuffled_rates_are_the_sources_in_another_order(tmp_path: Path, optimizer: str) -> None:
-    """For any optimizer: the source's rates already include its exponent."""
+def test_shuffled_rates_are_the_sources_in_another_order(tmp_path: Path) -> None:
     source = write_source(tmp_path / "source")
-    orders = [rates_of("shuffled", source, seed=seed, optimizer=optimizer) for seed in range(4)]
+    orders = [rates_of("shuffled", source, seed=seed) for seed in range(4)]
     assert all(sorted(order) == sorted(RATES) for order in orders)
     assert len({tuple(order) for order in [RATES, *orders]}) == 5
     assert orders[1] == rates_of("shuffled", source, seed=1) == shuffled(RATES, 1)
@@ -82,33 +70,20 @@ def test_the_warm_up_is_the_sources_own(tmp_path: Path) -> None:
     assert rates_of("matched_decay", write_source(tmp_path / "b")) == pytest.approx(matched_decay(RATES, 10))
 
 
-def test_estimates_continue_after_a_resume(tmp_path: Path) -> None:
-    algo = AlgoConfig(schedule="shuffled", schedule_from=write_source(tmp_path / "source"))
-    first, second = (
-        build_schedule(algo, OptimizerConfig(), num_steps=len(RATES), num_prompts=8, seed=3) for _ in range(2)
-    )
-    first.observe(GradientStats(0.0, 1.0, 2.5, 4, 0.0, 0.0, 0.0, 1))
-    second.load_state_dict(first.state_dict())
-    assert second.rate(5) == first.rate(5)
-    assert first.metrics()["snr/shrink_ema"] == second.metrics()["snr/shrink_ema"] == pytest.approx(0.5)
-
-
 def test_an_invalid_source_is_refused(tmp_path: Path) -> None:
     whole = write_source(tmp_path / "whole")
 
-    def refuse(*named: str, num_steps: int = len(RATES), **algo: Any) -> None:
+    def refuse(*named: str, control: str, source: Path, num_steps: int = len(RATES)) -> None:
         with pytest.raises(UserError) as found:
-            check_source(AlgoConfig(**algo), num_steps)
+            rates_of(control, source, num_steps=num_steps)
         assert all(part in str(found.value) for part in named) and "\n" not in str(found.value)
 
-    refuse("metrics file does not exist", schedule="shuffled", schedule_from=tmp_path / "nothing")
-    refuse("10 learning rates", "num_steps 11", num_steps=11, schedule="shuffled", schedule_from=whole)
-    refuse("'matched_decay'", "[algo.schedule_from]", schedule="matched_decay")
-    refuse("'snr'", "[algo.schedule_from]", schedule="snr", schedule_from=whole)
+    refuse("metrics file does not exist", control="shuffled", source=tmp_path / "nothing")
+    refuse("10 learning rates", "num_steps 11", num_steps=11, control="shuffled", source=whole)
     for wrong in (0.0, None):
         broken = write_source(tmp_path / "broken", [*RATES[:-1], wrong])
-        refuse("1 of the first 10 learning rates", schedule="matched_decay", schedule_from=broken)
+        refuse("1 of the first 10 learning rates", control="matched_decay", source=broken)
     (whole / "config.json").write_text("{}")
     with pytest.raises(UserError) as found:
         rates_of("matched_decay", whole)
-    assert found.value.where == f"algo.schedule_from: {whole / 'config.json'}"
+    assert found.value.where == f"control_from: {whole / 'config.json'}"

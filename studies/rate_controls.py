@@ -12,46 +12,39 @@ import random
 from collections.abc import Sequence
 from pathlib import Path
 
-from oblr_megatron.config.algo import AlgoConfig
 from oblr_megatron.errors import UserError
 from oblr_megatron.metrics import METRICS_FILE, read_metrics
 
-CONTROLS = ("shuffled", "matched_decay")
-WHERE = "algo.schedule_from"
+WHERE = "control_from"
 
 
-def control_rates(algo: AlgoConfig, *, num_steps: int, seed: int) -> list[float]:
-    """[num_steps] the learning rates of a run under one of the CONTROLS.
+def control_rates(control: str, source: Path, *, num_steps: int, seed: int, warmup_steps: int) -> list[float]:
+    """[num_steps] the learning rates of a run that controls another one.
 
     Args:
-        algo: schedule and schedule_from are read; also snr.warmup_steps if the source has no config.json.
-        num_steps: length of the run; only the source's first num_steps rates are used.
+        control: "shuffled" or "matched_decay".
+        source: directory of the run that supplies the rates; its first num_steps rates are used.
+        num_steps: length of the run.
         seed: the run's seed, for "shuffled".
+        warmup_steps: first steps whose rates "matched_decay" keeps, if the source has no config.json.
 
     Raises:
         UserError: see `source_rates`.
     """
-    rates = source_rates(algo, num_steps)
-    if algo.schedule == "shuffled":
+    rates = source_rates(source, num_steps)
+    if control == "shuffled":
         return shuffled(rates, seed)
-    assert algo.schedule_from is not None, "checked by source_rates"
-    return matched_decay(rates, min(_warmup_of(algo.schedule_from, algo), num_steps))
+    return matched_decay(rates, min(_warmup_of(source, warmup_steps), num_steps))
 
 
-def source_rates(algo: AlgoConfig, num_steps: int) -> list[float]:
-    """[num_steps] the logged learning rates of the first steps of the run `algo.schedule_from`.
+def source_rates(source: Path, num_steps: int) -> list[float]:
+    """[num_steps] the logged learning rates of the first steps of a run.
 
     Raises:
-        UserError: schedule_from is not set; or its run logged fewer than num_steps rates, or one that is not positive.
+        UserError: the run logged fewer than num_steps rates, or one that is not positive.
     """
-    if algo.schedule_from is None:
-        raise UserError(
-            f"schedule {algo.schedule!r} needs the learning rates of an earlier run, but schedule_from is not set",
-            where=WHERE,
-            fix="set it to the run_dir of a run with at least num_steps steps",
-        )
-    logged = [record["lr"] for record in read_metrics(algo.schedule_from) if "lr" in record]
-    file = str(algo.schedule_from / METRICS_FILE)
+    logged = [record["lr"] for record in read_metrics(source) if "lr" in record]
+    file = str(source / METRICS_FILE)
     if len(logged) < num_steps:
         raise UserError(
             f"only {len(logged)} learning rates are logged, fewer than num_steps {num_steps}",
@@ -66,22 +59,6 @@ def source_rates(algo: AlgoConfig, num_steps: int) -> list[float]:
             fix="name a run with positive learning rates",
         )
     return rates
-
-
-def check_source(algo: AlgoConfig, num_steps: int) -> None:
-    """Refuse a control schedule without a valid source, and a source without a control schedule.
-
-    Raises:
-        UserError: see `source_rates`; or schedule_from is set with another schedule.
-    """
-    if algo.schedule in CONTROLS:
-        source_rates(algo, num_steps)
-    elif algo.schedule_from is not None:
-        raise UserError(
-            f"schedule_from is set, but schedule {algo.schedule!r} does not use it",
-            where=WHERE,
-            fix=f"remove it, or set algo.schedule to one of {', '.join(CONTROLS)}",
-        )
 
 
 def shuffled(rates: Sequence[float], seed: int) -> list[float]:
@@ -116,15 +93,15 @@ def _slope(values: Sequence[float]) -> float:
     return rise / spread if spread else 0.0
 
 
-def _warmup_of(run_dir: Path, algo: AlgoConfig) -> int:
-    """Number of first steps with rates independent of the gradients, from the source's config.json, else this run's."""
+def _warmup_of(run_dir: Path, otherwise: int) -> int:
+    """Number of first steps with rates independent of the gradients, from the source's config.json."""
     path = run_dir / "config.json"
     try:
         source = json.loads(path.read_text(encoding="utf-8"))
         collecting = int(source["algo"]["snr"]["warmup_steps"]) if source["algo"]["schedule"] == "snr" else 0
         return max(collecting, int(source.get("optimizer", {}).get("lr_warmup_steps", 0)))
     except FileNotFoundError:
-        return algo.snr.warmup_steps
+        return otherwise
     except (OSError, ValueError, LookupError, TypeError) as error:
         raise UserError(
             f"algo.schedule and algo.snr.warmup_steps cannot be read: {error}",
