@@ -43,7 +43,6 @@ def train_table(config: ToyConfig) -> dict[str, Any]:
             "every_steps": config.evaluate_every,
             "samples_per_prompt": config.evaluation_samples,
             "temperature": config.temperature,
-            "save": False,
         },
         "log": {"trackers": []},
     }
