@@ -4,11 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING
 
-from oblr_megatron.algo.advantage import usual
-from oblr_megatron.algo.formulas import NO_HISTORY, History
+from oblr_megatron.algo.advantage import running_mean_norm
+from oblr_megatron.algo.formulas import History
 from oblr_megatron.algo.noise_split import NoiseSplit
 from oblr_megatron.algo.pools import Pools, pools_of
 from oblr_megatron.algo.schedule import Schedule, build_schedule
@@ -19,7 +19,7 @@ from oblr_megatron.checkpoint.saver import Facts, Saved, Saver
 from oblr_megatron.checkpoint.store import read_manifest
 from oblr_megatron.config.baselines import facts_of
 from oblr_megatron.errors import BrokenWeightsError, RunError, UserError
-from oblr_megatron.gradient.step import TrainingGradient
+from oblr_megatron.gradient.step_gradient import StepGradient
 from oblr_megatron.model.momentum import GradientMomentum, momentum_of
 from oblr_megatron.model.optimizer import PolicyOptimizer
 from oblr_megatron.model.policy import Policy, build_policy
@@ -27,7 +27,6 @@ from oblr_megatron.model.reference import Reference
 from oblr_megatron.observe import step_metrics
 from oblr_megatron.observe.step_metrics import StepRecord
 from oblr_megatron.opening import open_sampling
-from oblr_megatron.policy_gradient import PolicyGradient
 from oblr_megatron.rollout.placement import engine_dtype
 from oblr_megatron.sampling import Sampling
 from oblr_megatron.weights.export import MegatronWeights
@@ -35,8 +34,6 @@ from oblr_megatron.weights.export import MegatronWeights
 if TYPE_CHECKING:
     from collections.abc import Sequence
     from pathlib import Path
-
-    from torch import Tensor
 
     from oblr_megatron.config import Config
     from oblr_megatron.types import GradientStats, Prompt
@@ -50,12 +47,13 @@ class Run:
     policy: Policy
     optimizer: PolicyOptimizer
     schedule: Schedule
-    gradients: TrainingGradient
+    step_gradient: StepGradient
     saver: Saver
     noise: NoiseSplit
     pools: Pools | None = None  # rewards of earlier steps, for the baselines that read them
     momentum: GradientMomentum | None = None  # of the estimator with this name
-    usual_norm: float = 0.0  # mean w of the steps so far
+    running_mean_norm: float = 0.0  # of w, over the steps so far
+    updates: int = 0  # of the optimizer so far
     facts: Facts = field(default_factory=dict)  # what a checkpoint records, as of the last step boundary
     logged: StepRecord = field(default_factory=lambda: StepRecord(done=0))  # of the step before that boundary
     unsaved: str | None = None  # why the latest save failed
@@ -92,20 +90,23 @@ class Run:
         expected = self.history(prompts).expected
         return expected is not None and not bool(expected.isnan().any())
 
-    def policy_gradient(self, record: StepRecord, *, whole: bool) -> PolicyGradient:
-        """The gradient of a step, to which its prompts are added: all at once if `whole`, else as they come."""
-        return PolicyGradient(self.gradients, self.sampling, self.momentum, record, whole=whole)
+    def gradient(self, record: StepRecord) -> StepGradient:
+        """The gradient of a step, still empty."""
+        return self.step_gradient.begin(record.done)
 
-    def observe(self, stats: GradientStats, norms_sq: Tensor, record: StepRecord) -> None:
-        """Let the schedule and the baseline learn from the step, for later steps and for the metrics.
+    def rate(self) -> float:
+        """The learning rate of the next update."""
+        return self.schedule.rate(self.updates)
 
-        With `algo.updates_per_batch` the statistics are those of the first update, the only one on-policy.
-        """
-        config, scored = self.config, record.scored
+    def observe(self, gradient: StepGradient, record: StepRecord) -> None:
+        """Let the schedule and the baseline learn from the step, for later steps and for the metrics."""
+        config, scored, stats, norms_sq = self.config, record.scored, gradient.stats, gradient.norms_sq
         assert scored is not None, "a step has rewards"
+        record.stats = gradient.mean_stats
         self.schedule.observe(stats)
         if config.uses_norms:
-            self.usual_norm = usual(norms_sq, self.usual_norm)
+            self.running_mean_norm = running_mean_norm(norms_sq, self.running_mean_norm)
+            record.metrics |= step_metrics.of_norms(norms_sq, gradient.exact_sq)
         history = self.history(record.prompts)
         record.metrics |= step_metrics.of_baseline(config.algo, scored, norms_sq, history, exact=config.measures_norms)
         self.noise.observe(stats)
@@ -115,8 +116,9 @@ class Run:
             record.metrics |= self.pools.metrics()
 
     def history(self, prompts: Sequence[Prompt]) -> History:
-        """What earlier steps tell about the prompts of a step; nothing unless the baseline reads it."""
-        return NO_HISTORY if self.pools is None else self.pools.history(prompts)
+        """What earlier steps tell: the mean norm; about these prompts nothing unless the baseline reads it."""
+        history = History() if self.pools is None else self.pools.history(prompts)
+        return replace(history, running_mean_norm=self.running_mean_norm)
 
     def update(self, stats: GradientStats, lr: float, record: StepRecord) -> None:
         """Clip the gradient and step the optimizer; a gradient of zero changes nothing."""
@@ -128,6 +130,7 @@ class Run:
                 )
                 self.optimizer.step(lr)
         record.metrics["lr"] = lr
+        self.updates += 1
         self.updated = record
 
     def push(self, version: int, record: StepRecord) -> None:
@@ -138,7 +141,7 @@ class Run:
         with sampling.timer("push"):
             self.optimizer.offload()  # before the engines wake
             if sampling.parallel.device.type == "cuda" and self.config.rollout.takes_turns:
-                self.gradients.release()  # the engines need the memory now
+                self.step_gradient.release()  # the engines need the memory now
             weights = MegatronWeights(self.policy, engine_dtype(self.config))
             sampling.engines.push(weights, version)
 
@@ -235,7 +238,7 @@ class Run:
             "step": self.sampling.version,
             "data": self.sampling.position,
             "schedule": self.schedule.state_dict(),
-            "usual_norm": self.usual_norm,
+            "running_mean_norm": self.running_mean_norm,
             "noise": self.noise.state_dict(),
             "pools": None if self.pools is None else self.pools.state_dict(),
         }
@@ -249,7 +252,7 @@ class Run:
         self.noise.load_state_dict(facts["noise"])
         comparable = facts["config"]["gradnorm"]["source"] == self.config.gradnorm.source
         if comparable:
-            self.usual_norm = facts["usual_norm"]
+            self.running_mean_norm = facts["running_mean_norm"]
         comparable |= facts_of(self.config.algo.baseline).pool != "norms"
         if self.pools is not None and facts["pools"] and comparable:  # None before the run had such a baseline
             self.pools.load_state_dict(facts["pools"])
@@ -306,7 +309,9 @@ def open_run(config: Config) -> Iterator[Run]:
             policy=policy,
             optimizer=optimizer,
             schedule=schedule,
-            gradients=TrainingGradient(policy, config.per_update, reference),
+            step_gradient=StepGradient(
+                policy, config, reference, momentum, timer=sampling.timer, with_routes=sampling.with_routes
+            ),
             saver=Saver(config, sampling.parallel, sampling.model, None if resumed is None else resumed.state),
             momentum=momentum,
             noise=NoiseSplit(
@@ -317,7 +322,9 @@ def open_run(config: Config) -> Iterator[Run]:
                 chosen=config.rollout.dynamic_sampling,
             ),
             pools=pools_of(config.algo),
+            updates=sampling.start * config.algo.updates_per_batch,
         )
+        sampling.streams = run.streams
         if resumed is not None:
             sampling.version = resumed.step
             run.restore(resumed.state)

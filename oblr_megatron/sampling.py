@@ -6,7 +6,7 @@ A run with `rollout.only` has only this half. A run that trains (run.py) adds th
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -36,7 +36,7 @@ from oblr_megatron.rollout.dynamic_sampling import MAX_BATCHES, Batch, assembled
 from oblr_megatron.rollout.routes import with_routes
 from oblr_megatron.rollout.staleness import staleness
 from oblr_megatron.rollout.step_file import SavedStep, write_step
-from oblr_megatron.rollout.waves import Collected, Wave
+from oblr_megatron.rollout.waves import Collected, Wave, whole_step
 from oblr_megatron.runtime.collectives import Collectives
 from oblr_megatron.runtime.stopping import StopRequest
 from oblr_megatron.timing import PhaseTimer
@@ -80,6 +80,8 @@ class Sampling:
     collectives: Collectives
     control_group: ProcessGroup  # of all ranks, on the CPU
     resumed: Checkpoint | None  # the checkpoint that the run continues from
+    streams: Callable[[Sequence[Prompt]], bool] = lambda _: False
+    """Whether the gradient of a step may begin before all its prompts are finished; a run that trains sets it."""
     version: int = 0  # of the trainer's weights: steps done
     longest_step_s: float = 0.0
     done: int = 0  # the last step in metrics.jsonl
@@ -132,7 +134,7 @@ class Sampling:
                 self.ahead = Ahead(self.engines, self.stream, self.config, record.done)
 
     def finish_ahead(self) -> None:
-        """Wait for them, because the weights are about to change: a lost engine samples with the same ones again."""
+        """Wait for the next step's samples before the update: a restarted engine samples with the same weights."""
         if self.ahead is not None:
             with self.timer("rollout"):
                 self.ahead.finish()
@@ -149,15 +151,33 @@ class Sampling:
         """Whether groups of equal rewards are replaced."""
         return self.config.rollout.dynamic_sampling and self.config.rollout.replay is None
 
-    def wave(self, batch: Batch) -> Wave:
-        """All prompts of a step as one wave."""
-        return Wave(range(len(batch.prompts)), batch, last=True)
+    def batches(self, record: StepRecord) -> Iterator[Wave]:
+        """The Q prompts of a step with samples and rewards: all at once, or in the order in which they are finished.
 
-    def streamed(self, prompts: list[Prompt], record: StepRecord) -> Iterator[Wave]:
+        Engines on the trainer's GPUs free their memory before the last batch. With rollout.overlap "one_step" the next
+        step's samples are complete at the end, before the weights change. Raises as `rollout`, `score` and `refill`.
+        """
+        prompts, trains = self.prompts(), not self.config.rollout.only
+        for batch in self._streamed(prompts, record) if self.streams(prompts) else self._whole(prompts, record):
+            if batch.last and trains:
+                self.release()
+            yield batch
+        if trains:
+            self.finish_ahead()
+
+    def _whole(self, prompts: list[Prompt], record: StepRecord) -> Iterator[Wave]:
+        """All prompts of a step as one batch."""
+        samples = self.rollout(prompts, record)
+        scored = self.score(prompts, samples, record)
+        batch = self.refill(Batch(prompts, samples, scored), record)
+        self.save(batch, record)
+        self.sample_ahead(record)
+        yield whole_step(batch)
+
+    def _streamed(self, prompts: list[Prompt], record: StepRecord) -> Iterator[Wave]:
         """Waves of prompts as the engines finish them, scored; the last one when all prompts of the step have come.
 
         With rollout.dynamic_sampling, groups of equal rewards wait for the last wave, because others may replace them.
-        Raises as `rollout`, `score` and `refill`.
         """
         config, collected, used = self.config, Collected(), set[int]()
         tokens = tokens_of_a_wave(config, self.parallel.dp_size)

@@ -22,19 +22,15 @@ from oblr_megatron.observe.console import closing_lines
 from oblr_megatron.observe.report import REPORT_FILE
 from oblr_megatron.observe.status import finished
 from oblr_megatron.opening import open_sampling, started
-from oblr_megatron.rollout.dynamic_sampling import Batch
-from oblr_megatron.rollout.waves import Wave
 from oblr_megatron.run import Run, open_run
 from oblr_megatron.runtime.command_line import add_run_arguments, guarded, parse, run_overrides
 from oblr_megatron.runtime.processes import die_with_launcher
 from oblr_megatron.sampling import Sampling
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator, Sequence
+    from collections.abc import Sequence
 
     from oblr_megatron.config import Config
-    from oblr_megatron.observe.step_metrics import StepRecord
-    from oblr_megatron.types import Prompt
 
 
 def train(run: Run) -> None:
@@ -43,23 +39,13 @@ def train(run: Run) -> None:
     run.begin()
     for step in range(sampling.start, config.num_steps):
         record = sampling.begin_step(step)
-        prompts = sampling.prompts()  # Q
-        streams = run.streams(prompts)  # rollout.overlap: prompts are used as they are finished
-        gradient = run.policy_gradient(record, whole=not streams)
-        for wave in waves(sampling, prompts, record, streams=streams):  # responses with rewards r, G for each prompt
-            if wave.last:
-                sampling.release()  # engines on the trainer's GPUs free their memory until the push
-            history = run.history(wave.prompts)  # b_t of earlier steps, for pooled baselines
-            advantage = AdvantageRule(wave.scored, config, run.usual_norm, history)  # w -> A = r - b(w)   Theorem 7
-            gradient.add(wave, advantage)  # w; g, a sum over prompts
-        sampling.finish_ahead()  # rollout.overlap "one_step": the samples of the next step
-        stats, norms_sq = gradient.finish()
-        updates = step * config.algo.updates_per_batch  # so far
-        lr = run.schedule.rate(updates)  # from earlier steps only                                           Theorem 4
-        run.update(stats, lr, record)  # clip, optimizer step
-        for number, later in enumerate(gradient.later_updates(), updates + 1):  # algo.updates_per_batch, off by default
-            run.update(later, run.schedule.rate(number), record)
-        run.observe(stats, norms_sq, record)  # signal, noise and mean w, for later steps
+        gradient = run.gradient(record)  # main_grad = 0
+        for batch in sampling.batches(record):  # Q prompts, G responses each: once, or as engines finish them
+            advantage = AdvantageRule(batch.scored, config, run.history(batch.prompts))  # w -> A = r - b(w)   Theorem 7
+            gradient.add(batch, advantage)  # w; g += sum_i A_i grad log pi(o_i)
+        for stats in gradient.updates():  # one, or algo.updates_per_batch
+            run.update(stats, run.rate(), record)  # from earlier steps only                                   Theorem 4
+        run.observe(gradient, record)  # signal, noise and mean w, for later steps
         run.push(version=step + 1, record=record)
         sampling.evaluate(record)
         sampling.log(record)
@@ -68,25 +54,11 @@ def train(run: Run) -> None:
     run.export()
 
 
-def waves(sampling: Sampling, prompts: list[Prompt], record: StepRecord, *, streams: bool) -> Iterator[Wave]:
-    """The Q prompts of a step with samples and rewards: all at once, or in the order in which they are finished."""
-    if streams:
-        yield from sampling.streamed(prompts, record)
-        return
-    samples = sampling.rollout(prompts, record)  # N = Q * G responses with log-probs
-    scored = sampling.score(prompts, samples, record)  # r [Q, G]
-    batch = sampling.refill(Batch(prompts, samples, scored), record)  # replaces groups with rollout.dynamic_sampling
-    sampling.save(batch, record)  # writes with rollout.save
-    sampling.sample_ahead(record)  # of the next step, with rollout.overlap "one_step"
-    yield sampling.wave(batch)
-
-
 def sample(sampling: Sampling) -> None:
     """`rollout.only`: sample, score and save every step, train nothing."""
     for step in range(sampling.start, sampling.config.num_steps):
         record = sampling.begin_step(step)
-        prompts = sampling.prompts()
-        deque(waves(sampling, prompts, record, streams=False), maxlen=0)
+        deque(sampling.batches(record), maxlen=0)
         sampling.log(record)
         if sampling.stopped(record.done):
             return

@@ -240,14 +240,3 @@ class GradientStats:
     routers: RouterMetrics | None = None  # of a mixture, when router losses have a pass
     rejection: RejectionMetrics | None = None  # with rollout.rejection
     clipping: ClipMetrics | None = None  # with algo.updates_per_batch
-
-
-@dataclass(slots=True)
-class StepGradient:
-    """Norms and statistics of a step's gradient; the gradient itself is in the model's main_grad.
-
-    Example, N = 2: StepGradient(norms_sq=[0.31, 4.2], stats=GradientStats(...))
-    """
-
-    norms_sq: Tensor  # [N] fp64, w measured or estimated; 0 for groups that were left out
-    stats: GradientStats

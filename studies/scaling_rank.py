@@ -22,12 +22,15 @@ import torch
 import torch.distributed as dist
 from transformers import Qwen3Config, Qwen3MoeConfig
 
-from oblr_megatron.gradient.step import TrainingGradient
+from oblr_megatron.algo.advantage import AdvantageRule
+from oblr_megatron.gradient.step_gradient import StepGradient
 from oblr_megatron.model.optimizer import PolicyOptimizer
 from oblr_megatron.model.parallel import initialize, shutdown
 from oblr_megatron.model.policy import build_policy
+from oblr_megatron.rollout.dynamic_sampling import Batch
+from oblr_megatron.rollout.waves import whole_step
 from oblr_megatron.timing import PhaseTimer
-from oblr_megatron.types import Sample
+from oblr_megatron.types import Sample, Scored
 from studies.live_bytes import LiveBytes, biases_uncounted
 from studies.scaling_cases import PROMPT_TOKENS, Case, case_named
 
@@ -91,20 +94,22 @@ class Trainer:
         policy = build_policy(model_of(case), config.model, parallel, config.parallel)
         fill(policy)
         policy.transformer_config.moe_router_force_load_balancing = case.experts > 0
-        self._optimizer, self._gradients = PolicyOptimizer(policy, config.optimizer), TrainingGradient(policy, config)
-        self._samples, self._active = random_samples(case), torch.ones(case.prompts, dtype=torch.bool)
-        count = torch.arange(1, len(self._samples) + 1, dtype=torch.float64)
-        self._coefficients = (count / len(count)).view(case.prompts, -1)  # all nonzero
+        self._optimizer = PolicyOptimizer(policy, config.optimizer)
+        samples = random_samples(case)
+        rewards = torch.rand(case.prompts, config.group_size, generator=torch.Generator().manual_seed(0)).double()
+        lengths = torch.tensor([sample.length for sample in samples]).view_as(rewards)
+        self._step = whole_step(Batch([], samples, Scored(rewards, lengths, 0)))
+        self._advantage = AdvantageRule(self._step.scored, config)
         self._timer = PhaseTimer()
+        self._gradient = StepGradient(policy, config, timer=self._timer)
 
     def step(self) -> dict[str, float]:
         """One update; returns the seconds of gradient (including norms) and optimizer."""
         dist.barrier()
-        found = self._gradients(
-            self._samples, lambda prompts, _: self._coefficients[list(prompts)], self._active, timer=self._timer
-        )
+        self._gradient.begin(1).add(self._step, self._advantage)
+        (stats,) = self._gradient.updates()
         with self._timer("optimizer"):
-            self._optimizer.clip(found.stats.sq_norm)
+            self._optimizer.clip(stats.sq_norm)
             self._optimizer.step(1e-6)
         seconds = self._timer.finish_step()
         gradient = seconds.get("timing_s/gradnorm", 0.0) + seconds["timing_s/gradient"]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 from zlib import crc32
 
@@ -10,16 +11,17 @@ from torch._C._distributed_c10d import Work, _create_work_from_future
 from torch.utils._pytree import tree_map_only
 from transformers import PreTrainedConfig
 
+from oblr_megatron.algo.advantage import AdvantageRule
 from oblr_megatron.config import Config, parse_config
-from oblr_megatron.gradient.fold_sums import FoldSums
-from oblr_megatron.gradient.one_pass import AdvantageFn
-from oblr_megatron.gradient.step import TrainingGradient
+from oblr_megatron.gradient.step_gradient import StepGradient
 from oblr_megatron.model.momentum import momentum_of
 from oblr_megatron.model.optimizer import PolicyOptimizer
 from oblr_megatron.model.parallel import Parallel
 from oblr_megatron.model.policy import build_policy
 from oblr_megatron.model.reference import Reference
-from oblr_megatron.types import Sample
+from oblr_megatron.rollout.dynamic_sampling import Batch
+from oblr_megatron.rollout.waves import Wave
+from oblr_megatron.types import Sample, Scored
 from studies.live_bytes import LiveBytes, biases_uncounted
 
 GROUP, PROMPT = 4, 4  # responses a prompt, tokens of a prompt
@@ -70,44 +72,42 @@ class ExactBytes(LiveBytes):
         return (*tensors, work) if tensors else work
 
 
+class Ones(AdvantageRule):
+    """Coefficients of 1, whatever the norms are."""
+
+    @property
+    def active(self) -> torch.Tensor:
+        return torch.ones(len(self._own), dtype=torch.bool)
+
+    def __call__(self, prompts: Sequence[int], norms_sq: torch.Tensor) -> torch.Tensor:
+        return torch.ones(len(prompts), GROUP, dtype=torch.float64)
+
+
 class WatchedSteps:
     """A model, its gradient and its optimizer on this rank; every tensor that they make is counted."""
 
     def __init__(self, hf_config: PreTrainedConfig, config: Config, parallel: Parallel) -> None:
-        self.live, self._group = ExactBytes(), config.group_size
-        self._streams = config.rollout.overlap == "stream"
-        self._samples, self._coefficients = _samples(hf_config.vocab_size, config)
+        self.live = ExactBytes()
+        self._batches = [(batch, Ones(batch.scored, config)) for batch in _batches(hf_config.vocab_size, config)]
         with biases_uncounted(), self.live:
             self.policy = build_policy(hf_config, config.model, parallel, config.parallel)
             for name, parameter in self.policy.named_parameters():
                 _fill(name, parameter)
             reference = Reference(self.policy) if config.algo.kl_coefficient else None
-            self.gradients = TrainingGradient(self.policy, config, reference)
             self._optimizer = PolicyOptimizer(self.policy, config.optimizer)
-            self._momentum = momentum_of(self.policy, config)
-        self.sums: FoldSums | None = None  # of the last step, kept as in the loop
+            self.gradient = StepGradient(self.policy, config, reference, momentum_of(self.policy, config))
 
     def take(self, lr: float = 1e-6) -> None:
         """One step; afterwards `live.peak` belongs to its fullest moment."""
-        active = torch.ones(len(self._coefficients), dtype=torch.bool)
         self.live.peak = self.live.now
         with biases_uncounted(), self.live:
-            sums = self.sums = self.gradients.begin(whole=not self._streams)
-            for prompts in [[n] for n in range(len(active))] if self._streams else [range(len(active))]:
-                chosen = slice(prompts[0], prompts[-1] + 1)
-                self.gradients.add(sums, prompts, *self._part(chosen), active[chosen])
-            stats = self.gradients.finish(sums)
-            if self._momentum is not None:
-                self._momentum.take(stats.sq_norm)
+            gradient = self.gradient.begin(1)
+            for batch, rule in self._batches:
+                gradient.add(batch, rule)
+            (stats,) = gradient.updates()
             self._optimizer.clip(stats.sq_norm)
             self._optimizer.step(lr)
             self._optimizer.offload()
-
-    def _part(self, prompts: slice) -> tuple[list[Sample], AdvantageFn]:
-        """The samples of some prompts, and their coefficients whatever their norms are."""
-        coefficients = self._coefficients[prompts]
-        first, last, _ = prompts.indices(len(self._coefficients))
-        return self._samples[first * self._group : last * self._group], lambda chosen, _: coefficients[list(chosen)]
 
 
 def peak_of_step(hf_config: PreTrainedConfig, config: Config, parallel: Parallel) -> int:
@@ -126,13 +126,20 @@ def _fill(name: str, parameter: torch.nn.Parameter) -> None:
         torch.nn.init.normal_(parameter, std=0.02, generator=torch.Generator().manual_seed(crc32(name.encode())))
 
 
-def _samples(vocabulary: int, config: Config) -> tuple[list[Sample], torch.Tensor]:
-    """The step's samples, and coefficients [Q, G] none of which is 0."""
-    response = config.rollout.max_response_tokens
+def _batches(vocabulary: int, config: Config) -> list[Wave]:
+    """The step's samples, in one batch, or each prompt in its own."""
+    response, size = config.rollout.max_response_tokens, config.group_size
     generator = torch.Generator().manual_seed(0)
-    shape = (config.num_prompts * config.group_size, PROMPT + response)
+    shape = (config.num_prompts * size, PROMPT + response)
     samples = [
-        Sample(n // config.group_size, tuple(ids[:PROMPT]), tuple(ids[PROMPT:]), (-1.0,) * response, "", "length", 0)
+        Sample(n // size, tuple(ids[:PROMPT]), tuple(ids[PROMPT:]), (-1.0,) * response, "", "length", 0)
         for n, ids in enumerate(torch.randint(vocabulary, shape, generator=generator).tolist())
     ]
-    return samples, torch.ones(config.num_prompts, config.group_size, dtype=torch.float64)
+    step = range(config.num_prompts)
+    parts = [[n] for n in step] if config.rollout.overlap == "stream" else [list(step)]
+    batches = []
+    for part in parts:
+        own = [sample for n in part for sample in samples[n * size : (n + 1) * size]]
+        scored = Scored(torch.zeros(len(part), size).double(), torch.full((len(part), size), response), 0)
+        batches.append(Wave(part, Batch([], own, scored), last=part is parts[-1]))
+    return batches

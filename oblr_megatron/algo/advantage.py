@@ -33,9 +33,8 @@ class AdvantageRule:
     Args:
         scored: rewards and lengths of these prompts.
         config: baseline and aggregation are read.
-        usual_norm: mean w of earlier steps, used as the norm of the prompts that a call leaves out. A baseline reads it
-            only to decide whether a group's norms are negligible. It depends on no sample of this step.
-        history: what earlier steps tell about the step's prompts, for baselines with a `pool`.
+        history: what earlier steps tell about the step's prompts. Its mean norm is the norm of the prompts that a call
+            leaves out. A baseline reads it only to decide whether a group's norms are negligible.
         own: the prompts of a mini-batch, see `of_update`; None: all.
     """
 
@@ -43,11 +42,10 @@ class AdvantageRule:
         self,
         scored: Scored,
         config: Config,
-        usual_norm: float,
         history: History = NO_HISTORY,
         own: Sequence[int] | None = None,
     ) -> None:
-        self._scored, self._config, self._usual, self._history = scored, config, usual_norm, history
+        self._scored, self._config, self._history = scored, config, history
         self._own = list(range(len(scored.rewards)) if own is None else own)
 
     def of_update(self, own: Sequence[int]) -> AdvantageRule:
@@ -55,7 +53,7 @@ class AdvantageRule:
 
         Baselines read the whole batch; divisors count only the update's own prompts.
         """
-        return AdvantageRule(self._scored, self._config.per_update, self._usual, self._history, own)
+        return AdvantageRule(self._scored, self._config.per_update, self._history, own)
 
     @property
     def active(self) -> Tensor:
@@ -70,12 +68,12 @@ class AdvantageRule:
             norms_sq: w [k, G].
 
         Returns:
-            c [k, G] fp64.
+            c [k, G] fp64 on the CPU.
         """
         rewards, lengths, config = self._scored.rewards, self._scored.lengths, self._config
         chosen = [self._own[prompt] for prompt in prompts]
-        norms = torch.full_like(rewards, self._usual)
-        norms[chosen] = norms_sq
+        norms = torch.full_like(rewards, self._history.running_mean_norm)
+        norms[chosen] = norms_sq.to(norms)
         values = advantages(config.algo.baseline, rewards, norms, lengths, self._history)
         values = values.masked_fill(~norms.isfinite(), 0.0)
         scaled = sample_coefficients(
@@ -89,7 +87,7 @@ class AdvantageRule:
         return scaled.view(len(self._own), -1)[list(prompts)]
 
 
-def usual(norms_sq: Tensor, before: float, share: float = 0.1) -> float:
+def running_mean_norm(norms_sq: Tensor, before: float, share: float = 0.1) -> float:
     """Running mean of w over steps.
 
     Args:

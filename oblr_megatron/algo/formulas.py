@@ -25,6 +25,7 @@ class History:
 
     expected: Tensor | None = None  # b_t [Q] fp64; NaN where no earlier step tells anything; None: for no prompt
     pull: float = 0.0  # alpha of `optimal_pooled`
+    running_mean_norm: float = 0.0  # of w over all earlier steps
 
 
 NO_HISTORY = History()

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from functools import cached_property
 from heapq import heappop, heappush
 from itertools import chain, repeat
 from typing import TYPE_CHECKING
@@ -86,6 +88,27 @@ def microbatches(
     )
 
 
+@dataclass(frozen=True)
+class SampleBatches:
+    """Samples, and microbatches of some of them with the options of a run (`norms.sample_gradients.Samples`)."""
+
+    samples: Sequence[Sample]  # [N]
+    options: ParallelConfig
+    padding: Padding  # of the model
+    device: torch.device
+
+    @cached_property
+    def tokens(self) -> list[int]:
+        """Tokens of each sample [N], prompt and response."""
+        return [sample.num_tokens for sample in self.samples]
+
+    def microbatches(self, numbers: Sequence[int], *, single: bool = False) -> list[MicroBatch]:
+        """Microbatches of these samples; `single`: of one sample each, in the given order."""
+        if single:
+            return one_per_microbatch(self.samples, numbers, device=self.device)
+        return microbatches(self.samples, numbers, self.options, self.padding, device=self.device)
+
+
 def empty_batch(*, device: torch.device | str = "cpu") -> MicroBatch:
     """One masked token: lets a rank without samples take part in all collectives; its gradient is zero."""
     nothing = Sample(0, (0,), (), (), text="", finish_reason="stop", version=0)
@@ -117,7 +140,7 @@ def local_folds(num_prompts: int, num_folds: int, dp_rank: int, dp_size: int) ->
     return [range(fold * size, (fold + 1) * size) for fold in range(dp_rank * share, (dp_rank + 1) * share)]
 
 
-def deal(tokens: Sequence[int], shares: int) -> list[list[int]]:
+def balanced_shares(tokens: Sequence[int], shares: int) -> list[list[int]]:
     """Split items into shares of nearly equal tokens, at most ceil(n / shares) items each.
 
     An item goes to the share with the fewest tokens that has room.
@@ -131,7 +154,7 @@ def deal(tokens: Sequence[int], shares: int) -> list[list[int]]:
     Returns:
         The items of each share, in ascending order.
 
-    Example: deal([9, 1, 5, 5], 2) == [[0, 1], [2, 3]].
+    Example: balanced_shares([9, 1, 5, 5], 2) == [[0, 1], [2, 3]].
     """
     most = -(-len(tokens) // shares)
     dealt: list[list[int]] = [[] for _ in range(shares)]

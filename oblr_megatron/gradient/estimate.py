@@ -15,10 +15,11 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from oblr_megatron.data.packing import microbatches, one_per_microbatch
+from oblr_megatron.engine.protocol import call_seed
 from oblr_megatron.gradient.loss_fn import score_loss
 from oblr_megatron.gradient.ratios import RatioFn
-from oblr_megatron.norms.two_pass import rules_need_single_samples, sq_grad_norms
+from oblr_megatron.model.logprobs import vocab_parallel_energy, vocab_parallel_logprobs
+from oblr_megatron.model.step import run_schedule
 from oblr_megatron.runtime.collectives import all_reduce
 
 if TYPE_CHECKING:
@@ -26,65 +27,69 @@ if TYPE_CHECKING:
 
     from oblr_megatron.config import Config
     from oblr_megatron.model.policy import Policy
-    from oblr_megatron.norms.rules import Rule
+    from oblr_megatron.norms.sample_gradients import SampleGradients
     from oblr_megatron.types import MicroBatch, Sample
 
 
+CHECKED = 16  # responses of a step whose exact norms are compared with estimates, rounded up to whole prompts
+
+
+def measured_prompts(config: Config, step: int) -> Tensor:
+    """The prompts of a step that norms are measured of: [Q] bool; with gradnorm.sample_fraction some at random."""
+    fraction, num_prompts = config.gradnorm.sample_fraction, config.num_prompts
+    if fraction == 1:
+        return torch.ones(num_prompts, dtype=torch.bool)
+    generator = torch.Generator().manual_seed(call_seed(config.seed, step))
+    chosen = torch.randperm(num_prompts, generator=generator)[: max(1, round(fraction * num_prompts))]
+    return torch.zeros(num_prompts, dtype=torch.bool).index_fill_(0, chosen, True)
+
+
+def estimates_are_due(config: Config, step: int) -> bool:
+    """Whether the estimates of a step, counted from 1, are compared with exact norms."""
+    options = config.gradnorm
+    return options.source != "exact" and options.check_every > 0 and (step - 1) % options.check_every == 0
+
+
+def some_prompts(config: Config, estimated: Tensor) -> Tensor:
+    """A few of the prompts [k] with an estimate, for a comparison."""
+    candidates = estimated.nonzero().flatten()
+    few = -(-CHECKED * len(estimated) // (config.group_size * config.num_prompts))
+    chosen = torch.zeros_like(estimated)
+    chosen[candidates[:: max(1, len(candidates) // few)][:few]] = True
+    return chosen
+
+
 def sq_norms_of(
+    gradients: SampleGradients,
     policy: Policy,
     samples: Sequence[Sample],
-    batches: Sequence[MicroBatch],
-    config: Config,
-    ratios: RatioFn,
+    microbatches: Sequence[MicroBatch],
+    *,
     source: str,
+    temperature: float,
+    ratios: RatioFn,
 ) -> Tensor:
     """w [n] fp64 of the microbatches' samples by the given source, the same on every rank of the replica."""
     if source == "length":
-        lengths = [float(samples[n].length) for batch in batches for n in batch.sample_index.tolist()]
+        lengths = [float(samples[n].length) for batch in microbatches for n in batch.sample_index.tolist()]
         return torch.tensor(lengths, dtype=torch.float64, device=policy.parallel.device)
-    temperature = config.rollout.temperature
     if source == "logit":
-        return _energies(policy, batches, temperature, ratios)
-    return sample_sq_grad_norms(policy, batches, temperature=temperature, ratios=ratios)
+        return _energies(policy, microbatches, temperature, ratios)
+    return gradients.sq_norms(microbatches, score_loss(policy, temperature, ratios))
 
 
-def sample_sq_grad_norms(
-    policy: Policy,
-    batches: Sequence[MicroBatch],
-    *,
-    temperature: float = 1.0,
-    ratios: RatioFn | None = None,
-    **options: Any,
-) -> Tensor:
-    """w_i = ||grad_theta sum_t rho_t log pi(o_t)||^2 of every sample: `sq_grad_norms` of the score."""
-    return sq_grad_norms(policy, batches, score_loss(policy, temperature, ratios), **options)
-
-
-def norm_batches(
-    policy: Policy, config: Config, rules: Sequence[Rule], samples: Sequence[Sample], indices: Sequence[int]
-) -> list[MicroBatch]:
-    """Microbatches of a pass that measures norms: as in plain training, or of one sample if the rules need that."""
-    device = policy.parallel.device
-    if rules_need_single_samples(rules):
-        return one_per_microbatch(samples, indices, device=device)
-    return microbatches(samples, indices, config.parallel, policy.padding, device=device)
-
-
-def _energies(policy: Policy, batches: Sequence[MicroBatch], temperature: float, ratios: RatioFn) -> Tensor:
-    """The energy [n] of each sample's score at the logits."""
-    from oblr_megatron.model.logprobs import vocab_parallel_energy, vocab_parallel_logprobs
-    from oblr_megatron.model.step import run_schedule
-
+def _energies(policy: Policy, microbatches: Sequence[MicroBatch], temperature: float, ratios: RatioFn) -> Tensor:
+    """rho^2 times the squared norm of the score at the logits, summed over each sample's tokens: [n]."""
     parallel = policy.parallel
     vocab: dict[str, Any] = {"vocab_size": policy.vocab_size, "parallel": parallel, "temperature": temperature}
 
     def loss_of(logits: Tensor, batch: MicroBatch) -> tuple[Tensor, dict[str, Tensor]]:
         rho, _ = ratios(vocab_parallel_logprobs(logits, batch.labels, **vocab, invariant=policy.tap.invariant), batch)
-        of_tokens = vocab_parallel_energy(logits, batch.labels, **vocab) * rho.square()
-        return logits.new_zeros(()), {"energy": batch.per_sample(of_tokens.to(torch.float64))}
+        energies = vocab_parallel_energy(logits, batch.labels, **vocab) * rho.square()
+        return logits.new_zeros(()), {"energy": batch.per_sample(energies.to(torch.float64))}
 
-    records = run_schedule(policy, batches, loss_of, forward_only=True)
-    energies = torch.zeros(sum(b.num_samples for b in batches), dtype=torch.float64, device=parallel.device)
+    records = run_schedule(policy, microbatches, loss_of, forward_only=True)
+    energies = torch.zeros(sum(b.num_samples for b in microbatches), dtype=torch.float64, device=parallel.device)
     if records:
         energies += torch.cat([record["energy"] for record in records])
         energies /= parallel.tp_size  # every tensor-parallel rank of the last stage has the whole value

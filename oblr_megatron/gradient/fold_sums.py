@@ -1,7 +1,7 @@
 """The gradient of a step, summed fold by fold, from all prompts at once or from prompts that come in parts.
 
     sums = FoldSums(policy, sharing, config, whole=False)
-    sums.add(fold_pass, work, folds)        # for each part
+    sums.add(folds, add)                    # for each part; add(numbers) adds some samples' gradient to main_grad
     fold_sq_norm_mean = sums.finish()       # g in main_grad
 
 A fold's gradient is the same sum in both cases, up to the order of its terms. Which fold a prompt belongs to is decided
@@ -12,12 +12,11 @@ responses come first, and M = mean_f ||g_f||^2 keeps its expectation.
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
-from typing import TYPE_CHECKING, Protocol
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING
 
 import torch
 
-from oblr_megatron.gradient.loss_fn import PassMetrics
 from oblr_megatron.model.optimizer import grad_sq_norm
 from oblr_megatron.model.step import (
     finish_overlapped_grads,
@@ -30,15 +29,7 @@ from oblr_megatron.runtime.collectives import all_reduce
 if TYPE_CHECKING:
     from oblr_megatron.config import Config
     from oblr_megatron.gradient.folds import Sharing
-    from oblr_megatron.gradient.one_pass import Work
     from oblr_megatron.model.policy import Policy
-
-
-class FoldPass(Protocol):
-    """Adds the gradient of some samples to `main_grad`."""
-
-    def add(self, work: Work, indices: Sequence[int]) -> None:
-        """`indices`: this replica's samples of one fold, in prompt-major order; whole prompts, or its share of each."""
 
 
 class FoldSums:
@@ -54,8 +45,6 @@ class FoldSums:
     """
 
     def __init__(self, policy: Policy, sharing: Sharing, config: Config, *, whole: bool) -> None:
-        self.metrics = PassMetrics()
-        self.in_plain_pass = False  # whether the plain pass was used, which knows the metrics of a mixture's router
         self._policy, self._sharing, self._whole = policy, sharing, whole
         self._overlapped = config.parallel.overlap_grad_reduce
         self._grads = [buffer.grad_data for chunk in policy.chunks for buffer in megatron_buffers(chunk)]
@@ -64,15 +53,20 @@ class FoldSums:
         self._folds, self._total = folds, list[torch.Tensor]()
         self._sq_norms = torch.zeros((), dtype=torch.float64, device=policy.parallel.device)
 
-    def add(self, fold_pass: FoldPass, work: Work, folds: Sequence[Sequence[int]]) -> None:
-        """Add the gradients of this rank's samples, given by their indices in each of its folds."""
+    def add(self, folds: Sequence[list[int]], add_gradient: Callable[[list[int]], None]) -> None:
+        """Add the gradients of this rank's samples.
+
+        Args:
+            folds: their numbers in each of its folds, in prompt-major order.
+            add_gradient: adds the gradient of the samples of one fold to `main_grad`, which is zero before.
+        """
         if self._whole and self._folds > 1:  # not before: a pass for norms comes first, and needs memory
             self._total = [torch.zeros_like(grad) for grad in self._grads]
-        for fold, indices in enumerate(folds):
-            if not (self._whole or indices or self._sharing.size > 1):
+        for fold, numbers in enumerate(folds):
+            if not (self._whole or numbers or self._sharing.size > 1):
                 continue  # replicas that share a fold go through its collectives together
             self._policy.zero_grad()
-            fold_pass.add(work, indices)
+            add_gradient(numbers)
             if not self._whole:
                 torch._foreach_add_(self._parts[fold], self._grads)
             elif not self._sharing.one_sum:

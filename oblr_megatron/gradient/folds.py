@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING
 import torch
 import torch.distributed as dist
 
-from oblr_megatron.data.packing import deal, empty_batch, local_folds
+from oblr_megatron.data.packing import balanced_shares, empty_batch, local_folds
 from oblr_megatron.memory.pass_plan import num_folds
 from oblr_megatron.model.parallel import share_group
 from oblr_megatron.runtime.collectives import all_reduce
@@ -86,7 +86,7 @@ class Sharing:
         else:
             everything = local_folds(self._num_prompts, self.num_folds, 0, 1)
             lengths = [sum(tokens[position] for position in fold) for fold in everything]
-            folds = [everything[number] for number in deal(lengths, replicas)[own]]
+            folds = [everything[number] for number in balanced_shares(lengths, replicas)[own]]
         return [[position for position in fold if position in tokens] for fold in folds]
 
     def even(self, batches: list[MicroBatch]) -> list[MicroBatch]:
@@ -120,4 +120,4 @@ class Sharing:
 
 def _share(prompts: Sequence[int], tokens: Mapping[int, int], replicas: int, rank: int) -> list[int]:
     """The prompts of one of several replicas that divide them, in ascending order."""
-    return [prompts[number] for number in deal([tokens[prompt] for prompt in prompts], replicas)[rank]]
+    return [prompts[number] for number in balanced_shares([tokens[prompt] for prompt in prompts], replicas)[rank]]

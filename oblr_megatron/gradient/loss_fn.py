@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, fields
 from typing import TYPE_CHECKING, Any
 
@@ -12,14 +12,16 @@ from oblr_megatron.algo.kl import KLForm, kl_penalty, kl_slope
 from oblr_megatron.algo.loss import policy_gradient_loss
 from oblr_megatron.gradient.ratios import RATIO_SUMS, RatioFn
 from oblr_megatron.runtime.collectives import all_reduce
-from oblr_megatron.types import MicroBatch
+from oblr_megatron.types import ClipMetrics, GradientStats, MicroBatch, RejectionMetrics
 
 if TYPE_CHECKING:
     from torch import Tensor
 
+    from oblr_megatron.config import Config
     from oblr_megatron.model.parallel import Parallel
     from oblr_megatron.model.policy import Policy
     from oblr_megatron.model.step import LossFn
+    from oblr_megatron.types import RouterMetrics
 
 SUM_NAMES = ("entropy", *RATIO_SUMS, "kl", "tokens")  # what `score_loss` records, sums over response tokens
 
@@ -46,20 +48,16 @@ class PassMetrics:
     tokens: float = 0.0
 
     def add(self, records: Sequence[dict[str, Tensor]], coefficients: Tensor) -> None:
-        """Add the records of `run_schedule` (empty except on the last stage), with each sample's c in their order."""
+        """Add the records of a pass (empty except on the last stage) over samples with c [N]."""
         if not records:
             return
-        scores = torch.cat([record["scores"] for record in records]).cpu()  # [n]
-        used = coefficients != 0
-        self.loss -= float((coefficients[used] * scores[used]).sum())
+        scores, numbers = (torch.cat([record[name] for record in records]).cpu() for name in ("scores", "numbers"))
+        own = coefficients[numbers]
+        used = own != 0
+        self.loss -= float((own[used] * scores[used]).sum())
         sums = torch.stack([record["sums"] for record in records]).sum(0).tolist()
         for name, value in zip(SUM_NAMES, sums, strict=True):
             setattr(self, name, getattr(self, name) + value)
-
-    def include(self, other: PassMetrics) -> None:
-        """Add the sums of another pass."""
-        for found in fields(self):
-            setattr(self, found.name, getattr(self, found.name) + getattr(other, found.name))
 
     def total(self, parallel: Parallel) -> PassMetrics:
         """The sums over all ranks: pipeline stages, replicas and context-parallel ranks."""
@@ -68,6 +66,36 @@ class PassMetrics:
         all_reduce(sums, parallel.pp_group)  # zero except on the last stage
         all_reduce(sums, parallel.dp_cp_group)
         return PassMetrics(**dict(zip(names, sums.tolist(), strict=True)))
+
+    def stats(
+        self,
+        parallel: Parallel,
+        config: Config,
+        *,
+        sq_norm: float,
+        fold_sq_norm_mean: float,
+        num_folds: int,
+        routers: RouterMetrics | None,
+    ) -> GradientStats:
+        """The statistics of a gradient. The means are over all ranks; collective."""
+        sums = self.total(parallel)
+        tokens, samples = max(sums.tokens, 1), max(sums.samples, 1)
+        rejection = RejectionMetrics(sums.rejected / tokens, sums.rejected_samples / samples, sums.mismatch / tokens)
+        clipping = ClipMetrics(sums.clipped / tokens, sums.beyond_dual / tokens, sums.drift / tokens)
+        return GradientStats(
+            loss=sums.loss,
+            sq_norm=sq_norm,
+            fold_sq_norm_mean=fold_sq_norm_mean,
+            num_folds=num_folds,
+            entropy=sums.entropy / tokens,
+            logprob_abs_diff=sums.abs_diff / tokens,
+            truncated_ratio_fraction=sums.cut / tokens,
+            num_tokens=int(sums.tokens),
+            kl=sums.kl / tokens if config.algo.kl_coefficient else None,
+            routers=routers,
+            rejection=None if config.rollout.rejection == "none" else rejection,
+            clipping=None if config.algo.updates_per_batch == 1 else clipping,
+        )
 
 
 @dataclass(frozen=True, slots=True)
@@ -90,20 +118,21 @@ def score_loss(
     policy: Policy,
     temperature: float,
     ratios: RatioFn | None,
-    coefficients: Callable[[MicroBatch], Tensor] | None = None,
+    coefficients: Tensor | None = None,
     *,
     penalty: Penalty | None = None,
     records: bool = False,
 ) -> LossFn:
-    """The loss -sum_i sum_t c_{i,t} rho_t log pi(o_t). With c = 1, a sample's gradient is minus its score.
+    """The loss -sum_i c_i sum_t rho_t log pi(o_t). With c = 1, a sample's gradient is minus its score.
 
     Args:
         policy: provides the layout and the vocabulary size.
         temperature: of the sampling distribution.
         ratios: computes the importance ratios rho; 1 if None.
-        coefficients: computes c [b, t] of a microbatch's tokens; 1 if None.
+        coefficients: c [N]; 1 if None.
         penalty: added to the loss.
-        records: return `SUM_NAMES` as "sums", and sum_t c_t rho_t log pi(o_t) of each sample as "scores" [n], fp64.
+        records: return `SUM_NAMES` as "sums", c_i sum_t rho_t log pi(o_t) of each sample as "scores" [n] fp64, and
+            their numbers [n].
     """
     from oblr_megatron.model.logprobs import vocab_parallel_entropy, vocab_parallel_logprobs
 
@@ -113,7 +142,9 @@ def score_loss(
         logprobs = vocab_parallel_logprobs(logits, batch.labels, **vocab, invariant=policy.tap.invariant)  # [b, t]
         found = logprobs.detach()
         rho, sums_of = (torch.ones_like(found), _no_sums) if ratios is None else ratios(found, batch)
-        own = torch.ones_like(found) if coefficients is None else coefficients(batch)
+        own = torch.ones_like(found)
+        if coefficients is not None:
+            own = batch.per_token(coefficients[batch.sample_index])
         loss, kl = policy_gradient_loss(logprobs, batch.mask, own, rho), found.new_zeros(())
         if penalty is not None:
             added, kl = penalty.loss(logprobs, batch)
@@ -123,7 +154,8 @@ def score_loss(
         entropy = vocab_parallel_entropy(logits, **vocab)[batch.mask].sum()
         around = torch.stack([part.to(torch.float64) for part in (entropy, kl, batch.mask.sum())])
         sums = torch.cat([around[:1], sums_of().to(around.device), around[1:]])
-        return loss, {"sums": sums, "scores": batch.per_sample((own * rho * found).to(torch.float64))}
+        scores = batch.per_sample((own * rho * found).to(torch.float64))
+        return loss, {"sums": sums, "scores": scores, "numbers": batch.sample_index}
 
     return loss_of
 

@@ -19,7 +19,7 @@ from contextlib import contextmanager, nullcontext
 from dataclasses import replace
 from functools import partial
 from itertools import accumulate
-from typing import Any, Literal, get_args, overload
+from typing import Any, Literal, cast, get_args, overload
 
 import torch
 import torch.distributed as dist
@@ -196,15 +196,15 @@ class _Given:
 
     def microbatches(self, numbers: Sequence[int], *, single: bool) -> list[TokenBatch]:
         """The microbatches as they are; single samples of those that also hold others."""
-        chosen, found = set(numbers), list[TokenBatch]()
+        chosen, batches = set(numbers), list[TokenBatch]()
         for batch in self.batches:
             assert batch.sample_index is not None, "set above"
             own = batch.sample_index.tolist()
             if chosen.issuperset(own) and not (single and len(own) > 1):
-                found.append(batch)
+                batches.append(batch)
             elif not chosen.isdisjoint(own):
-                found += [part for n, part in zip(own, single_samples(batch), strict=True) if n in chosen]
-        return found
+                batches += [part for n, part in zip(own, single_samples(batch), strict=True) if n in chosen]
+        return batches
 
 
 def _lengths(batch: TokenBatch) -> list[int]:
@@ -217,8 +217,9 @@ def _lengths(batch: TokenBatch) -> list[int]:
 def _rule(weights: Tensor | Weights | GroupWeights, *, grouped: bool) -> Tensor | GroupWeights:
     """The weights, or a function of groups; without groups all samples are one."""
     if isinstance(weights, torch.Tensor) or grouped:
-        return weights  # type: ignore[return-value]  # `groups` says which of the two functions it is
-    return lambda _, norms: weights(norms[0])[None]  # type: ignore[call-arg]
+        return cast("Tensor | GroupWeights", weights)  # `groups` says which of the two functions it is
+    of_all = cast("Weights", weights)
+    return lambda _, norms: of_all(norms[0])[None]
 
 
 def _two_pass(

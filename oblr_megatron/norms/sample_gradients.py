@@ -36,7 +36,9 @@ k G + G - 1. Called on every rank of the replica with equal norms; returns the s
 class Samples(Protocol):
     """The N samples of a call. A pass asks for microbatches of some of them."""
 
-    tokens: Sequence[int]  # [N]
+    @property
+    def tokens(self) -> Sequence[int]:
+        """Tokens of each sample [N]."""
 
     def microbatches(self, numbers: Sequence[int], *, single: bool) -> list[Any]:
         """Microbatches of these samples, of one sample each if `single`; `sample_index` has their numbers."""
@@ -108,8 +110,8 @@ class SampleGradients:
             """Ask for the weights of whole groups whose norms are known."""
             if not isinstance(weights, torch.Tensor):
                 groups = [n // group_size for n in chosen[::group_size]]
-                found = weights(groups, norms[list(chosen)].view(-1, group_size))
-                known[list(chosen)] = checked_weights(found, (len(groups), group_size)).flatten().cpu()
+                asked = weights(groups, norms[list(chosen)].view(-1, group_size))
+                known[list(chosen)] = checked_weights(asked, (len(groups), group_size)).flatten().cpu()
 
         match self.mode:
             case "inline":
@@ -159,10 +161,11 @@ class SampleGradients:
         self._buffers += [GradientBuffer(self._model) for _ in range(len(group) - len(self._buffers))]
         microbatches = samples.microbatches(group, single=True)
         norms, records = stash_gradients(self._model, microbatches, loss_of, self._rules, self._reducer, self._buffers)
-        total.sq_norms[list(group)] = norms
+        order = numbers_of(microbatches)
+        total.sq_norms[order] = norms
         weigh(group)
         total.records.extend(records)
-        add_weighted(self._model, self._buffers[: len(group)], total.weights[list(group)].tolist())
+        add_weighted(self._model, self._buffers[: len(group)], total.weights[order].tolist())
 
     def _windows(self, samples: Samples, numbers: Sequence[int], group_size: int) -> Iterator[list[int]]:
         """Windows of whole groups: at least one group, otherwise at most `window_tokens` tokens."""

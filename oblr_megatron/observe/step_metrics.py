@@ -64,6 +64,15 @@ def quoted(text: str) -> str:
     return repr(text if len(text) <= MAX_SHOWN else f"{text[:half]} ... {text[-half:]}")
 
 
+def of_norms(norms_sq: Tensor, exact_sq: Tensor) -> dict[str, float]:
+    """How many of a step's norms [Q, G] are not finite, and how estimates agree with exact norms, where these are."""
+    compared = exact_sq > 0
+    metrics: dict[str, float] = {"gradnorm/nonfinite": int(norms_sq.isfinite().logical_not().sum())}
+    if compared.any():
+        metrics["gradnorm/estimate_corr"] = correlation(exact_sq[compared], norms_sq[compared])
+    return metrics
+
+
 def of_baseline(
     algo: AlgoConfig,
     scored: Scored,

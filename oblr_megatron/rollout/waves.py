@@ -40,6 +40,11 @@ class Wave:
         return self.batch.scored
 
 
+def whole_step(batch: Batch) -> Wave:
+    """All prompts of a step as one wave."""
+    return Wave(range(len(batch.scored.rewards)), batch, last=True)
+
+
 def mini_batches(wave: Wave, count: int) -> list[Wave]:
     """The prompts of a wave in `count` equal parts, in order; the wave itself if `count` is 1."""
     if count == 1:

@@ -6,6 +6,7 @@ import math
 from collections.abc import Sequence
 from pathlib import Path
 from random import Random
+from typing import Any
 
 import torch
 from safetensors.torch import load_file
@@ -16,9 +17,11 @@ from oblr_megatron.algo.importance import truncated_ratios
 from oblr_megatron.checkpoint.hf import load_hf_weights
 from oblr_megatron.config import ModelConfig
 from oblr_megatron.data.packing import pack
+from oblr_megatron.gradient.loss_fn import score_loss
 from oblr_megatron.model.parallel import Parallel
 from oblr_megatron.model.policy import Policy, build_policy
 from oblr_megatron.norms.oracle import oracle_gradient, oracle_logprobs
+from oblr_megatron.norms.two_pass import sq_grad_norms
 from oblr_megatron.types import MicroBatch, Sample
 from tests.tiny import VOCAB
 
@@ -100,6 +103,13 @@ def oracle(
             grad.square().sum() for name, grad in gradient.items() if not any(part in name for part in frozen)
         )
     return norms
+
+
+def sample_sq_grad_norms(
+    policy: Policy, batches: Sequence[MicroBatch], temperature: float = 1.0, ratios: Any = None, **options: Any
+) -> Tensor:
+    """w of every sample: the library's norms of the trainer's loss."""
+    return sq_grad_norms(policy, batches, score_loss(policy, temperature, ratios), **options)
 
 
 def relative_error(norms: Tensor, expected: Tensor) -> float:

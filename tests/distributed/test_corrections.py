@@ -15,8 +15,10 @@ from safetensors.torch import load_file
 from transformers import AutoConfig
 
 from oblr_megatron.algo.advantage import AdvantageRule
-from oblr_megatron.gradient.step import TrainingGradient
+from oblr_megatron.gradient.step_gradient import StepGradient
 from oblr_megatron.norms.oracle import oracle_gradient, oracle_logprobs
+from oblr_megatron.rollout.dynamic_sampling import Batch
+from oblr_megatron.rollout.waves import whole_step
 from tests.distributed.launch import layout, run_ranks
 from tests.distributed.test_gradnorm_modes import (
     GROUP,
@@ -77,7 +79,7 @@ def expected(path: str, options: dict[str, Any]) -> dict[str, Any]:
     norms = torch.stack([sum(g.square().sum() for g in grad.values()) for grad in gradients])
     norms = norms * ACTIVE.repeat_interleave(GROUP)
     config = config_of(path, {"mode": "two_pass"}, folds=4)
-    coefficients = AdvantageRule(scored(), config, 0.0)(range(PROMPTS), norms.view(PROMPTS, GROUP)).flatten()
+    coefficients = AdvantageRule(scored(), config)(range(PROMPTS), norms.view(PROMPTS, GROUP)).flatten()
     total = [-sum(c * gradient[name] for c, gradient in zip(coefficients, gradients, strict=True)) for name in weights]
     used = [rho for n, rho in enumerate(rhos) if ACTIVE[n // GROUP] and len(rho)]
     tokens = sum(len(rho) for rho in used)
@@ -104,16 +106,16 @@ def steps(
                     rollout = config.rollout.model_copy(update=options)
                     config = config.model_copy(update={"rollout": rollout})
                     policy = policy_of(path, parallel, config)
-                    step = TrainingGradient(policy, config)(
-                        make_samples(), AdvantageRule(scored(), config, 0.0), ACTIVE
-                    )
+                    step = StepGradient(policy, config).begin(1)
+                    step.add(whole_step(Batch([], make_samples(), scored())), AdvantageRule(scored(), config))
+                    (stats,) = step.updates()
                     gradient = {name: parameter.main_grad.clone() for name, parameter in policy.named_parameters()}
                     plain = plain or gradient
-                    assert step.stats.rejection is not None
+                    assert stats.rejection is not None
                     found[f"{sizes} {parallel_options}", name, mode] = {
-                        "norms": step.norms_sq,
-                        "B": step.stats.sq_norm,
-                        "rejection": step.stats.rejection,
+                        "norms": step.norms_sq.flatten(),
+                        "B": stats.sq_norm,
+                        "rejection": stats.rejection,
                         "difference": max(relative_difference(gradient[key], plain[key]) for key in plain),
                     }
     return found

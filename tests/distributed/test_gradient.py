@@ -12,12 +12,15 @@ import torch
 from safetensors.torch import load_file
 from transformers import Qwen3Config
 
+from oblr_megatron.algo.advantage import AdvantageRule
 from oblr_megatron.checkpoint.hf import load_hf_weights
 from oblr_megatron.config import parse_config
-from oblr_megatron.gradient.step import TrainingGradient
+from oblr_megatron.gradient.step_gradient import StepGradient
 from oblr_megatron.model.policy import build_policy
 from oblr_megatron.norms.oracle import oracle_gradient, oracle_logprobs
-from oblr_megatron.types import Sample
+from oblr_megatron.rollout.dynamic_sampling import Batch
+from oblr_megatron.rollout.waves import whole_step
+from oblr_megatron.types import Sample, Scored
 from tests.distributed.launch import layout, run_ranks
 from tests.tiny import VOCAB, make_hf_dir
 
@@ -59,7 +62,7 @@ def on_ranks(path: str, cases: list[tuple[int, int, bool]]) -> list[dict[str, fl
             "group_size": GROUP,
             "model": {"path": path, "dtype": "float64"},
             "data": {"train": "unused"},
-            "algo": {"snr": {"num_folds": FOLDS}},
+            "algo": {"baseline": "none", "token_scale": 1, "snr": {"num_folds": FOLDS}},
             "rollout": {"importance_sampling": "none", "temperature": 0.7},
             "gradnorm": {"mode": "two_pass"},
             "parallel": {"micro_batch_tokens": 24},
@@ -68,7 +71,11 @@ def on_ranks(path: str, cases: list[tuple[int, int, bool]]) -> list[dict[str, fl
         with layout(tp=tp, pp=pp, sp=sp) as parallel:
             policy = build_policy(Qwen3Config.from_pretrained(path), config.model, parallel)
             load_hf_weights(policy, Path(path))
-            stats = TrainingGradient(policy, config).policy_gradient(make_samples(), coefficients())
+            step = StepGradient(policy, config).begin(1)
+            rewards = NUM_PROMPTS * GROUP * coefficients().view(NUM_PROMPTS, GROUP)  # c = r / (Q G)
+            scored = Scored(rewards, torch.tensor([s.length for s in make_samples()]).view_as(rewards), 0)
+            step.add(whole_step(Batch([], make_samples(), scored)), AdvantageRule(scored, config))
+            (stats,) = step.updates()
             found.append(
                 {"loss": stats.loss, "B": stats.sq_norm, "M": stats.fold_sq_norm_mean, "tokens": stats.num_tokens}
             )

@@ -20,9 +20,11 @@ from transformers import AutoConfig
 
 from oblr_megatron.config import Config
 from oblr_megatron.data.packing import one_per_microbatch
-from oblr_megatron.gradient.step import TrainingGradient
+from oblr_megatron.gradient.step_gradient import StepGradient
 from oblr_megatron.model.reference import Reference
 from oblr_megatron.norms.oracle import oracle_logprobs
+from oblr_megatron.rollout.dynamic_sampling import Batch
+from oblr_megatron.rollout.waves import whole_step
 from tests.distributed.launch import layout, run_ranks
 from tests.distributed.passes import with_routes
 from tests.distributed.test_gradnorm_modes import (
@@ -35,6 +37,7 @@ from tests.distributed.test_gradnorm_modes import (
     expected,
     make_samples,
     policy_of,
+    scored,
     steps_of,
 )
 from tests.tiny import make_moe_hf_dir
@@ -111,16 +114,16 @@ def test_every_mode_replays_routes(model: str, world_size: int, nightly: bool) -
 def without_the_key(path: str) -> tuple[torch.Tensor, ...]:
     """Norms of samples with routes, the key off and on; log-probs of the policy and of a KL penalty's reference."""
     samples, active = with_routes(make_samples(), path), torch.ones(PROMPTS, dtype=torch.bool)
-    norms = []
+    norms, step = [], whole_step(Batch([], samples, scored()))
     with layout() as parallel:
         for replay in (False, True):
             config = config_of(path, MODES["two_pass"], folds=4, replay=replay)
             policy = policy_of(path, parallel, config)
-            gradients = TrainingGradient(policy, config)
-            norms.append(gradients.norms(samples, active))
+            gradients = StepGradient(policy, config)
+            norms.append(gradients.norms(step, active))
         batches = one_per_microbatch(samples, range(len(samples)))
         table = Reference(policy).logprobs(samples, batches, temperature=0.8)
-        return *norms, gradients.old_logprobs(samples, active), table
+        return *norms, gradients.old_logprobs(step, active), table
 
 
 def test_only_the_key_and_only_the_policy_replays(model: str) -> None:
@@ -146,8 +149,9 @@ def of_some_prompts(path: str) -> list[torch.Tensor]:
     """Norms of the prompts in each share, by replicas that all hold a part of every expert."""
     with layout(ep=2) as parallel:
         config = config_of(path, MODES["two_pass"], folds=2)
-        gradients = TrainingGradient(policy_of(path, parallel, config), config)
-        return [gradients.norms(make_samples(), torch.tensor(share)) for share in SHARES]
+        gradients = StepGradient(policy_of(path, parallel, config), config)
+        step = whole_step(Batch([], make_samples(), scored()))
+        return [gradients.norms(step, torch.tensor(share)) for share in SHARES]
 
 
 def test_norms_of_some_prompts_where_replicas_share_experts(model: str) -> None:

@@ -16,7 +16,6 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from oblr_megatron.gradient.estimate import sample_sq_grad_norms
 from oblr_megatron.model.optimizer import grad_sq_norm
 from oblr_megatron.model.parallel import Parallel
 from oblr_megatron.model.policy import Policy
@@ -29,6 +28,7 @@ from tests.distributed.gradnorm_cases import (
     make_samples,
     oracle,
     relative_error,
+    sample_sq_grad_norms,
     token_ratios,
 )
 from tests.distributed.launch import layout, run_ranks

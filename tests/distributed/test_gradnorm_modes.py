@@ -15,7 +15,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import replace
-from functools import cache, partial
+from functools import cache
 from pathlib import Path
 from random import Random
 from typing import Any
@@ -26,15 +26,16 @@ from safetensors.torch import load_file
 from transformers import AutoConfig
 
 from oblr_megatron.algo.advantage import AdvantageRule
-from oblr_megatron.algo.baseline import active_groups
 from oblr_megatron.checkpoint.hf import load_hf_weights
 from oblr_megatron.config import Config, parse_config
-from oblr_megatron.gradient.step import TrainingGradient
+from oblr_megatron.gradient.step_gradient import StepGradient
 from oblr_megatron.memory.select_mode import with_mode
 from oblr_megatron.model.parallel import Parallel
 from oblr_megatron.model.policy import Policy, build_policy
 from oblr_megatron.norms.oracle import oracle_gradient, oracle_logprobs
-from oblr_megatron.types import Sample, Scored, StepGradient
+from oblr_megatron.rollout.dynamic_sampling import Batch
+from oblr_megatron.rollout.waves import Wave, whole_step
+from oblr_megatron.types import Sample, Scored
 from tests.distributed.gradnorm_cases import drawn
 from tests.distributed.launch import layout, run_ranks
 from tests.distributed.passes import hf_config_of, with_routes
@@ -158,44 +159,45 @@ def step_of(
     What a buffer keeps from one step to the next does not depend on the layout. `streamed` adds the same step in waves.
     """
     policy = policy_of(path, parallel, config)
-    advantage = AdvantageRule(scored(), config, 0.0)
-    if config.gradnorm.mode == "inline":  # coefficients of norms that are known before the pass
-        norms = expected(path, config.model.moe_routing_replay)["norms"]
-        advantage = partial(_known, advantage, norms.view(PROMPTS, GROUP))
-    gradients = TrainingGradient(policy, config)
-    active = active_groups("optimal", scored().rewards)
+    gradients = StepGradient(policy, config)
     for _ in range(1 + again):
-        found = gradients(samples_of(config), advantage, active)
+        found = in_waves(gradients, path, config, [list(range(PROMPTS))])
     gradient = {name: parameter.main_grad.clone() for name, parameter in policy.named_parameters()}
-    metrics = described(found) | {"gradient": gradient}
+    metrics = found | {"gradient": gradient}
     if streamed:
-        metrics["streamed"] = described(in_waves(gradients, config, advantage, active))
+        metrics["streamed"] = in_waves(gradients, path, config, WAVES)
         metrics["streamed"]["difference"] = max(
             relative_difference(parameter.main_grad, gradient[name]) for name, parameter in policy.named_parameters()
         )
     return metrics
 
 
-def in_waves(gradients: TrainingGradient, config: Config, advantage: Any, active: torch.Tensor) -> StepGradient:
-    """The same step of prompts that come in waves; each wave has an advantage rule of its own prompts."""
-    sums, norms, samples = gradients.begin(whole=False), torch.zeros(PROMPTS, GROUP).double(), samples_of(config)
-    for wave in WAVES:
-        rule: Any = AdvantageRule(Scored(scored().rewards[wave], scored().lengths[wave], 0), config, 0.0)
-        if not isinstance(advantage, AdvantageRule):
-            rule = partial(lambda wave, local, unused: advantage([wave[k] for k in local], unused), wave)
-        part = [sample for position in wave for sample in samples[position * GROUP : (position + 1) * GROUP]]
-        found = gradients.add(sums, wave, part, rule, active[wave])
-        norms[wave] = found.view(len(wave), GROUP)
-    return StepGradient(norms.flatten(), gradients.finish(sums))
+def in_waves(gradients: StepGradient, path: str, config: Config, waves: list[list[int]]) -> dict[str, Any]:
+    """A step of prompts that come in waves; each wave has an advantage rule of its own prompts."""
+    gradients.begin(1)
+    known = None  # in mode inline coefficients do not depend on the pass: the norms are known before it
+    if config.gradnorm.mode == "inline":
+        known = expected(path, config.model.moe_routing_replay)["norms"].view(PROMPTS, GROUP)
+    samples = samples_of(config)
+    for number, wave in enumerate(waves, 1):
+        part = Scored(scored().rewards[wave], scored().lengths[wave], 0)
+        rule = AdvantageRule(part, config) if known is None else KnownNorms(part, config, known[wave])
+        own = [sample for position in wave for sample in samples[position * GROUP : (position + 1) * GROUP]]
+        gradients.add(Wave(wave, Batch([], own, part), last=number == len(waves)), rule)
+    (stats,) = gradients.updates()
+    described = {"loss": stats.loss, "B": stats.sq_norm, "M": stats.fold_sq_norm_mean}
+    return {"norms": gradients.norms_sq.flatten(), "stats": described, "tokens": stats.num_tokens}
 
 
-def described(found: StepGradient) -> dict[str, Any]:
-    stats = {"loss": found.stats.loss, "B": found.stats.sq_norm, "M": found.stats.fold_sq_norm_mean}
-    return {"norms": found.norms_sq, "stats": stats, "tokens": found.stats.num_tokens}
+class KnownNorms(AdvantageRule):
+    """The rule of norms [k, G] that are known, whatever a pass measures."""
 
+    def __init__(self, part: Scored, config: Config, norms: torch.Tensor) -> None:
+        super().__init__(part, config)
+        self._known = norms
 
-def _known(advantage: AdvantageRule, norms: torch.Tensor, prompts: Sequence[int], _: torch.Tensor) -> torch.Tensor:
-    return advantage(prompts, norms[list(prompts)])
+    def __call__(self, prompts: Sequence[int], norms_sq: torch.Tensor) -> torch.Tensor:
+        return super().__call__(prompts, self._known[list(prompts)])
 
 
 def relative_difference(found: torch.Tensor, wanted: torch.Tensor) -> float:
@@ -261,7 +263,7 @@ def expected(path: str, replay: bool = False) -> dict[str, Any]:
     norms = torch.stack([sum(g.square().sum() for g in grad.values()) for grad in gradients])
     used = norms.view(PROMPTS, GROUP).clone()
     used[2] = 0  # the group of equal rewards is left out
-    coefficients = AdvantageRule(scored(), config, 0.0)(range(PROMPTS), used).flatten()
+    coefficients = AdvantageRule(scored(), config)(range(PROMPTS), used).flatten()
     folds = [
         {k: -sum(coefficients[n] * gradients[n][k] for n in range(q * GROUP, (q + 1) * GROUP)) for k in weights}
         for q in range(PROMPTS)
@@ -331,6 +333,14 @@ def check(wanted: dict[str, Any], results: list[dict[tuple[str, str], dict[str, 
             assert metrics["difference"] <= RTOL, (rank, case, metrics["difference"])
 
 
+class EveryGroup(AdvantageRule):
+    """A rule that leaves out no group."""
+
+    @property
+    def active(self) -> torch.Tensor:
+        return torch.ones(PROMPTS, dtype=torch.bool)
+
+
 def with_a_broken_sample(path: str, baseline: str) -> dict[str, tuple[torch.Tensor, bool, float]]:
     """Norms, whether the gradient is finite, and its squared norm, by mode; one log-prob of sample 5 is NaN."""
     samples = make_samples()
@@ -343,10 +353,11 @@ def with_a_broken_sample(path: str, baseline: str) -> dict[str, tuple[torch.Tens
             config = config_of(path, gradnorm | {"always": True}, folds=4)
             config = config.model_copy(update={"algo": config.algo.model_copy(update={"baseline": baseline})})
             policy = policy_of(path, parallel, config)
-            gradients = TrainingGradient(policy, config)
-            step = gradients(samples, AdvantageRule(scored(), config, 0.0), torch.ones(PROMPTS, dtype=torch.bool))
+            gradients = StepGradient(policy, config).begin(1)
+            gradients.add(whole_step(Batch([], samples, scored())), EveryGroup(scored(), config))
+            (stats,) = gradients.updates()
             finite = all(bool(parameter.main_grad.isfinite().all()) for _, parameter in policy.named_parameters())
-            found[mode] = step.norms_sq, finite, step.stats.sq_norm
+            found[mode] = gradients.norms_sq.flatten(), finite, stats.sq_norm
     return found
 
 

@@ -17,7 +17,6 @@ import torch.distributed as dist
 from torch import Tensor
 
 from oblr_megatron.data.packing import empty_batch
-from oblr_megatron.gradient.estimate import sample_sq_grad_norms
 from oblr_megatron.model.policy import Policy
 from oblr_megatron.model.sq_norms import row_sq_norms
 from oblr_megatron.norms.embedding_rows import EmbeddingRows
@@ -30,6 +29,7 @@ from tests.distributed.gradnorm_cases import (
     load_policy,
     make_samples,
     oracle,
+    sample_sq_grad_norms,
 )
 from tests.distributed.launch import layout, run_ranks
 from tests.tiny import make_hf_dir, make_moe_hf_dir

@@ -13,8 +13,8 @@ import torch
 from torch import Tensor
 
 from oblr_megatron.config import ParallelConfig
-from oblr_megatron.gradient.estimate import sample_sq_grad_norms
 from oblr_megatron.model.optimizer import grad_sq_norm
+from tests.distributed.gradnorm_cases import sample_sq_grad_norms
 from tests.distributed.launch import layout, run_ranks
 from tests.distributed.passes import (
     COEFFICIENTS,

@@ -23,14 +23,16 @@ from safetensors.torch import load_file
 from torch import Tensor
 from transformers import AutoConfig
 
+from oblr_megatron.algo.advantage import AdvantageRule
 from oblr_megatron.checkpoint.hf import load_hf_weights
 from oblr_megatron.config import Config, parse_config
-from oblr_megatron.gradient.fold_sums import FoldSums
-from oblr_megatron.gradient.step import TrainingGradient
+from oblr_megatron.gradient.step_gradient import StepGradient
 from oblr_megatron.model.policy import build_policy
 from oblr_megatron.norms import oracle as reference
 from oblr_megatron.norms.oracle import oracle_logprobs, oracle_sq_norms
-from oblr_megatron.types import GradientStats, RouterMetrics, Sample
+from oblr_megatron.rollout.dynamic_sampling import Batch
+from oblr_megatron.rollout.waves import Wave, whole_step
+from oblr_megatron.types import Prompt, RouterMetrics, Sample, Scored
 from tests.distributed.launch import layout, run_ranks
 from tests.distributed.passes import Outcome, assert_outcomes, whole_gradients, with_routes
 from tests.distributed.test_gradient import FOLDS, GROUP, NUM_PROMPTS, coefficients, make_samples
@@ -62,7 +64,7 @@ CASES: dict[int, list[Case]] = {
 }
 
 
-def config_of(path: str, options: dict[str, Any], folds: int, replay: bool) -> Config:
+def config_of(path: str, options: dict[str, Any], folds: int, replay: bool, *, norms: bool = True) -> Config:
     model = {"path": path, "dtype": "float64", "moe_z_loss_coeff": Z, "moe_routing_replay": replay}
     return parse_config(
         {
@@ -71,9 +73,9 @@ def config_of(path: str, options: dict[str, Any], folds: int, replay: bool) -> C
             "group_size": GROUP,
             "model": model | {"moe_aux_loss_coeff": AUX},
             "data": {"train": "unused"},
-            "algo": {"snr": {"num_folds": folds}},
+            "algo": {"baseline": "none", "token_scale": 1, "snr": {"num_folds": folds}},
             "rollout": {"importance_sampling": "none", "temperature": TEMPERATURE},
-            "gradnorm": {"mode": "two_pass"},
+            "gradnorm": {"mode": "two_pass", "always": norms},
             "parallel": options,
         }
     )
@@ -86,6 +88,14 @@ def layers_of(sizes: dict[str, Any]) -> int:
 
 def samples_of(path: str, replay: bool) -> list[Sample]:
     return with_routes(make_samples(), path) if replay else make_samples()
+
+
+def step_of(samples: list[Sample], values: Tensor) -> Wave:
+    """A step whose coefficients under the baseline `none` are the given ones: c = r / (Q G)."""
+    rewards = len(samples) * values.view(-1, GROUP)
+    lengths = torch.tensor([sample.length for sample in samples]).view_as(rewards)
+    prompts = [Prompt(n, str(n), "", (3,), "", "tests") for n in range(len(rewards))]
+    return whole_step(Batch(prompts, samples, Scored(rewards, lengths, 0)))
 
 
 def said_of(metrics: RouterMetrics) -> dict[str, float]:
@@ -104,9 +114,10 @@ def on_ranks(
         with layout(**sizes) as parallel:
             policy = build_policy(AutoConfig.from_pretrained(path), config.model, parallel, config.parallel)
             load_hf_weights(policy, Path(path))
-            gradients = TrainingGradient(policy, config)
-            norms = gradients.norms(samples, torch.ones(NUM_PROMPTS, dtype=torch.bool))
-            stats = gradients.policy_gradient(samples, coefficients())
+            gradient, step = StepGradient(policy, config).begin(1), step_of(samples, coefficients())
+            norms = gradient.norms(step, torch.ones(NUM_PROMPTS, dtype=torch.bool))
+            gradient.add(step, AdvantageRule(step.scored, config))
+            (stats,) = gradient.updates()
             assert stats.routers is not None, name
             found[name] = (whole_gradients(policy), stats.sq_norm), norms, said_of(stats.routers)
     return found
@@ -218,25 +229,25 @@ def test_replayed_routes_are_those_of_the_losses_the_gradient_and_the_norms(
 
 def in_two_updates(path: str) -> tuple[dict[str, Tensor], dict[str, Tensor], dict[str, float], dict[str, float]]:
     """The gradient of half of the prompts: alone, and after the other half. Metrics: of both halves, of one pass."""
-    config = config_of(path, ALONE, 1, replay=False)
-    samples, active = make_samples(), torch.ones(NUM_PROMPTS, dtype=torch.bool)
+    config = config_of(path, ALONE, 1, replay=False, norms=False)
+    samples, values, half = make_samples(), coefficients(), NUM_PROMPTS // 2 * GROUP
     with layout() as parallel:
         policy = build_policy(AutoConfig.from_pretrained(path), config.model, parallel, config.parallel)
         load_hf_weights(policy, Path(path))
-        gradients = TrainingGradient(policy, config)
 
-        def half(first: bool, after: FoldSums | None = None) -> tuple[FoldSums, GradientStats]:
-            chosen = (torch.arange(NUM_PROMPTS) < NUM_PROMPTS // 2) == first
-            sums, values = gradients.begin(whole=True, after=after), coefficients().view(-1, GROUP) * chosen[:, None]
-            gradients.add(sums, range(NUM_PROMPTS), samples, lambda *_: values, active, norms_wanted=False)
-            return sums, gradients.finish(sums)
+        def last_update(config: Config, step: Wave) -> tuple[dict[str, Tensor], dict[str, float]]:
+            gradient = StepGradient(policy, config).begin(1)
+            gradient.add(step, AdvantageRule(step.scored, config))
+            *_, stats = gradient.updates()
+            assert stats.routers is not None
+            return whole_gradients(policy), said_of(stats.routers)
 
-        whole = gradients.policy_gradient(samples, coefficients())
-        half(first=False)
-        alone = whole_gradients(policy)
-        _, stats = half(first=False, after=half(first=True)[0])
-        assert whole.routers is not None and stats.routers is not None
-        return alone, whole_gradients(policy), said_of(stats.routers), said_of(whole.routers)
+        of_half = config.model_copy(update={"num_prompts": NUM_PROMPTS // 2})
+        in_two = config.model_copy(update={"algo": config.algo.model_copy(update={"updates_per_batch": 2})})
+        _, wanted = last_update(config, step_of(samples, values))
+        alone, _ = last_update(of_half, step_of(samples[half:], values[half:]))
+        later, found = last_update(in_two, step_of(samples, values / 2))
+        return alone, later, found, wanted
 
 
 def test_metrics_cover_all_updates_of_a_step_and_gradients_their_own(paths: dict[int, str]) -> None:

@@ -26,9 +26,11 @@ from oblr_megatron.algo.advantage import AdvantageRule
 from oblr_megatron.algo.baseline import active_groups
 from oblr_megatron.checkpoint.hf import load_hf_weights
 from oblr_megatron.config import Config, parse_config
-from oblr_megatron.gradient.step import TrainingGradient
+from oblr_megatron.gradient.step_gradient import StepGradient
 from oblr_megatron.model.reference import Reference
 from oblr_megatron.norms.oracle import oracle_logits
+from oblr_megatron.rollout.dynamic_sampling import Batch
+from oblr_megatron.rollout.waves import Wave, whole_step
 from oblr_megatron.types import MicroBatch
 from tests.distributed.gradnorm_cases import drawn
 from tests.distributed.launch import layout, run_ranks
@@ -102,12 +104,12 @@ def step_of(path: str, start: str, parallel: Any, config: Config) -> tuple[Outco
     reference = Reference(policy)
     load_hf_weights(policy, Path(path))
     weights = [parameter.detach().clone() for _, parameter in policy.named_parameters()]
-    step = TrainingGradient(policy, config, reference)(
-        make_samples(), AdvantageRule(scored(), config, 0.0), active_groups(config.algo.baseline, scored().rewards)
-    )
+    step = StepGradient(policy, config, reference).begin(1)
+    step.add(whole_step(Batch([], make_samples(), scored())), AdvantageRule(scored(), config))
+    (stats,) = step.updates()
     assert all(torch.equal(a, b) for a, (_, b) in zip(weights, policy.named_parameters(), strict=True))
-    stats = step.stats
-    return (whole_gradients(policy), stats.sq_norm), (step.norms_sq, stats.loss, stats.fold_sq_norm_mean, stats.kl)
+    norms = step.norms_sq.flatten()
+    return (whole_gradients(policy), stats.sq_norm), (norms, stats.loss, stats.fold_sq_norm_mean, stats.kl)
 
 
 def mutated(name: str) -> Any:
@@ -121,7 +123,7 @@ def mutated(name: str) -> Any:
         return difference
 
     if name == "penalty of active groups alone":
-        return patch("oblr_megatron.gradient.plain.PlainPass.prepare", _without_penalised)
+        return patch.object(StepGradient, "_penalty", _of_active_groups)
     return {
         "": nullcontext(),
         "shifted tokens": patch.object(MicroBatch, "of_tokens", one_early),
@@ -130,9 +132,9 @@ def mutated(name: str) -> Any:
     }[name]
 
 
-def _without_penalised(plain: Any, coefficients: Tensor, penalty: Any) -> None:
-    plain._used = (coefficients != 0).tolist()
-    plain._coefficients, plain._penalty = coefficients, penalty
+def _of_active_groups(step: StepGradient, batch: Wave, counted: Tensor, original: Any = StepGradient._penalty) -> Any:
+    active = active_groups("rloo", scored().rewards).repeat_interleave(GROUP)
+    return original(step, batch, counted & active)
 
 
 Tables = dict[int, tuple[Tensor, Tensor]]

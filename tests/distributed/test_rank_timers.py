@@ -17,7 +17,7 @@ import torch.distributed as dist
 
 from oblr_megatron import opening
 from oblr_megatron.config import Config
-from oblr_megatron.gradient.step import TrainingGradient
+from oblr_megatron.gradient.loss_fn import PassMetrics
 from tests.distributed.launch import run_ranks
 from tests.distributed.replayed import STEPS, config_of, make_inputs, train, train_here
 
@@ -36,15 +36,15 @@ def lines(path: Path) -> list[dict[str, Any]]:
 
 def train_with_a_slow_rank(config: Config) -> tuple[int, str]:
     """A run in which rank 1 has more to compute than rank 0, on devices with a peak."""
-    original = TrainingGradient._stats
+    original = PassMetrics.stats
 
-    def burdened(self: TrainingGradient, *args: Any, **kwargs: Any) -> Any:
+    def burdened(self: PassMetrics, *args: Any, **kwargs: Any) -> Any:
         end = time.thread_time() + EXTRA_S
         while dist.get_rank() == 1 and time.thread_time() < end:
             pass
         return original(self, *args, **kwargs)
 
-    TrainingGradient._stats = burdened  # type: ignore[method-assign]
+    PassMetrics.stats = burdened  # type: ignore[method-assign]
     opening.peak_flops = lambda *_: 1e11  # a CPU has none
     return train_here(config)
 

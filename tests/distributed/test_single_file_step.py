@@ -16,13 +16,15 @@ import torch
 from transformers import Qwen3Config
 
 from oblr_megatron.algo.advantage import AdvantageRule
-from oblr_megatron.algo.baseline import active_groups, advantages
+from oblr_megatron.algo.baseline import advantages
 from oblr_megatron.algo.schedule import build_schedule
 from oblr_megatron.checkpoint.hf import load_hf_weights
 from oblr_megatron.config import parse_config
-from oblr_megatron.gradient.step import TrainingGradient
+from oblr_megatron.gradient.step_gradient import StepGradient
 from oblr_megatron.model.optimizer import PolicyOptimizer
 from oblr_megatron.model.policy import build_policy
+from oblr_megatron.rollout.dynamic_sampling import Batch
+from oblr_megatron.rollout.waves import whole_step
 from oblr_megatron.types import Sample, Scored
 from oblr_megatron.weights.export import MegatronWeights
 from tests.distributed.launch import layout, run_ranks
@@ -99,7 +101,7 @@ def by_the_package(path: str, mode: str, cases: list[tuple[int, int, bool]]) -> 
             load_hf_weights(policy, Path(path))
             optimizer = PolicyOptimizer(policy, config.optimizer)
             schedule = build_schedule(config.algo, config.optimizer, num_steps=STEPS, num_prompts=NUM_PROMPTS)
-            gradients, metrics = TrainingGradient(policy, config), []
+            gradients, metrics = StepGradient(policy, config), []
             for step in range(STEPS):
                 drawn, rewards = draw(step)
                 samples = [
@@ -107,9 +109,9 @@ def by_the_package(path: str, mode: str, cases: list[tuple[int, int, bool]]) -> 
                     for n, (prompt, response, logprobs) in enumerate(drawn)
                 ]
                 lengths = torch.tensor([len(sample.response_ids) for sample in samples]).view_as(rewards)
-                advantage = AdvantageRule(Scored(rewards, lengths, 0), config, 0.0)
-                found = gradients(samples, advantage, active_groups("optimal", rewards))
-                norms, stats = found.norms_sq.view_as(rewards), found.stats
+                scored = Scored(rewards, lengths, 0)
+                gradients.begin(step + 1).add(whole_step(Batch([], samples, scored)), AdvantageRule(scored, config))
+                (stats,), norms = gradients.updates(), gradients.norms_sq
                 values = advantages("optimal", rewards, norms, lengths)
                 lr = schedule.rate(step)
                 optimizer.clip(stats.sq_norm)

@@ -24,15 +24,16 @@ from oblr_megatron.algo.advantage import AdvantageRule
 from oblr_megatron.checkpoint.hf import load_hf_weights
 from oblr_megatron.config import Config, ParallelConfig, parse_config
 from oblr_megatron.data.packing import one_per_microbatch
-from oblr_megatron.gradient.estimate import sample_sq_grad_norms
 from oblr_megatron.gradient.loss_fn import score_loss
-from oblr_megatron.gradient.step import TrainingGradient
+from oblr_megatron.gradient.step_gradient import StepGradient
 from oblr_megatron.model.parallel import Parallel, initialize, shutdown
 from oblr_megatron.model.policy import Policy, build_policy
 from oblr_megatron.model.step import run_schedule
 from oblr_megatron.norms.rules import classify
+from oblr_megatron.rollout.dynamic_sampling import Batch
+from oblr_megatron.rollout.waves import whole_step
 from oblr_megatron.types import Sample, Scored
-from tests.distributed.gradnorm_cases import TEMPERATURE, oracle, relative_error
+from tests.distributed.gradnorm_cases import TEMPERATURE, oracle, relative_error, sample_sq_grad_norms
 from tests.tiny import tiny_config
 
 PROMPTS, GROUP, VOCAB = 2, 2, 1024
@@ -93,15 +94,17 @@ def load(path: Path, parallel: Parallel, config: Config) -> Policy:
 
 def step_norms(policy: Policy, config: Config) -> Tensor:
     """[N] of one whole step, in the config's mode."""
-    return take_step(TrainingGradient(policy, config), config)
+    return take_step(StepGradient(policy, config), config)
 
 
-def take_step(gradients: TrainingGradient, config: Config) -> Tensor:
+def take_step(gradients: StepGradient, config: Config) -> Tensor:
     """[N] norms of one step, which need not be the first."""
     rewards = torch.tensor([[1.0, 0.0], [0.0, 1.0]], dtype=torch.float64)
     lengths = torch.tensor([response for _, response in LENGTHS]).view(PROMPTS, GROUP)
-    advantage = AdvantageRule(Scored(rewards, lengths, 0), config, 0.0)
-    return gradients(make_samples(), advantage, torch.ones(PROMPTS, dtype=torch.bool)).norms_sq
+    scored = Scored(rewards, lengths, 0)
+    gradients.begin(1).add(whole_step(Batch([], make_samples(), scored)), AdvantageRule(scored, config))
+    assert len(list(gradients.updates())) == 1
+    return gradients.norms_sq.flatten()
 
 
 def norms_of_gradients(policy: Policy) -> Tensor:
@@ -143,7 +146,7 @@ def test_stash_buffers_leave_the_device_between_steps(path: Path, parallel: Para
     """The allocated memory is then the same as before the first step."""
     config = config_of(path, "bfloat16", "stash")
     policy = load(path, parallel, config)
-    gradients = TrainingGradient(policy, config)
+    gradients = StepGradient(policy, config)
     before = torch.cuda.memory_allocated()
     norms = take_step(gradients, config)
     kept = torch.cuda.memory_allocated() - before

@@ -5,14 +5,17 @@ tests/e2e/test_first_run.py runs the README's commands. Not covered: whether the
 
 from __future__ import annotations
 
+import inspect
 import re
 import shlex
 import subprocess
 import sys
+import textwrap
 from pathlib import Path
 
 import pytest
 
+from oblr_megatron import step_loop
 from oblr_megatron.cli import make_parser
 from oblr_megatron.runtime.command_line import parse
 from tests.unit.config.test_config import keys
@@ -27,6 +30,12 @@ def test_config_page_is_up_to_date() -> None:
     code = "import sys; sys.path.insert(0, 'tools'); import config_doc; print(config_doc.document(), end='')"
     made = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, check=True).stdout
     assert (ROOT / "docs" / "config.md").read_text(encoding="utf-8") == made, "run python tools/config_doc.py"
+
+
+def test_the_printed_loop_is_the_code() -> None:
+    page = (ROOT / "docs" / "architecture.md").read_text(encoding="utf-8")
+    (printed,) = re.findall(r"```python\n(for step in .*?)```", page, re.DOTALL)
+    assert textwrap.indent(printed, "    ") in inspect.getsource(step_loop.train), "print the loop of step_loop.py"
 
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)

@@ -28,7 +28,7 @@ ORDER = (
     *("checks", "invariant", "metrics", "runtime", "processes"),
     *("algo", "rewards", "data", "memory", "model", "weights", "norms", "checkpoint", "engine", "environments"),
     *("rollout", "gradient", "observe", "evaluation", "preflight"),
-    *("sampling", "opening", "policy_gradient", "run", "step_loop", "cli", "api"),
+    *("sampling", "opening", "run", "step_loop", "cli", "api"),
     *("extras", "studies"),
 )
 """Folders and root modules from the bottom up: each imports only names to its left."""

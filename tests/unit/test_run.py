@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+from collections.abc import Iterator
 from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
@@ -12,24 +13,31 @@ from typing import Any
 import pytest
 import torch
 
-from oblr_megatron import policy_gradient, run
+from oblr_megatron import run
 from oblr_megatron.algo.advantage import AdvantageRule
 from oblr_megatron.algo.noise_split import NoiseSplit
 from oblr_megatron.algo.pools import pools_of
 from oblr_megatron.checkpoint.pieces import single_process
-from oblr_megatron.config import parse_config
+from oblr_megatron.config import ParallelConfig, parse_config
 from oblr_megatron.config.rollout import RolloutConfig
 from oblr_megatron.errors import RunError
+from oblr_megatron.gradient import estimate
+from oblr_megatron.gradient.step_gradient import StepGradient
 from oblr_megatron.metrics import describe
 from oblr_megatron.model.optimizer import PolicyOptimizer
+from oblr_megatron.model.parallel import initialize, shutdown
+from oblr_megatron.model.policy import Policy
+from oblr_megatron.norms.sample_gradients import numbers_of
 from oblr_megatron.observe import step_metrics
 from oblr_megatron.observe.step_metrics import StepRecord
 from oblr_megatron.rewards.base import RewardResult
 from oblr_megatron.rollout.dynamic_sampling import Batch
-from oblr_megatron.rollout.waves import Wave
+from oblr_megatron.rollout.waves import whole_step
 from oblr_megatron.runtime.collectives import Collectives
 from oblr_megatron.timing import PhaseTimer
 from oblr_megatron.types import GradientStats, Prompt, Sample, Scored
+from tests.distributed.gradnorm_cases import load_policy
+from tests.tiny import make_hf_dir
 from tests.unit.checkpoint.test_store import save
 
 NAN, INF = float("nan"), float("inf")
@@ -47,16 +55,15 @@ def make_run(tmp_path: Path, **algo: Any) -> Any:
             "model": {"path": "unused"},
             "data": {"train": "unused"},
             "algo": {"snr": {"num_folds": 2}, "token_scale": 1, **algo},
+            "gradnorm": {"mode": "two_pass"},
         }
     )
     parts = SimpleNamespace(
         config=config,
-        sampling=SimpleNamespace(
-            timer=PhaseTimer(), parallel=SimpleNamespace(rank=0), config=config, with_routes=lambda samples, _: samples
-        ),
+        sampling=SimpleNamespace(timer=PhaseTimer(), config=config),
         policy=None,
-        usual_norm=0.0,
-        momentum=None,
+        running_mean_norm=0.0,
+        updates=0,
         pools=None,
         noise=NoiseSplit(config.algo, config.num_prompts, config.group_size),
         schedule=SimpleNamespace(observe=lambda _: None, metrics=dict),
@@ -66,96 +73,89 @@ def make_run(tmp_path: Path, **algo: Any) -> Any:
     return parts
 
 
-class Gradients:
-    """Stands for the model: returns given norms of the prompts and keeps the coefficients computed from them."""
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return make_hf_dir(tmp_path_factory.mktemp("model"))
 
-    def own_samples(self, positions: Any, samples: Any) -> list[int]:
-        return []
 
-    def __init__(self, *norms: float) -> None:
+@pytest.fixture
+def policy(model: Path) -> Iterator[Policy]:
+    """A tiny model on one rank."""
+    yield load_policy(model, initialize(ParallelConfig()), dtype="float32")
+    shutdown()
+
+
+class Measured:
+    """The norms of `SAMPLES` that a pass of the model seems to measure, and for which of them it was asked."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch, policy: Policy) -> None:
+        self.policy = policy
+        self.given = torch.zeros(4, dtype=torch.float64)
+        self.asked: list[tuple[str, list[int]]] = []  # source, samples
+        self.coefficients = torch.zeros(0)  # of the last step
+        monkeypatch.setattr("oblr_megatron.gradient.step_gradient.sq_norms_of", self._norms)
+
+    def _norms(self, gradients: Any, policy: Policy, samples: Any, microbatches: Any, *, source: str, **_: Any) -> Any:
+        numbers = numbers_of(microbatches)
+        self.asked.append((source, sorted(numbers.tolist())))
+        return self.given[numbers]
+
+    def step(self, parts: Any, *norms: float, step: int = 1) -> GradientStats:
+        """The arrows of the loop that take the gradient and learn from it."""
         self.given = torch.tensor(norms, dtype=torch.float64)
-        self.coefficients = torch.zeros(0)
-        self.wanted = False
-        self.measured: Any = None
-        self.compared: Any = None  # prompts of the check of an estimate
-
-    def begin(self, *, whole: bool) -> None:
-        assert whole
-
-    def add(
-        self,
-        sums: Any,
-        positions: Any,
-        samples: Any,
-        coefficients_of: Any,
-        active: Any,
-        *,
-        norms_wanted: bool,
-        measured: Any,
-        timer: Any,
-    ) -> torch.Tensor:
-        self.wanted, self.measured = norms_wanted, measured
-        norms = self.given if norms_wanted else torch.zeros_like(self.given)
-        norms = norms if measured is None else norms * measured.repeat_interleave(2)
-        self.coefficients = coefficients_of(range(2), norms.view(2, 2))
-        return norms
-
-    def norms(self, samples: Any, chosen: Any, positions: Any, *, source: str) -> torch.Tensor:
-        assert source == "exact"
-        self.compared = chosen
-        return self.given * chosen.repeat_interleave(2)
-
-    def finish(self, sums: Any, timer: Any) -> GradientStats:
-        return GradientStats(-0.5, 4.0, 9.0, 2, 1.5, 1e-6, 0.0, 14)
+        self.asked.clear()
+        parts.record = StepRecord(done=step, scored=SCORED, samples=SAMPLES)
+        parts.step_gradient = StepGradient(self.policy, parts.config)
+        gradient = run.Run.gradient(parts, parts.record)
+        rule = AdvantageRule(SCORED, parts.config, parts.history([]))
+        gradient.add(whole_step(Batch([], SAMPLES, SCORED)), rule)
+        (stats,) = gradient.updates()
+        assert math.isfinite(stats.sq_norm)
+        self.coefficients = rule(range(2), gradient.norms_sq)
+        run.Run.observe(parts, gradient, parts.record)
+        return stats
 
 
-def gradient_of(parts: Any, gradients: Gradients, step: int = 1) -> GradientStats:
-    """The arrows of the loop that take the gradient and learn from it."""
-    parts.gradients, parts.record = gradients, StepRecord(done=step, scored=SCORED, samples=SAMPLES)
-    parts.sampling.config = parts.config
-    gradient = run.Run.policy_gradient(parts, parts.record, whole=True)
-    wave = Wave(range(2), Batch([], SAMPLES, SCORED), last=True)
-    gradient.add(wave, AdvantageRule(SCORED, parts.config, parts.usual_norm))
-    stats, norms = gradient.finish()
-    run.Run.observe(parts, stats, norms, parts.record)
-    return stats
+@pytest.fixture
+def measured(monkeypatch: pytest.MonkeyPatch, policy: Policy) -> Measured:
+    return Measured(monkeypatch, policy)
 
 
 @pytest.mark.parametrize("value", [NAN, INF])
-def test_a_sample_without_a_finite_norm_gets_no_gradient(tmp_path: Path, value: float) -> None:
-    parts, gradients = make_run(tmp_path, baseline="optimal"), Gradients(1.0, value, 2.0, 3.0)
-    gradient_of(parts, gradients)
+def test_a_sample_without_a_finite_norm_gets_no_gradient(tmp_path: Path, measured: Measured, value: float) -> None:
+    parts = make_run(tmp_path, baseline="optimal")
+    measured.step(parts, 1.0, value, 2.0, 3.0)
     assert parts.record.metrics["gradnorm/nonfinite"] == 1
     # G = 2: the other's reward is the baseline; divided by Q G = 4
-    assert (4 * gradients.coefficients).tolist() == [[1.0, 0.0], [-1.0, 1.0]]
-    assert parts.usual_norm == 2.0
+    assert (4 * measured.coefficients).tolist() == [[1.0, 0.0], [-1.0, 1.0]]
+    assert parts.running_mean_norm == 2.0
     assert all(torch.tensor(found).isfinite() for found in parts.record.metrics.values())
 
 
-def test_many_norms_that_are_not_finite_end_the_run_and_save_the_samples(tmp_path: Path) -> None:
+def test_many_norms_that_are_not_finite_end_the_run_and_save_the_samples(tmp_path: Path, measured: Measured) -> None:
     parts = make_run(tmp_path, baseline="optimal")
     with pytest.raises(RunError, match=r"4 of 4 gradient norms are not finite.*samples are in ") as caught:
-        gradient_of(parts, Gradients(NAN, NAN, NAN, NAN))
+        measured.step(parts, NAN, NAN, NAN, NAN)
     assert caught.value.agreed, "the state is saved"
     written = (tmp_path / "nonfinite_samples.jsonl").read_text().splitlines()
     assert [len(json.loads(line)["response_ids"]) for line in written] == [2, 3, 4, 5]
 
 
-def test_a_full_disk_leaves_no_rank_alone_in_the_save(tmp_path: Path) -> None:
+def test_a_full_disk_leaves_no_rank_alone_in_the_save(tmp_path: Path, measured: Measured) -> None:
     """Other ranks write nothing: they raise this error and save. Rank 0 has to raise it, too."""
     parts = make_run(tmp_path, baseline="optimal")
     (tmp_path / "nonfinite_samples.jsonl").mkdir()
     with pytest.raises(RunError, match=r"not finite.*cannot be written to .*: Is a directory") as caught:
-        gradient_of(parts, Gradients(NAN, NAN, NAN, NAN))
+        measured.step(parts, NAN, NAN, NAN, NAN)
     assert caught.value.agreed
 
 
-def test_log_probs_that_differ_against_the_promise_end_the_run_saved(tmp_path: Path) -> None:
+def test_log_probs_that_differ_against_the_promise_end_the_run_saved(tmp_path: Path, measured: Measured) -> None:
     parts = make_run(tmp_path, baseline="rloo")
     model = parts.config.model.model_copy(update={"batch_invariant": True})
     parts.config = parts.config.model_copy(update={"model": model})
     with pytest.raises(RunError, match="promises 0") as caught:
-        gradient_of(parts, Gradients(1.0, 1.0, 1.0, 1.0))
+        measured.step(parts, 1.0, 1.0, 1.0, 1.0)
     assert caught.value.agreed
 
 
@@ -198,50 +198,52 @@ def test_only_weights_of_a_step_boundary_are_saved(
     assert steps == saved and len(said) == (version > 3)
 
 
-def test_a_baseline_without_norms_measures_none_unless_asked(tmp_path: Path) -> None:
-    parts, gradients = make_run(tmp_path, baseline="rloo"), Gradients(1.0, 1.0, 1.0, 1.0)
-    gradient_of(parts, gradients)
-    assert not gradients.wanted
+def test_a_baseline_without_norms_measures_none_unless_asked(tmp_path: Path, measured: Measured) -> None:
+    parts = make_run(tmp_path, baseline="rloo")
+    measured.step(parts, 1.0, 1.0, 1.0, 1.0)
+    assert not measured.asked
     assert parts.record.metrics == {"baseline/spread": 0.0, "baseline/self_dependence": 0.0}, "these need no norms"
     parts.config = parts.config.model_copy(
         update={"gradnorm": parts.config.gradnorm.model_copy(update={"always": True})}
     )
-    gradient_of(parts, gradients)
-    assert gradients.wanted and parts.record.metrics["gradnorm/sq_mean"] == 1.0
+    measured.step(parts, 1.0, 1.0, 1.0, 1.0)
+    assert measured.asked and parts.record.metrics["gradnorm/sq_mean"] == 1.0
 
 
-def test_the_samples_estimator_gets_the_squares_of_all_terms(tmp_path: Path) -> None:
+def test_the_samples_estimator_gets_the_squares_of_all_terms(tmp_path: Path, measured: Measured) -> None:
     """G = 2: A is 1 or -1, divided by Q G = 4. A norm that is not finite contributes nothing."""
     parts = make_run(tmp_path, baseline="optimal", snr={"num_folds": 1, "estimator": "samples"})
-    assert gradient_of(parts, Gradients(1.0, 4.0, 2.0, 3.0)).sample_sq_norm == 10 / 16
-    assert gradient_of(parts, Gradients(1.0, NAN, 2.0, 3.0)).sample_sq_norm == 6 / 16
+    assert measured.step(parts, 1.0, 4.0, 2.0, 3.0).sample_sq_norm == 10 / 16
+    assert measured.step(parts, 1.0, NAN, 2.0, 3.0).sample_sq_norm == 6 / 16
     other = make_run(tmp_path, baseline="rloo")
-    assert math.isnan(gradient_of(other, Gradients(1.0, 4.0, 2.0, 3.0)).sample_sq_norm)
+    assert math.isnan(measured.step(other, 1.0, 4.0, 2.0, 3.0).sample_sq_norm)
 
 
-def test_the_panel_needs_norms_and_not_stand_ins(tmp_path: Path) -> None:
+def test_the_panel_needs_norms_and_not_stand_ins(tmp_path: Path, measured: Measured) -> None:
     """A run with lengths as norms cannot tell the variance under another baseline."""
     panels = []
     for source in ("exact", "length"):
         parts = make_run(tmp_path, baseline="optimal")
         options = parts.config.gradnorm.model_copy(update={"source": source, "check_every": 0})
         parts.config = parts.config.model_copy(update={"gradnorm": options})
-        gradient_of(parts, Gradients(1.0, 4.0, 2.0, 3.0))
+        measured.step(parts, 1.0, 4.0, 2.0, 3.0)
         assert all(describe(name) for name in parts.record.metrics)
         panels.append([name for name in parts.record.metrics if "/variance_ratio" in name])
     assert len(panels[0]) == 6 and panels[1] == []
 
 
-def test_estimates_are_compared_where_there_are_any(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_estimates_are_compared_where_there_are_any(
+    tmp_path: Path, measured: Measured, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """With gradnorm.sample_fraction, the check takes none of the prompts without an estimate."""
-    monkeypatch.setattr(policy_gradient, "CHECKED", 4)
+    monkeypatch.setattr(estimate, "CHECKED", 4)
     parts = make_run(tmp_path, baseline="pooled")
     options = {"source": "length", "check_every": 1, "sample_fraction": 0.5}
     parts.config = parts.config.model_copy(update={"gradnorm": parts.config.gradnorm.model_copy(update=options)})
     for step in range(1, 6):
-        gradients = Gradients(1.0, 4.0, 2.0, 3.0)
-        gradient_of(parts, gradients, step)
-        assert gradients.compared.tolist() == gradients.measured.tolist() and gradients.measured.sum() == 1
+        measured.step(parts, 1.0, 4.0, 2.0, 3.0, step=step)
+        (exact, compared), (length, estimated) = measured.asked
+        assert (exact, length) == ("exact", "length") and compared == estimated and len(estimated) == 2
         assert parts.record.metrics["gradnorm/estimate_corr"] == pytest.approx(1)
 
 
@@ -304,7 +306,7 @@ def test_buffers_go_back_before_engines_wake_where_they_take_turns(
     said: list[str] = []
     parts = make_run(tmp_path)
     parts.config = parts.config.model_copy(update={"rollout": RolloutConfig(**rollout)})
-    parts.gradients = SimpleNamespace(release=lambda: said.append("release"))
+    parts.step_gradient = SimpleNamespace(release=lambda: said.append("release"))
     parts.sampling.parallel = SimpleNamespace(device=torch.device(device))
     parts.sampling.engines = SimpleNamespace(push=lambda *_: said.append("push"))
     parts.optimizer = SimpleNamespace(offload=lambda: said.append("offload"))
@@ -312,20 +314,20 @@ def test_buffers_go_back_before_engines_wake_where_they_take_turns(
     assert said == ["offload", *told] and parts.sampling.version == parts.record.metrics["weights/version"] == 3
 
 
-def test_a_share_of_the_prompts_is_measured_and_another_in_each_step(tmp_path: Path) -> None:
-    parts, gradients = make_run(tmp_path, baseline="pooled"), Gradients(1.0, 1.0, 1.0, 1.0)
-    gradient_of(parts, gradients)
-    assert gradients.measured is None, "all of them"
+def test_a_share_of_the_prompts_is_measured_and_another_in_each_step(tmp_path: Path, measured: Measured) -> None:
+    parts = make_run(tmp_path, baseline="pooled")
+    measured.step(parts, 1.0, 1.0, 1.0, 1.0)
+    assert measured.asked == [("exact", [0, 1, 2, 3])]
     gradnorm = parts.config.gradnorm.model_copy(update={"sample_fraction": 0.25})
     parts.config = parts.config.model_copy(update={"gradnorm": gradnorm})
 
-    def measured(step: int) -> list[bool]:
-        gradient_of(parts, gradients, step)
-        return gradients.measured.tolist()
+    def numbers(step: int) -> list[int]:
+        measured.step(parts, 1.0, 1.0, 1.0, 1.0, step=step)
+        return measured.asked[0][1]
 
-    chosen = [measured(step) for step in range(6)]
-    assert all(sum(each) == 1 for each in chosen) and len({tuple(each) for each in chosen}) > 1
-    assert measured(3) == chosen[3], "a resumed run measures the same"
+    chosen = [numbers(step) for step in range(6)]
+    assert all(each in ([0, 1], [2, 3]) for each in chosen) and len({tuple(each) for each in chosen}) > 1
+    assert numbers(3) == chosen[3], "a resumed run measures the same"
 
 
 @pytest.mark.parametrize(
@@ -348,9 +350,9 @@ def test_norms_in_another_unit_are_not_continued(
     first.sampling.version, first.sampling.position, first.schedule.state_dict = 1, None, dict
     prompts = [Prompt(row, str(row), "", (3,), "", "sums") for row in range(2)]
     first.pools.observe(prompts, SCORED, torch.ones(2, 2), first.history(prompts))
-    first.usual_norm = 4e3
+    first.running_mean_norm = 4e3
     run.Run.restore(second, run.Run._facts(first) | {"config": first.config.model_dump(mode="json")})
-    assert second.usual_norm == (4e3 if now == before else 0.0)
+    assert second.running_mean_norm == (4e3 if now == before else 0.0)
     assert second.history(prompts).expected.isfinite().all().item() is kept
 
 

@@ -19,7 +19,7 @@ from statistics import mean
 
 from record import publish
 
-from oblr_megatron.data.packing import deal, local_folds
+from oblr_megatron.data.packing import balanced_shares, local_folds
 
 PROMPTS, GROUP, STEPS = 256, 4, 200
 BETWEEN, WITHIN = 0.4, 0.6  # coefficients of variation of lengths: of prompts, of the responses to a prompt
@@ -73,7 +73,7 @@ def row(steps: Sequence[Sequence[int]], replicas: int, folds_each: int | None) -
         tokens = [sum(step[prompt] for prompt in fold) for fold in folds]
         size = len(folds) // replicas
         by_position.append([sum(tokens[at : at + size]) for at in range(0, len(folds), size)])
-        by_tokens.append([sum(tokens[fold] for fold in share) for share in deal(tokens, replicas)])
+        by_tokens.append([sum(tokens[fold] for fold in share) for share in balanced_shares(tokens, replicas)])
     return Row(replicas, folds_each or "no folds", _busiest(by_position), _busiest(by_tokens))
 
 

@@ -33,15 +33,18 @@ from rich.table import Table
 from shapes import PROMPT_TOKENS, SHAPES, randomize
 from transformers import Qwen3Config
 
+from oblr_megatron.algo.advantage import AdvantageRule
 from oblr_megatron.config import Config, parse_config
 from oblr_megatron.formatting import size
-from oblr_megatron.gradient.step import TrainingGradient
+from oblr_megatron.gradient.step_gradient import StepGradient
 from oblr_megatron.memory.training import estimate, resident_bytes
 from oblr_megatron.model.optimizer import PolicyOptimizer
 from oblr_megatron.model.parallel import initialize, shutdown
 from oblr_megatron.model.policy import build_policy
 from oblr_megatron.model.precision import uses_transformer_engine
-from oblr_megatron.types import Sample
+from oblr_megatron.rollout.dynamic_sampling import Batch
+from oblr_megatron.rollout.waves import whole_step
+from oblr_megatron.types import Sample, Scored
 
 GIVES_BACK = {"MALLOC_MMAP_THRESHOLD_": str(2**20)}  # blocks of 1 MiB or more are mapped, and unmapped when freed
 
@@ -193,13 +196,17 @@ def measure(case: Case) -> None:
     )
     policy = build_policy(hf_config, config.model, parallel, config.parallel)
     randomize(policy.named_parameters())
-    optimizer, gradients = PolicyOptimizer(policy, config.optimizer), TrainingGradient(policy, config)
-    samples, active = case.random_samples(), torch.ones(case.prompts, dtype=torch.bool)
-    coefficients = torch.linspace(-1, 1, len(samples), dtype=torch.float64).view(case.prompts, -1)
+    optimizer, gradient = PolicyOptimizer(policy, config.optimizer), StepGradient(policy, config)
+    samples = case.random_samples()
+    rewards = torch.linspace(-1, 1, len(samples), dtype=torch.float64).view(case.prompts, -1)
+    lengths = torch.tensor([sample.length for sample in samples]).view_as(rewards)
+    batch = whole_step(Batch([], samples, Scored(rewards, lengths, 0)))
+    advantage = AdvantageRule(batch.scored, config)
     reset_peak(on_gpu)
     for _ in range(2):
-        step = gradients(samples, lambda prompts, _: coefficients[list(prompts)], active)
-        optimizer.clip(step.stats.sq_norm)
+        gradient.begin(1).add(batch, advantage)
+        (stats,) = gradient.updates()
+        optimizer.clip(stats.sq_norm)
         optimizer.step(1e-6)
     peak = torch.tensor(torch.cuda.max_memory_allocated() if on_gpu else resident_peak(), device=parallel.device)
     dist.all_reduce(peak, op=dist.ReduceOp.MAX)

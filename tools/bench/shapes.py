@@ -10,9 +10,9 @@ import torch
 from torch import Tensor, nn
 from transformers import Qwen3Config
 
-from oblr_megatron.algo.baseline import advantages
+from oblr_megatron.algo.advantage import AdvantageRule
 from oblr_megatron.config import Config, parse_config
-from oblr_megatron.types import Sample
+from oblr_megatron.types import Sample, Scored
 
 VOCAB, PROMPT_TOKENS = 2048, 16  # a small vocabulary, so that layers dominate the output head
 
@@ -96,11 +96,13 @@ class Cell:
         ]
 
     def coefficients(self, config: Config, norms_sq: Tensor) -> Tensor:
-        """Advantages / G for rewards 1, 0, 1, 0, ... and squared norms [G]: [G] fp64, all nonzero."""
+        """Coefficients of the samples with squared norms [G]: [G] fp64, all nonzero."""
+        return AdvantageRule(self.scored(), config)([0], norms_sq.cpu()[None])[0]
+
+    def scored(self) -> Scored:
+        """Rewards 1, 0, 1, 0, ... of the only prompt."""
         rewards = (torch.arange(self.samples) % 2 == 0).to(torch.float64)[None]
-        lengths = torch.full_like(rewards, self.tokens)
-        baseline = config.algo.baseline
-        return advantages(baseline, rewards, norms_sq.cpu()[None], lengths)[0] / self.samples
+        return Scored(rewards, torch.full((1, self.samples), self.tokens), 0)
 
 
 @torch.no_grad()

@@ -18,16 +18,18 @@ import torch
 from meter import Step
 from opacus_ghost import GhostTrainer, Rows, build_model
 from shapes import Cell, randomize
-from torch import Tensor
 
+from oblr_megatron.algo.advantage import AdvantageRule
 from oblr_megatron.checkpoint.hf_dir import HFDir
 from oblr_megatron.config import Config
-from oblr_megatron.gradient.step import TrainingGradient
+from oblr_megatron.gradient.step_gradient import StepGradient
 from oblr_megatron.memory.select_mode import with_mode
 from oblr_megatron.model.optimizer import PolicyOptimizer
 from oblr_megatron.model.parallel import Parallel
 from oblr_megatron.model.policy import Policy, build_policy
 from oblr_megatron.preflight.checklist import select_mode
+from oblr_megatron.rollout.dynamic_sampling import Batch
+from oblr_megatron.rollout.waves import whole_step
 
 PLAIN, INLINE, PLAIN_TORCH, GHOST = "plain", "inline", "plain_torch", "opacus_ghost"
 GRADNORM: dict[str, dict[str, Any]] = {  # mode -> [gradnorm] section
@@ -85,18 +87,13 @@ def _megatron(cell: Cell, configs: Mapping[str, Config], parallel: Parallel) -> 
 
 
 def _megatron_step(cell: Cell, config: Config, policy: Policy, optimizer: PolicyOptimizer) -> Step:
-    samples = cell.random_samples()
-    active = torch.ones(config.num_prompts, dtype=torch.bool)
-    gradient = TrainingGradient(policy, config)
-    wanted = config.uses_norms
-
-    def coefficients_of(prompts: Sequence[int], norms_sq: Tensor) -> Tensor:
-        """[1, G] -> [1, G], for the only prompt."""
-        return cell.coefficients(config, norms_sq[0])[None]
+    batch = whole_step(Batch([], cell.random_samples(), cell.scored()))
+    gradient, advantage = StepGradient(policy, config), AdvantageRule(batch.scored, config)
 
     def step() -> None:
-        found = gradient(samples, coefficients_of, active, norms_wanted=wanted)
-        optimizer.clip(found.stats.sq_norm)
+        gradient.begin(1).add(batch, advantage)
+        (stats,) = gradient.updates()
+        optimizer.clip(stats.sq_norm)
         optimizer.step(LR)
 
     return step

@@ -13,10 +13,11 @@ import torch
 from torch import Tensor
 from transformers import Qwen3MoeConfig
 
+from oblr_megatron.algo.advantage import AdvantageRule
 from oblr_megatron.config import ParallelConfig, parse_config
 from oblr_megatron.data.packing import one_per_microbatch
 from oblr_megatron.gradient.loss_fn import score_loss
-from oblr_megatron.gradient.step import TrainingGradient
+from oblr_megatron.gradient.step_gradient import StepGradient
 from oblr_megatron.model.parallel import initialize
 from oblr_megatron.model.policy import build_policy
 from oblr_megatron.model.precision import DTYPES
@@ -24,7 +25,9 @@ from oblr_megatron.model.published import published
 from oblr_megatron.model.step import run_schedule
 from oblr_megatron.norms.products import batch_sq_norms, cheaper, multiply, tiles_of
 from oblr_megatron.padding import PLANNED_TOKENS, Padding
-from oblr_megatron.types import Sample
+from oblr_megatron.rollout.dynamic_sampling import Batch
+from oblr_megatron.rollout.waves import whole_step
+from oblr_megatron.types import Sample, Scored
 from tools.gpu_test.report import Report
 
 ROUNDS = 5
@@ -179,12 +182,13 @@ def experts(
         )
     policy = build_policy(hf_config, config.model, parallel, config.parallel)
     randomize(policy.named_parameters())
-    gradient = TrainingGradient(policy, config)
-    samples, active = [_sample(tokens), _sample(tokens // 2)], torch.ones(1, dtype=torch.bool)
-    coefficients = torch.tensor([[0.5, -0.5]], dtype=torch.float64)
+    gradient, samples = StepGradient(policy, config), [_sample(tokens), _sample(tokens // 2)]
+    scored = Scored(torch.tensor([[1.0, 0.0]]).double(), torch.tensor([[sample.length for sample in samples]]), 0)
+    batch, advantage = whole_step(Batch([], samples, scored)), AdvantageRule(scored, config)
 
     def step() -> None:
-        gradient(samples, lambda *_: coefficients, active)
+        gradient.begin(1).add(batch, advantage)
+        assert len(list(gradient.updates())) == 1
 
     step()  # compiles, allocates
     found = operators_of(step, parallel.device)

@@ -6,7 +6,7 @@ import time
 from typing import Any
 
 from oblr_megatron import step_loop
-from oblr_megatron.gradient.step import TrainingGradient
+from oblr_megatron.gradient.step_gradient import StepGradient
 from oblr_megatron.model.parallel import end_process, rank_from_environment
 
 RAISED = "raised at"
@@ -15,9 +15,9 @@ RAISED = "raised at"
 def main() -> int:
     """The run, with a gradient that fails."""
     rank, world_size = rank_from_environment()
-    calls, plain = 0, TrainingGradient.add
+    calls, plain = 0, StepGradient.add
 
-    def gradient(self: TrainingGradient, *arguments: Any, **options: Any) -> Any:
+    def gradient(self: StepGradient, *arguments: Any, **options: Any) -> Any:
         nonlocal calls
         calls += 1
         if calls == 2 and rank == world_size - 1:
@@ -25,7 +25,7 @@ def main() -> int:
             raise RuntimeError("raised on purpose")
         return plain(self, *arguments, **options)
 
-    TrainingGradient.add = gradient  # type: ignore[method-assign]
+    StepGradient.add = gradient  # type: ignore[method-assign]
     return step_loop.main()
 
 

@@ -7,8 +7,9 @@ from typing import Any
 import pytest
 import torch
 
-from oblr_megatron.algo.advantage import AdvantageRule, usual
+from oblr_megatron.algo.advantage import AdvantageRule, running_mean_norm
 from oblr_megatron.algo.baseline import advantages
+from oblr_megatron.algo.formulas import History
 from oblr_megatron.config import Config, parse_config
 from oblr_megatron.types import Scored
 
@@ -18,6 +19,9 @@ Q, G = 3, 4
 def config_of(**algo: Any) -> Config:
     sections = {"model": {"path": "unused"}, "data": {"train": "unused"}, "algo": {"snr": {"num_folds": 1}, **algo}}
     return parse_config({"run_dir": "unused", "num_prompts": Q, "group_size": G, **sections})
+
+
+EARLIER = History(running_mean_norm=0.5)
 
 
 def step() -> tuple[Scored, torch.Tensor]:
@@ -31,7 +35,7 @@ def step() -> tuple[Scored, torch.Tensor]:
 @pytest.mark.parametrize("aggregation", ["constant", "token_mean", "sample_mean"])
 def test_prompts_one_by_one_give_what_all_together_give(baseline: str, aggregation: str) -> None:
     scored, norms = step()
-    advantage = AdvantageRule(scored, config_of(baseline=baseline, aggregation=aggregation), usual_norm=0.5)
+    advantage = AdvantageRule(scored, config_of(baseline=baseline, aggregation=aggregation), EARLIER)
     together = advantage(range(Q), norms)
     for prompts in ([0], [2], [2, 0]):
         torch.testing.assert_close(advantage(prompts, norms[prompts]), together[prompts], rtol=1e-12, atol=0)
@@ -42,17 +46,17 @@ def test_norms_next_to_nothing_are_told_by_those_of_earlier_steps() -> None:
     scored, norms = step()
     config = config_of(baseline="optimal")
     norms[1] = torch.tensor([1.0, 1e-9, 3e-9, 2e-9])
-    together = AdvantageRule(scored, config, 0.0)(range(Q), norms)
-    alone = AdvantageRule(scored, config, 0.5)([1], norms[1:2])
+    together = AdvantageRule(scored, config)(range(Q), norms)
+    alone = AdvantageRule(scored, config, EARLIER)([1], norms[1:2])
     torch.testing.assert_close(alone, together[1:2], rtol=1e-12, atol=0)
-    assert not torch.allclose(AdvantageRule(scored, config, 0.0)([1], norms[1:2]), together[1:2])
+    assert not torch.allclose(AdvantageRule(scored, config)([1], norms[1:2]), together[1:2])
 
 
 @pytest.mark.parametrize("value", [float("nan"), float("inf")])
 def test_a_norm_that_is_no_number_gives_a_coefficient_of_zero(value: float) -> None:
     scored, norms = step()
     norms[1, 2] = value
-    found = AdvantageRule(scored, config_of(baseline="optimal"), 0.5)([1], norms[1:2])
+    found = AdvantageRule(scored, config_of(baseline="optimal"), EARLIER)([1], norms[1:2])
     assert found.isfinite().all() and (found == 0).nonzero().tolist() == [[0, 2]]
 
 
@@ -66,13 +70,13 @@ def test_coefficients_have_the_divisor_of_the_aggregation(aggregation: str) -> N
         "sample_mean": Q * G * scored.lengths,
     }[aggregation]
     want = advantages("optimal", scored.rewards, norms, scored.lengths) / divisor
-    torch.testing.assert_close(AdvantageRule(scored, config, 0.0)(range(Q), norms), want, rtol=1e-12, atol=0)
+    torch.testing.assert_close(AdvantageRule(scored, config)(range(Q), norms), want, rtol=1e-12, atol=0)
 
 
-def test_usual_norm() -> None:
-    assert usual(torch.tensor([1.0, 3.0, float("nan"), 0.0]), 0.0) == 2.0
-    assert usual(torch.tensor([4.0]), 2.0, share=0.5) == 3.0
-    assert usual(torch.zeros(3), 2.0) == 2.0
+def test_running_mean_norm() -> None:
+    assert running_mean_norm(torch.tensor([1.0, 3.0, float("nan"), 0.0]), 0.0) == 2.0
+    assert running_mean_norm(torch.tensor([4.0]), 2.0, share=0.5) == 3.0
+    assert running_mean_norm(torch.zeros(3), 2.0) == 2.0
 
 
 @pytest.mark.parametrize("aggregation", ["constant", "token_mean", "sample_mean"])
@@ -80,7 +84,7 @@ def test_usual_norm() -> None:
 def test_a_mini_batch_has_the_batches_advantages_and_its_own_divisor(baseline: str, aggregation: str) -> None:
     scored, norms = step()
     config = config_of(baseline=baseline, aggregation=aggregation, updates_per_batch=Q)
-    whole = AdvantageRule(scored, config, 0.0)
+    whole = AdvantageRule(scored, config)
     together, lengths = whole(range(Q), norms), scored.lengths.double()
     for prompt in range(Q):
         factor = float(lengths.sum() / lengths[prompt].sum()) if aggregation == "token_mean" else Q

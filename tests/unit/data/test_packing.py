@@ -16,7 +16,7 @@ from hypothesis import strategies as st
 from torch.nn.utils.rnn import pad_sequence
 
 from oblr_megatron.config import ModelConfig, ParallelConfig
-from oblr_megatron.data.packing import check_folds, deal, local_folds, microbatches, one_per_microbatch, pack
+from oblr_megatron.data.packing import balanced_shares, check_folds, local_folds, microbatches, one_per_microbatch, pack
 from oblr_megatron.errors import UserError
 from oblr_megatron.padding import Padding, padding_of
 from oblr_megatron.types import MicroBatch, Sample
@@ -196,7 +196,7 @@ def test_uneven_folds_are_an_error(folds: int, ranks: int) -> None:
     ],
 )
 def test_shares_of_equal_count_and_nearly_equal_tokens(tokens: list[int], shares: int, dealt: list[list[int]]) -> None:
-    assert deal(tokens, shares) == dealt
+    assert balanced_shares(tokens, shares) == dealt
 
 
 @pytest.mark.parametrize("packed", [False, True])

@@ -38,6 +38,11 @@ def recompute(granularity: str) -> dict[str, Any]:
 
 
 INLINE = mode("inline") | {"algo": {"baseline": "pooled"}}
+STREAMED = {
+    "prompts": 2,
+    "algo": {"baseline": "pooled", "snr": {"num_folds": 1}},
+    "rollout": {"overlap": "stream"},
+}
 LARGE, TIED = {"vocab_size": 2000}, {"vocab_size": 1000, "tie_word_embeddings": True}
 CASES: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
     "no norms": ({"algo": {"baseline": "rloo"}}, {}),
@@ -54,8 +59,8 @@ CASES: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
     "inline, weights in bf16": (INLINE | {"model": {"dtype": "bfloat16"}}, LARGE),
     "inline, experts": (INLINE, {"num_experts": 4, "moe_intermediate_size": 96}),
     "streamed, folds": (mode("two_pass") | {"prompts": 2, "rollout": {"overlap": "stream"}}, {}),
-    "streamed, inline": (INLINE | {"rollout": {"overlap": "stream"}}, {}),
-    "streamed, stash": (mode("stash") | {"algo": {"baseline": "pooled"}, "rollout": {"overlap": "stream"}}, {}),
+    "streamed, inline": (mode("inline") | STREAMED, {}),
+    "streamed, stash": (mode("stash") | STREAMED, {}),
     "bookkeep": (mode("bookkeep"), {}),
     "bookkeep, rows": (mode("bookkeep") | {"rows": 2}, {}),
     "bookkeep, windows": (mode("bookkeep", window_tokens=100) | {"prompts": 2, "algo": {"snr": {"num_folds": 1}}}, {}),
@@ -162,7 +167,7 @@ def test_buffers_that_are_given_back_are_gone_and_come_back(parallel: Parallel) 
     steps.take(lr=0.0)
     kept, peak = steps.live.now, steps.live.peak
     grads = [parameter.main_grad.clone() for _, parameter in steps.policy.named_parameters()]
-    steps.gradients.release()
+    steps.gradient.release()
     sizes = RankSizes.of(hf_config.to_dict(), config, 0, on_gpu=False, transformer_engine=False)
     stash = config.group_size * sizes.parameters * sizes.wide
     assert kept - steps.live.now == pytest.approx(stash, rel=0.01)
@@ -174,12 +179,13 @@ def test_buffers_that_are_given_back_are_gone_and_come_back(parallel: Parallel) 
 
 @pytest.mark.parametrize("overlap", ["none", "stream"])
 def test_sums_of_folds_end_with_their_step(overlap: str, parallel: Parallel) -> None:
-    """The loop keeps a step's `FoldSums` until the next step: they hold no gradient by then."""
-    config = step_config(TOKENS, prompts=2, rollout={"max_response_tokens": TOKENS - 4, "overlap": overlap})
+    """They stay until the next step begins, and hold no gradient by then."""
+    rollout = {"max_response_tokens": TOKENS - 4, "overlap": overlap}
+    config = step_config(TOKENS, prompts=2, rollout=rollout, **mode("two_pass"))
     steps = WatchedSteps(tiny_config(**SIZES), config, parallel)
     steps.take()
     kept = steps.live.now
-    steps.sums = None
+    steps.gradient.begin(2)
     assert kept - steps.live.now < 1000, "a few scalars"
 
 
