@@ -158,7 +158,7 @@ class EngineServer:
                 self._llm.llm_engine.add_request(name, TokensPrompt(prompt_token_ids=list(one.ids)), parameters)
                 self._running[name] = call, one
                 self._unfinished[call] += 1
-        except Exception as error:
+        except Exception as error:  # any error: none of the prompts may stay
             self.abandon([one.number for one in asked])
             if isinstance(error, (ValueError, VLLMClientError)):
                 raise InvalidRequest(str(error)) from error
