@@ -229,6 +229,7 @@ def run_config(work: Work, run_dir: Path, servers: Sequence[str]) -> Config:
             "group_size": work.group_size,
             "model": {"path": work.model, "dtype": work.dtype},
             "data": {"train": "unused", "max_prompt_tokens": 32},
+            "algo": {"snr": {"num_folds": 1}},  # divides any number of prompts
             "rollout": {
                 "max_response_tokens": work.max_tokens,
                 "max_num_seqs": work.max_num_seqs,

@@ -115,7 +115,7 @@ def test_overlap(tmp_path: Path) -> None:
 
 
 def test_routing_replay(tmp_path: Path) -> None:
-    rows = rows_of("routing_replay", tmp_path, "--prompts", "2", "--group", "2", "--max-tokens", "8", "--steps", "2")
+    rows = rows_of("routing_replay", tmp_path, "--prompts", "8", "--group", "4", "--max-tokens", "16", "--steps", "3")
     assert [(row["engine"], row["replay"]) for row in rows] == [
         (dtype, replay) for dtype in ("float32", "bfloat16") for replay in (False, True)
     ]
