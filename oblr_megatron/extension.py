@@ -20,6 +20,11 @@ EXTENSIONS = {
     "oblr-megatron plan": "oblr_megatron.extras.planner.plan_command:add_arguments",
     "oblr-megatron quantize": "oblr_megatron.extras.quantize.quantize_command:add_arguments",
     "oblr-megatron study": "studies.study_command:add_arguments",
+    "model.batch_invariant": "oblr_megatron.extras.exact_sums.checks:check_invariant",
+    "model.batch_invariant trainer": "oblr_megatron.extras.exact_sums.trainer:numerics_of",
+    "model.batch_invariant engine": "oblr_megatron.extras.exact_sums.engine:install",
+    "rollout.speculation": "oblr_megatron.extras.speculation.options",
+    "rollout.speculation draws": "oblr_megatron.extras.speculation.draws:install",
     "data reasoning_gym": "oblr_megatron.extras.gym.rows",
     "reward reasoning_gym": "oblr_megatron.extras.gym.reward",
     "log.trackers mlflow": "oblr_megatron.extras.mlflow:MlflowTracker",
@@ -28,20 +33,25 @@ EXTENSIONS = {
 """What a user asks for -> the module, or "module:attribute", that provides it."""
 
 
+def available(name: str) -> bool:
+    """Whether an optional part is there; does not import it."""
+    module = EXTENSIONS[name].partition(":")[0]
+    if module.startswith("studies."):
+        _reach_studies()
+    try:
+        return find_spec(module) is not None
+    except ModuleNotFoundError:  # its parent
+        return False
+
+
 def check_extension(name: str) -> None:
     """Check that an optional part is there, without importing it.
 
     Raises:
         UserError: its folder is missing.
     """
-    module = EXTENSIONS[name].partition(":")[0]
-    if module.startswith("studies."):
-        _reach_studies()
-    try:
-        there = find_spec(module) is not None
-    except ModuleNotFoundError:  # its parent
-        there = False
-    if not there:
+    if not available(name):
+        module = EXTENSIONS[name].partition(":")[0]
         studies = module.startswith("studies.")
         what = "the studies live in the repository" if studies else f"{module} is not in this installation"
         raise UserError(what, where=name, fix="run it from a complete clone of the repository")

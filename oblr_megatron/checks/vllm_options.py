@@ -16,6 +16,7 @@ from typing import Any
 
 from oblr_megatron.checks.layout import num_experts
 from oblr_megatron.errors import UserError
+from oblr_megatron.extension import extension
 
 _REASONS: dict[str, str] = {
     "is set by rollout.dtype": "dtype",
@@ -140,6 +141,16 @@ def processor_flags() -> frozenset[str]:
     except OSError:  # not Linux
         return frozenset()
     return next((frozenset(line.partition(":")[2].split()) for line in lines if line.startswith("flags")), frozenset())
+
+
+def check_speculation(method: str, where: str) -> None:
+    """Refuse speculation whose parts are not installed.
+
+    Raises:
+        UserError: names what is missing.
+    """
+    if method != "none":
+        extension("rollout.speculation").check_installed(method, where)
 
 
 def check_routes(

@@ -9,6 +9,8 @@ from pydantic import AfterValidator, BeforeValidator, Field
 
 from oblr_megatron.config.section import LONGEST_WAIT_S, Section
 
+Speculation = Literal["none", "ngram", "suffix"]
+
 
 class EnvironmentConfig(Section):
     """Episodes of several turns, with tools, in place of single responses (docs/environments.md)."""
@@ -96,7 +98,7 @@ class RolloutConfig(Section):
     wave_tokens: int | None = Field(None, ge=1)
     """Tokens of finished prompts that "stream" waits for before it computes their gradient. By default one microbatch
     for each replica; with pipeline parallelism four for each stage of a replica."""
-    speculation: Literal["none", "ngram", "suffix"] = "none"
+    speculation: Speculation = "none"
     """Where engines take drafts of the next tokens from while few responses are left. "ngram": from what follows the
     same tokens earlier in the text. "suffix": also from other responses (needs arctic-inference). It changes no
     distribution and no draw (docs/speculation.md). Servers must be started with the same --speculation."""

@@ -6,7 +6,7 @@ from typing import Any
 
 from oblr_megatron.engine.protocol import EngineSpec
 from oblr_megatron.engine.routes import WORKER
-from oblr_megatron.engine.speculation import vllm_options
+from oblr_megatron.extension import extension
 
 
 def vllm_arguments(spec: EngineSpec, backend: str) -> dict[str, Any]:
@@ -22,7 +22,8 @@ def vllm_arguments(spec: EngineSpec, backend: str) -> dict[str, Any]:
         "weight_transfer_config": {"backend": backend},
     }
     if spec.speculation != "none":
-        options |= vllm_options(spec.speculation, spec.speculation_below, spec.max_num_seqs)
+        drafting = extension("rollout.speculation").vllm_options
+        options |= drafting(spec.speculation, spec.speculation_below, spec.max_num_seqs)
     if spec.routes:
         options |= {"enable_return_routed_experts": True} | ({} if on_gpu else {"worker_cls": WORKER})
     if not on_gpu or spec.batch_invariant:  # in the latter case, because a prompt in parts has other tiles

@@ -20,7 +20,6 @@ from contextlib import contextmanager
 from typing import Any
 
 from oblr_megatron.checkpoint.hf_dir import checkpoint_shapes
-from oblr_megatron.engine import invariant
 from oblr_megatron.engine.arguments import vllm_arguments
 from oblr_megatron.engine.channel import Call, Reply
 from oblr_megatron.engine.http_messages import PROTOCOL, Holding, Info, Report, shapes_digest
@@ -28,6 +27,7 @@ from oblr_megatron.engine.protocol import EngineSpec, PromptRequest, SamplingReq
 from oblr_megatron.engine.samples import sampling_params, to_sample
 from oblr_megatron.engine.state import InvalidRequest, Refusal, WeightState, check_reset
 from oblr_megatron.errors import DamagedError, RunError
+from oblr_megatron.extension import extension
 from oblr_megatron.types import Sample
 from oblr_megatron.weights.manifest import Manifest, parts_of
 from oblr_megatron.weights.names import HF_EMBEDDING
@@ -46,7 +46,7 @@ class EngineServer:
         from oblr_megatron.engine.plugin import BACKENDS
 
         if spec.batch_invariant and spec.device == "cpu":
-            invariant.install(spec)
+            extension("model.batch_invariant engine")(spec)
         self._spec, self._backend = spec, BACKENDS[spec.device, spec.server]
         self._llm = vllm.LLM(**vllm_arguments(spec, self._backend))
         self._tokenizer = self._llm.get_tokenizer()

@@ -1,7 +1,7 @@
 """vLLM plugin (entry point `vllm.general_plugins`): every vLLM process of ours runs it first. Imports no vllm.
 
 It registers our weight-transfer engines and makes speculation draw what plain sampling draws
-(`engine.exact_sampling`). On a CPU it also stops vLLM from packing weights (`engine.cpu.packing`), lets it return
+(`extras.speculation`). On a CPU it also stops vLLM from packing weights (`engine.cpu.packing`), lets it return
 routes (`engine.routes`), and makes norms and draws faster (`engine.cpu.kernels`).
 """
 
@@ -27,14 +27,16 @@ def register() -> None:
     """Make all our changes to this vLLM process. May be called any number of times."""
     from vllm.platforms import current_platform
 
-    from oblr_megatron.engine import exact_sampling, routes
+    from oblr_megatron.engine import routes
     from oblr_megatron.engine.cpu import kernels, packing
+    from oblr_megatron.extension import available, extension
     from oblr_megatron.runtime.gloo import share_device
     from oblr_megatron.runtime.malloc import keep_freed_memory
 
     die_with_engine()
     register_transfer_engines()
-    exact_sampling.install()
+    if available("rollout.speculation"):
+        extension("rollout.speculation draws")()
     if current_platform.is_cpu():
         share_device()
         keep_freed_memory()

@@ -17,6 +17,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, Protocol
 
 from oblr_megatron.checks.lengths import longest_evaluated
+from oblr_megatron.config.rollout import Speculation
 from oblr_megatron.errors import UserError
 from oblr_megatron.memory.buffer_sizes import CPU_STEP_TOKENS
 
@@ -145,7 +146,7 @@ class EngineSpec:
     quantization: Literal["none", "fp8"] = "none"
     batch_invariant: bool = False  # log-probs that depend on no batch, equal to the trainer's
     sleep_mode: bool = False  # whether a GPU engine can free its memory and take it back later
-    speculation: Literal["none", "ngram", "suffix"] = "none"
+    speculation: Speculation = "none"
     speculation_below: int | None = None  # most sequences that are sampled with drafts; None: measured
     seed: int = 0
     routes: bool = False  # whether the engine can return routes (`engine.routes`)

@@ -14,13 +14,19 @@ import socket
 from collections.abc import Callable, Mapping
 from ipaddress import ip_address
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, get_args
 
 from oblr_megatron.checks.layout import heads_problem
 from oblr_megatron.checks.machine import check_head_size
-from oblr_megatron.checks.vllm_options import cache_bytes, check_processor, check_routes, check_vllm_options
+from oblr_megatron.checks.vllm_options import (
+    cache_bytes,
+    check_processor,
+    check_routes,
+    check_speculation,
+    check_vllm_options,
+)
+from oblr_megatron.config.rollout import Speculation
 from oblr_megatron.engine.protocol import API_KEY, EngineSpec
-from oblr_megatron.engine.speculation import METHODS, check_installed
 from oblr_megatron.errors import UserError
 from oblr_megatron.families import head_dim
 from oblr_megatron.runtime.command_line import LARGEST, amount, count, port_number, whole
@@ -59,7 +65,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--num-threads", type=count, help="threads on a CPU; default: all cores")
     parser.add_argument(
         "--speculation",
-        choices=("none", *METHODS),
+        choices=get_args(Speculation),
         default="none",
         help="where drafts come from while few sequences run; must equal the run's rollout.speculation",
     )
@@ -109,7 +115,7 @@ def serve(options: argparse.Namespace) -> int:
     check_quantization(spec)
     check_vllm_options(spec.vllm, on_gpu=on_gpu, where="--vllm")
     check_processor(spec.vllm, on_gpu=on_gpu, where="--vllm")
-    check_installed(spec.speculation, "--speculation")
+    check_speculation(spec.speculation, "--speculation")
     if spec.routes:
         check_routes(model.config, spec.vllm, spec.speculation, on_gpu=on_gpu, where="command line")
     check_sizes(spec, model.config, torch.cuda.device_count())

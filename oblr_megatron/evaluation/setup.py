@@ -114,15 +114,14 @@ def opened(config: Config) -> Iterator[tuple[RolloutEngine, Reward]]:
     """A local vLLM engine with config.model.path, and the reward; both are closed at the end of the block."""
     import torch
 
-    from oblr_megatron.checks.vllm_options import check_processor, check_vllm_options
-    from oblr_megatron.engine.speculation import check_installed
+    from oblr_megatron.checks.vllm_options import check_processor, check_speculation, check_vllm_options
     from oblr_megatron.model import parallel as layout
     from oblr_megatron.observe.console import waiting
     from oblr_megatron.rewards.registry import build_reward
     from oblr_megatron.rewards.shared import SharedReward
     from oblr_megatron.rollout.colocated import ColocatedEngines
 
-    check_installed(config.rollout.speculation, "config: rollout.speculation")
+    check_speculation(config.rollout.speculation, "config: rollout.speculation")
     check_vllm_options(config.rollout.vllm, on_gpu=torch.cuda.is_available())
     check_processor(config.rollout.vllm, on_gpu=torch.cuda.is_available())
     with ExitStack() as stack:

@@ -84,7 +84,7 @@ def _energies(policy: Policy, microbatches: Sequence[MicroBatch], temperature: f
     vocab: dict[str, Any] = {"vocab_size": policy.vocab_size, "parallel": parallel, "temperature": temperature}
 
     def loss_of(logits: Tensor, batch: MicroBatch) -> tuple[Tensor, dict[str, Tensor]]:
-        rho, _ = ratios(vocab_parallel_logprobs(logits, batch.labels, **vocab, invariant=policy.tap.invariant), batch)
+        rho, _ = ratios(vocab_parallel_logprobs(logits, batch.labels, **vocab, operations=policy.tap.operations), batch)
         energies = vocab_parallel_energy(logits, batch.labels, **vocab) * rho.square()
         return logits.new_zeros(()), {"energy": batch.per_sample(energies.to(torch.float64))}
 

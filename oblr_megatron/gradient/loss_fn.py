@@ -139,7 +139,7 @@ def score_loss(
     vocab: dict[str, Any] = {"vocab_size": policy.vocab_size, "parallel": policy.parallel, "temperature": temperature}
 
     def loss_of(logits: Tensor, batch: MicroBatch) -> tuple[Tensor, dict[str, Tensor]]:
-        logprobs = vocab_parallel_logprobs(logits, batch.labels, **vocab, invariant=policy.tap.invariant)  # [b, t]
+        logprobs = vocab_parallel_logprobs(logits, batch.labels, **vocab, operations=policy.tap.operations)  # [b, t]
         found = logprobs.detach()
         rho, sums_of = (torch.ones_like(found), _no_sums) if ratios is None else ratios(found, batch)
         own = torch.ones_like(found)

@@ -14,8 +14,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from oblr_megatron.invariant import log_softmax_at
 from oblr_megatron.memory.buffer_sizes import ENTROPY_ROWS
+from oblr_megatron.model.numerics import Operations
 from oblr_megatron.model.parallel import Parallel
 from oblr_megatron.runtime.collectives import all_reduce
 
@@ -27,16 +27,16 @@ def vocab_parallel_logprobs(
     vocab_size: int,
     parallel: Parallel,
     temperature: float = 1.0,
-    invariant: bool = False,
+    operations: Operations | None = None,
 ) -> Tensor:
     """log pi of each label, [b, t], differentiable with respect to the logits.
 
-    With `invariant` they are those of `oblr_megatron.invariant`, which needs the whole vocabulary on each rank.
+    `operations` (model.batch_invariant) need the whole vocabulary on each rank.
 
     Memory besides the logits: one [b, t, Vp / tp] tensor (the softmax) until backward, and one more (the gradient, in
     the logits' dtype) during backward.
     """
-    return _VocabParallelLogprobs.apply(logits, labels, vocab_size, parallel, temperature, invariant)
+    return _VocabParallelLogprobs.apply(logits, labels, vocab_size, parallel, temperature, operations)
 
 
 class _VocabParallelLogprobs(torch.autograd.Function):
@@ -48,13 +48,13 @@ class _VocabParallelLogprobs(torch.autograd.Function):
         vocab_size: int,
         parallel: Parallel,
         temperature: float,
-        invariant: bool,
+        operations: Operations | None,
     ) -> Tensor:
         start, stop = _vocab_range(logits.shape[-1], vocab_size, parallel)
         ctx.temperature, ctx.dtype = temperature, logits.dtype
         scores = _scaled(logits, temperature)
-        if invariant:
-            found = log_softmax_at(scores[..., :vocab_size], labels).to(scores.dtype)
+        if operations:
+            found = operations.log_softmax_at(scores[..., :vocab_size], labels).to(scores.dtype)
             scores[..., vocab_size:] = -torch.inf
             ctx.save_for_backward(scores.softmax(-1), labels, torch.ones_like(labels, dtype=torch.bool))
             return found

@@ -16,8 +16,6 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
-from oblr_megatron import invariant
-
 if TYPE_CHECKING:
     from oblr_megatron.model.taps import Tap
 
@@ -51,8 +49,8 @@ class _TappedNorm(torch.autograd.Function):
     ) -> Tensor:
         ctx.weight, ctx.bias, ctx.eps, ctx.centred, ctx.tap = weight, bias, eps, centred, tap
         rstd = None  # [..., 1]
-        if tap.invariant:
-            y = invariant.rms_norm(x, weight, eps)
+        if tap.operations:
+            y = tap.operations.rms_norm(x, weight, eps)
         elif centred:
             y = functional.layer_norm(x, weight.shape, weight, bias, eps)
         else:  # what functional.rms_norm calls

@@ -31,8 +31,8 @@ from oblr_megatron.config import ModelConfig, ParallelConfig
 from oblr_megatron.model import moe
 from oblr_megatron.model.cpu.attention import RMSNorm, SdpaAttention
 from oblr_megatron.model.cpu.operations import SwiGLU
-from oblr_megatron.model.invariant import InvariantAttention
 from oblr_megatron.model.megatron_versions import mlp_submodules
+from oblr_megatron.model.numerics import Numerics, numerics_of
 from oblr_megatron.model.parallel import Parallel
 from oblr_megatron.model.precision import uses_transformer_engine
 from oblr_megatron.model.tapped import TappedModel
@@ -101,7 +101,7 @@ def build_policy(
         use_distributed_optimizer=options.use_distributed_optimizer,
         overlap_grad_reduce=options.overlap_grad_reduce,
     )
-    chunks, tap = [], Tap(invariant=config.batch_invariant and parallel.device.type == "cpu")
+    chunks, tap = [], Tap(numerics_of(hf_config, config, parallel.device).operations)
     for index in range(parallel.vp_size):
         model = build_model(hf_config, transformer_config, config, parallel, padded, index)
         with torch.no_grad():
@@ -130,18 +130,18 @@ def build_model(
     chunk: int = 0,
 ) -> GPTModel:
     """The unwrapped GPTModel of one chunk of this rank's pipeline stage."""
-    interleaved = parallel.vp_size > 1
+    interleaved, numerics = parallel.vp_size > 1, numerics_of(hf_config, config, parallel.device)
     rope = cast(dict[str, Any], hf_config.rope_parameters)
     model = GPTModel(
         config=transformer_config,
-        transformer_layer_spec=_block_spec(hf_config, transformer_config, config, parallel, chunk),
+        transformer_layer_spec=_block_spec(hf_config, transformer_config, config, parallel, numerics, chunk),
         vocab_size=padded_vocab,
         max_sequence_length=hf_config.max_position_embeddings,
         pre_process=parallel.is_first_stage and chunk == 0,
         post_process=parallel.is_last_stage and chunk == parallel.vp_size - 1,
         parallel_output=True,
         share_embeddings_and_output_weights=hf_config.tie_word_embeddings,
-        position_embedding_type="none" if config.batch_invariant and parallel.device.type == "cpu" else "rope",
+        position_embedding_type="none" if numerics.attention else "rope",
         rotary_base=rope["rope_theta"],
         rope_scaling=rope.get("rope_type") == "llama3",
         rope_scaling_factor=rope.get("factor", 1.0),
@@ -152,7 +152,12 @@ def build_model(
 
 
 def _block_spec(
-    hf_config: HFConfig, transformer_config: TransformerConfig, config: ModelConfig, parallel: Parallel, chunk: int
+    hf_config: HFConfig,
+    transformer_config: TransformerConfig,
+    config: ModelConfig,
+    parallel: Parallel,
+    numerics: Numerics,
+    chunk: int,
 ) -> ModuleSpec | TransformerBlockSubmodules:
     experts = transformer_config.num_moe_experts
     if uses_transformer_engine(config, parallel):
@@ -175,10 +180,6 @@ def _block_spec(
         mlp_submodules(layer).activation_func = SwiGLU
     if qk_norms:
         attention.q_layernorm = attention.k_layernorm = RMSNorm
-    if config.batch_invariant:
-        rope = {"rope_parameters": hf_config.rope_parameters}
-        attention.core_attention = ModuleSpec(InvariantAttention, params=rope)
-    else:
-        attention.core_attention = SdpaAttention
+    attention.core_attention = numerics.attention or SdpaAttention
     layers = get_num_layers_to_build(transformer_config, vp_stage=chunk)
     return TransformerBlockSubmodules(layer_specs=[layer] * layers, layer_norm=RMSNorm)

@@ -34,10 +34,10 @@ from megatron.core.tensor_parallel.mappings import (
 )
 from torch import Tensor, nn
 
-from oblr_megatron import invariant
 from oblr_megatron.model.cpu.shim import Replacements
 from oblr_megatron.model.megatron_versions import linear_forward
 from oblr_megatron.model.norm_taps import torch_norms
+from oblr_megatron.model.numerics import Operations
 
 if TYPE_CHECKING:
     from oblr_megatron.types import TokenRows
@@ -107,10 +107,10 @@ class AccumulateSink(DropSink):
 class Tap(Replacements):
     """Connects the tapped modules of a rank to the current sink."""
 
-    def __init__(self, *, invariant: bool = False) -> None:
+    def __init__(self, operations: Operations | None = None) -> None:
         super().__init__()
         self.sink: Sink = AccumulateSink()
-        self.invariant = invariant  # whether linear layers and norms take their values from `oblr_megatron.invariant`
+        self.operations = operations  # from which linear layers, norms and log-probs take their values
         self.weights: set[int] = set()  # ids of the tapped parameters
 
     @contextmanager
@@ -229,8 +229,8 @@ class _TappedLinear(torch.autograd.Function):
         group: Any,
     ) -> Tensor:
         output = linear_forward(ctx, input, weight, allreduce_dgrad, sequence_parallel, group)
-        if tap.invariant:
-            output = invariant.linear(input, weight)
+        if tap.operations:
+            output = tap.operations.linear(input, weight)
         ctx.weight, ctx.tap = weight, tap  # the parameter itself: backward may see another object in saved_tensors
         ctx.splits = splits
         return output

@@ -58,6 +58,6 @@ def response_logprobs(
     vocab: dict[str, Any] = {"vocab_size": policy.vocab_size, "parallel": policy.parallel, "temperature": temperature}
 
     def values_of(logits: Tensor, batch: MicroBatch) -> Tensor:
-        return vocab_parallel_logprobs(logits, batch.labels, **vocab, invariant=policy.tap.invariant)
+        return vocab_parallel_logprobs(logits, batch.labels, **vocab, operations=policy.tap.operations)
 
     return token_values(policy, samples, batches, values_of)

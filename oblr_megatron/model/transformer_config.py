@@ -14,7 +14,7 @@ from oblr_megatron.checks.layout import num_experts
 from oblr_megatron.config import ModelConfig, ParallelConfig
 from oblr_megatron.families import family_of, head_dim
 from oblr_megatron.model import moe
-from oblr_megatron.model.invariant import mode_of
+from oblr_megatron.model.numerics import numerics_of
 from oblr_megatron.model.parallel import Parallel
 from oblr_megatron.model.precision import DTYPES, precision_fields, uses_transformer_engine
 
@@ -39,7 +39,8 @@ def transformer_config_of(
     by_transformer_engine = uses_transformer_engine(config, parallel)
     values = hf_config.to_dict()
     family = family_of(values)
-    own_swiglu = parallel.device.type == "cpu" and not (num_experts(values) or config.batch_invariant)
+    numerics = numerics_of(hf_config, config, parallel.device)
+    own_swiglu = parallel.device.type == "cpu" and not (num_experts(values) or numerics.fields)
     return TransformerConfig(
         num_layers=hf_config.num_hidden_layers,
         hidden_size=hf_config.hidden_size,
@@ -65,7 +66,7 @@ def transformer_config_of(
         sequence_parallel=parallel.sequence_parallel,
         gradient_accumulation_fusion=False,
         **_recompute(options),
-        **{"activation_func": nn.functional.silu} | mode_of(config, parallel.device),
+        **{"activation_func": nn.functional.silu} | numerics.fields,
         **precision_fields(config, transformer_engine=by_transformer_engine),
         **_kernels(parallel.device, transformer_engine=by_transformer_engine),
         use_te_activation_func=own_swiglu,  # that of cpu/operations.py, not Transformer Engine's

@@ -18,7 +18,6 @@ from oblr_megatron.checkpoint.hf_dir import HFDir, check_hf_dir
 from oblr_megatron.checkpoint.partials import disk_bytes
 from oblr_megatron.checkpoint.resume import Checkpoint
 from oblr_megatron.checkpoint.store import NoSpaceError, check_replaceable, check_space, checkpoint_bytes
-from oblr_megatron.checks.invariant import check_invariant
 from oblr_megatron.checks.layout import check_layout, heads_problem
 from oblr_megatron.checks.lengths import check_positions
 from oblr_megatron.checks.machine import (
@@ -29,14 +28,14 @@ from oblr_megatron.checks.machine import (
     transformer_engine_chosen,
 )
 from oblr_megatron.checks.run_dir import CHECKPOINTS, CONFIG_FILE
-from oblr_megatron.checks.vllm_options import check_processor, check_routes, check_vllm_options
+from oblr_megatron.checks.vllm_options import check_processor, check_routes, check_speculation, check_vllm_options
 from oblr_megatron.data.packing import check_folds
 from oblr_megatron.data.prompt_set import prompts_digest
 from oblr_megatron.data.prompts import PromptStream
-from oblr_megatron.engine.speculation import check_installed
 from oblr_megatron.environments.registry import check_environment, data_for
 from oblr_megatron.errors import UserError
 from oblr_megatron.evaluation.setup import load_sets
+from oblr_megatron.extension import extension
 from oblr_megatron.memory.pass_plan import Layout, num_folds
 from oblr_megatron.memory.select_mode import ModeChoice, free_memory, resolve, with_mode
 from oblr_megatron.model.parallel import local_rank, local_world_size
@@ -98,7 +97,7 @@ def preflight(config: Config, world_size: int, *, owns_run_dir: bool = True) -> 
     if owns_run_dir and config.rollout.replay is None and config.rollout.servers:
         check_servers(config)  # only this rank talks to them
     if config.rollout.own_engines:
-        check_installed(config.rollout.speculation, "config: rollout.speculation")
+        check_speculation(config.rollout.speculation, "config: rollout.speculation")
         check_processor(config.rollout.vllm, on_gpu=torch.cuda.is_available())
     if owns_run_dir:
         check_replay(config, int(model.config["vocab_size"]), model.fingerprint)
@@ -149,7 +148,8 @@ def check_settings(
         if problem := heads_problem(hf_config, size, "rollout.tensor_parallel_size"):
             raise UserError(problem[0], where="config: rollout", fix=problem[1])
     check_pushable(hf_config, config, on_gpu=on_gpu)
-    check_invariant(hf_config, config, on_gpu=on_gpu)
+    if config.model.batch_invariant:
+        extension("model.batch_invariant")(hf_config, config, on_gpu=on_gpu)
     check_profile(config.log, on_gpu=on_gpu)
     check_reward(config.reward, max_response_tokens=config.rollout.max_response_tokens)
     check_environment(config)

@@ -14,8 +14,8 @@ from typing import Any, TypeVar
 from oblr_megatron.config import Config
 from oblr_megatron.engine.http_messages import Report
 from oblr_megatron.engine.protocol import PushStats, RolloutEngine, SamplingRequest
-from oblr_megatron.engine.speculation import metrics_of
 from oblr_megatron.errors import DamagedError, EngineLostError, RunError
+from oblr_megatron.extension import extension
 from oblr_megatron.rewards.base import Reward
 from oblr_megatron.rollout.feed import Put
 from oblr_megatron.rollout.in_flight import InFlight
@@ -111,7 +111,9 @@ class RecoveringEngines(RolloutEngine):
 
     def metrics(self) -> dict[str, float]:
         """Restarts and speculation since the last call, of all engines together."""
-        speculated = {} if self._config.rollout.speculation == "none" else metrics_of(self.reports())
+        speculated: dict[str, float] = {}
+        if self._config.rollout.speculation != "none":
+            speculated = extension("rollout.speculation").metrics_of(self.reports())
         restarts, self._restarts = self._restarts, 0
         return {"rollout/restarts": restarts, **speculated}
 

@@ -23,7 +23,8 @@ with no_collection():
     import vllm.v1.executor.uniproc_executor
     import vllm.v1.worker.cpu_worker  # noqa: F401
 
-    from oblr_megatron.engine import core, exact_sampling, plugin, transfer, worker  # noqa: F401
+    from oblr_megatron.engine import core, plugin, transfer, worker  # noqa: F401
+    from oblr_megatron.extras.speculation import draws  # noqa: F401
 
     del os.environ["TORCHDYNAMO_DISABLE"]
 

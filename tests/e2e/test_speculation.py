@@ -20,8 +20,8 @@ from transformers import Qwen3ForCausalLM
 
 from oblr_megatron.engine.http_messages import Report
 from oblr_megatron.engine.protocol import SamplingRequest
-from oblr_megatron.engine.speculation import METHODS
 from oblr_megatron.errors import UserError
+from oblr_megatron.extras.speculation.options import METHODS
 from oblr_megatron.rollout.colocated import ColocatedEngines
 from oblr_megatron.rollout.server_checks import check_servers
 from oblr_megatron.rollout.servers import ServerEngines

@@ -25,7 +25,7 @@ ROOT = PACKAGE.parent
 
 ORDER = (
     *("errors", "user_functions", "extension", "formatting", "types", "timing", "families", "padding", "config"),
-    *("checks", "invariant", "metrics", "runtime", "processes"),
+    *("checks", "metrics", "runtime", "processes"),
     *("algo", "rewards", "data", "memory", "model", "weights", "norms", "checkpoint", "engine", "environments"),
     *("rollout", "gradient", "observe", "evaluation", "preflight"),
     *("sampling", "opening", "run", "step_loop", "cli", "api"),

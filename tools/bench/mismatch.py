@@ -314,7 +314,7 @@ def _logprobs(policy: Any, found: list[dict[str, Any]]) -> tuple[Tensor, Tensor]
             vocab_size=VOCAB,
             parallel=policy.parallel,
             temperature=TEMPERATURE,
-            invariant=policy.tap.invariant,
+            operations=policy.tap.operations,
         )
         return logits.new_zeros(()), {"values": logprobs[0]}
 

@@ -29,7 +29,7 @@ from safetensors.torch import load_file, save_file
 ROOT = Path(__file__).resolve().parents[2]
 sys.path.insert(0, str(ROOT))
 from oblr_megatron.engine.protocol import SamplingRequest  # noqa: E402
-from oblr_megatron.engine.speculation import METHODS, SUFFIX_PACKAGE  # noqa: E402
+from oblr_megatron.extras.speculation.options import METHODS, SUFFIX_PACKAGE  # noqa: E402
 from oblr_megatron.rollout.colocated import ColocatedEngines  # noqa: E402
 from tests.e2e.tiny_rollout import engine_processes, make_prompts, start  # noqa: E402
 from tests.tiny import VOCAB, make_hf_dir  # noqa: E402

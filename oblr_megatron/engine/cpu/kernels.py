@@ -27,7 +27,7 @@ def install() -> None:
     missing = [name for name in ("rms_norm", "fused_add_rms_norm", "fused_gumbel_argmax") if not hasattr(_ops(), name)]
     if missing or not hasattr(TopKTopPSampler, "forward_cpu"):
         raise RuntimeError(f"this vLLM has other CPU kernels: {', '.join(missing) or 'another sampler'}")
-    if "forward_cpu" not in vars(RMSNorm):  # or `engine.invariant` has replaced it, which comes first
+    if "forward_cpu" not in vars(RMSNorm):  # or `extras.exact_sums` has replaced it, which comes first
         RMSNorm.forward_cpu = rms_norm  # type: ignore[method-assign]
     TopKTopPSampler.forward_cpu = sample  # type: ignore[method-assign, assignment]
 

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from oblr_megatron.config import Config
-from oblr_megatron.engine.speculation import OPTIONS
+from oblr_megatron.extension import extension
 from oblr_megatron.extras.planner.exchange import Links
 from oblr_megatron.extras.planner.setting import Phase
 from oblr_megatron.memory.engine import EngineMemory, engine_bytes, engine_sizes
@@ -95,9 +95,12 @@ class _Engine:
 
     def next_token(self) -> float:
         """Seconds until a response that is decoded by itself is one token longer."""
-        drafts, chance = OPTIONS["ngram"]["num_speculative_tokens"], self.setting.speculation_acceptance
+        alone, chance = sum(self.step(1.0).values()), self.setting.speculation_acceptance
+        if not chance:
+            return alone
+        drafts = extension("rollout.speculation").OPTIONS["ngram"]["num_speculative_tokens"]
         gained = sum(chance**accepted for accepted in range(drafts + 1))
-        return min(sum(self.step(1.0).values()), sum(self.step(1.0, 1 + drafts).values()) / gained)
+        return min(alone, sum(self.step(1.0, 1 + drafts).values()) / gained)
 
     def step(self, batch: float, tokens: int = 1) -> Terms:
         """Seconds of one decoding step of `batch` sequences that computes `tokens` tokens of each."""

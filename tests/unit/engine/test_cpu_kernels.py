@@ -71,7 +71,7 @@ def test_draws_are_vllms_own(k, p):
 
 
 def test_another_replacement_of_the_norm_stays(monkeypatch):
-    """vLLM runs the plugin again when it loads a model, after `engine.invariant` has replaced the norm."""
+    """vLLM runs the plugin again when it loads a model, after `extras.exact_sums` has replaced the norm."""
     from vllm.model_executor.layers.layernorm import RMSNorm
     from vllm.v1.sample.ops.topk_topp_sampler import TopKTopPSampler
 

@@ -1,7 +1,7 @@
 """What model.batch_invariant refuses: everything that would give trainer and engine other bits. Imports no torch.
 
 Sources: megatron-core 0.19.2 (`TransformerConfig.__post_init__`, `batch_invariant_kernels`), vLLM 0.32 (`determinism`,
-`config/vllm.py`, attention selectors), and `oblr_megatron.invariant` for CPUs. docs/zero_mismatch.md has the reasons.
+`config/vllm.py`, attention selectors), and operations.py for CPUs. docs/zero_mismatch.md has the reasons.
 """
 
 from __future__ import annotations
@@ -32,8 +32,6 @@ def check_invariant(hf_config: Mapping[str, Any], config: Config, *, on_gpu: boo
     Raises:
         UserError: names the first option.
     """
-    if not config.model.batch_invariant:
-        return
     own = _on_gpu(config) if on_gpu else _on_cpu(hf_config, config)
     for what, key, fix in (*_anywhere(hf_config, config), *own):
         raise UserError(f"model.batch_invariant with {what}", where=f"config: {key}", fix=fix)

@@ -1,4 +1,4 @@
-"""vLLM's layers on a CPU under model.batch_invariant: `oblr_megatron.invariant` in place of vLLM's kernels.
+"""vLLM's layers on a CPU under model.batch_invariant: operations.py in place of vLLM's kernels.
 
 On GPUs vLLM has kernels of its own for this, which VLLM_BATCH_INVARIANT turns on. On CPUs it has none.
 """
@@ -10,8 +10,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from oblr_megatron import invariant
 from oblr_megatron.engine.protocol import EngineSpec
+from oblr_megatron.extras.exact_sums import operations
 from oblr_megatron.families import head_dim
 
 _library: list[Any] = []  # torch drops the replacements when their library object is freed
@@ -31,11 +31,11 @@ def install(spec: EngineSpec) -> None:
 
     config = AutoConfig.from_pretrained(spec.model)
     width = head_dim(config.to_dict())
-    cosines, sines = invariant.rotary_table(spec.max_model_len, width, config.rope_parameters)
+    cosines, sines = operations.rotary_table(spec.max_model_len, width, config.rope_parameters)
 
     def rotary(layer: Any, positions: Tensor, query: Tensor, key: Tensor) -> tuple[Tensor, Tensor]:
         parts = (part.view(len(part), -1, width) for part in (query, key))
-        turned = [invariant.rotate(part, cosines[positions], sines[positions]).flatten(1) for part in parts]
+        turned = [operations.rotate(part, cosines[positions], sines[positions]).flatten(1) for part in parts]
         return turned[0], turned[1]
 
     replaced: dict[Any, dict[str, Any]] = {
@@ -50,26 +50,26 @@ def install(spec: EngineSpec) -> None:
                 raise RuntimeError(f"this vLLM has no {owner.__name__}.{name}: batch_invariant cannot replace it")
             setattr(owner, name, method)
     library = torch.library.Library("aten", "IMPL")
-    library.impl("linear", invariant.linear, "CPU")
+    library.impl("linear", operations.linear, "CPU")
     library.impl("_log_softmax", _log_softmax, "CPU")
     _library.append(library)
 
 
 def _log_softmax(scores: Tensor, dim: int, half_to_float: bool) -> Tensor:
     assert dim in (-1, scores.dim() - 1), f"log-softmax over dimension {dim}"
-    return invariant.log_softmax(scores)
+    return operations.log_softmax(scores)
 
 
 def _rms_norm(norm: Any, x: Tensor, residual: Tensor | None = None) -> Tensor | tuple[Tensor, Tensor]:
     if residual is None:
-        return invariant.rms_norm(x, norm.weight, norm.variance_epsilon)
+        return operations.rms_norm(x, norm.weight, norm.variance_epsilon)
     added = x + residual
-    return invariant.rms_norm(added, norm.weight, norm.variance_epsilon), added
+    return operations.rms_norm(added, norm.weight, norm.variance_epsilon), added
 
 
 def _silu_and_mul(_: Any, x: Tensor) -> Tensor:
     gate, up = x.chunk(2, -1)
-    return invariant.silu(gate) * up
+    return operations.silu(gate) * up
 
 
 def _store(_: Any, layer: Any, key: Tensor, value: Tensor, kv_cache: Tensor, slot_mapping: Tensor) -> None:
@@ -102,7 +102,7 @@ def _attention(
         count, longest = int(tokens[requests[0]]), int(lengths[requests].max())
         keys, values = _held(kv_cache, metadata.block_table[requests], lengths[requests], longest)
         rows = starts[requests, None] + torch.arange(count)
-        found = invariant.attention(query[rows], keys, values, backend.scale, lengths[requests])
+        found = operations.attention(query[rows], keys, values, backend.scale, lengths[requests])
         output[rows.flatten()] = found.flatten(0, 1).view(-1, *output.shape[1:])
     return output
 

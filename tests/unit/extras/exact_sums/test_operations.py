@@ -14,8 +14,7 @@ from torch import Tensor
 from torch.nn import functional
 from torch.nn.attention.bias import causal_lower_right
 
-from oblr_megatron import invariant
-from oblr_megatron.checks import invariant as checks
+from oblr_megatron.extras.exact_sums import checks, operations
 from tests.tiny import LLAMA3_ROPE
 
 DTYPES = [torch.float32, torch.bfloat16]
@@ -24,15 +23,15 @@ WEIGHT, BIAS = (torch.randn(shape, generator=torch.Generator().manual_seed(1)) f
 GAIN = 1 + 0.1 * BIAS.repeat(3)[:WIDTH]
 ROW_WISE: dict[str, tuple[Callable[[Tensor], Tensor], Callable[[Tensor], Tensor]]] = {
     "linear": (
-        lambda x: invariant.linear(x, WEIGHT.to(x.dtype), BIAS.to(x.dtype)),
+        lambda x: operations.linear(x, WEIGHT.to(x.dtype), BIAS.to(x.dtype)),
         lambda x: functional.linear(x, WEIGHT.to(x.dtype), BIAS.to(x.dtype)),
     ),
     "norm": (
-        lambda x: invariant.rms_norm(x, GAIN.to(x.dtype), 1e-6),
+        lambda x: operations.rms_norm(x, GAIN.to(x.dtype), 1e-6),
         lambda x: functional.rms_norm(x, (WIDTH,), GAIN.to(x.dtype), 1e-6),
     ),
-    "silu": (invariant.silu, functional.silu),
-    "log-softmax": (lambda x: invariant.log_softmax(x.float()), lambda x: x.float().log_softmax(-1)),
+    "silu": (operations.silu, functional.silu),
+    "log-softmax": (lambda x: operations.log_softmax(x.float()), lambda x: x.float().log_softmax(-1)),
 }
 
 
@@ -71,12 +70,13 @@ def test_the_order_of_a_sum_does_not_matter() -> None:
     """Permuted columns give the same bits: what a split of the sum over threads or tiles would do."""
     x, weight = noise(5, 8192), noise(3, 8192, seed=1)
     order = torch.randperm(8192, generator=torch.Generator().manual_seed(2))
-    assert torch.equal(invariant.linear(x[:, order], weight[:, order]), invariant.linear(x, weight))
+    assert torch.equal(operations.linear(x[:, order], weight[:, order]), operations.linear(x, weight))
     assert not torch.equal(functional.linear(x[:, order], weight[:, order]), functional.linear(x, weight))
     at, scores = torch.tensor([7, 9]), noise(2, 200_000)
     order = torch.randperm(200_000, generator=torch.Generator().manual_seed(2))
-    assert torch.equal(invariant.log_softmax(scores[:, order]), invariant.log_softmax(scores)[:, order])
-    assert torch.equal(invariant.log_softmax_at(scores, at), invariant.log_softmax(scores).gather(1, at[:, None])[:, 0])
+    assert torch.equal(operations.log_softmax(scores[:, order]), operations.log_softmax(scores)[:, order])
+    whole = operations.log_softmax(scores)
+    assert torch.equal(operations.log_softmax_at(scores, at), whole.gather(1, at[:, None])[:, 0])
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
@@ -85,13 +85,13 @@ def test_attention_of_a_token_is_that_of_the_whole_sequence(dtype: torch.dtype) 
     t, s = 20, 300
     query, key, value = noise(2, t, 4, 32).to(dtype), noise(2, s, 2, 32, seed=1).to(dtype), noise(2, s, 2, 32, seed=2)
     value = value.to(dtype)
-    found = invariant.attention(query, key, value, 0.05)
+    found = operations.attention(query, key, value, 0.05)
     for place in range(t):
         seen = s - t + place + 1
-        alone = invariant.attention(query[1:, place : place + 1], key[1:, :seen], value[1:, :seen], 0.05)
+        alone = operations.attention(query[1:, place : place + 1], key[1:, :seen], value[1:, :seen], 0.05)
         assert torch.equal(alone[0, 0], found[1, place]), place
     padded = [torch.cat([part, 100 * noise(2, 40, 2, 32).to(dtype)], 1) for part in (key, value)]
-    assert torch.equal(invariant.attention(query, *padded, 0.05, torch.tensor([s, s])), found)
+    assert torch.equal(operations.attention(query, *padded, 0.05, torch.tensor([s, s])), found)
     parts = (part.double().transpose(1, 2) for part in (query, key, value))
     mask = causal_lower_right(t, s)
     plain = functional.scaled_dot_product_attention(*parts, attn_mask=mask, scale=0.05, enable_gqa=True)  # type: ignore[arg-type]
@@ -101,10 +101,10 @@ def test_attention_of_a_token_is_that_of_the_whole_sequence(dtype: torch.dtype) 
 
 def test_exp_and_log() -> None:
     x = torch.cat([-torch.logspace(-12, 2.8, 5000, dtype=torch.float64), torch.zeros(1, dtype=torch.float64)])
-    torch.testing.assert_close(invariant.exp(x), x.exp(), rtol=1e-14, atol=0)
-    assert invariant.exp(torch.tensor([-math.inf], dtype=torch.float64)) < 1e-300
+    torch.testing.assert_close(operations.exp(x), x.exp(), rtol=1e-14, atol=0)
+    assert operations.exp(torch.tensor([-math.inf], dtype=torch.float64)) < 1e-300
     y = torch.logspace(-3, 5, 5000, dtype=torch.float64)
-    torch.testing.assert_close(invariant.log(y), y.log(), rtol=0, atol=4e-15)
+    torch.testing.assert_close(operations.log(y), y.log(), rtol=0, atol=4e-15)
 
 
 @pytest.mark.parametrize("parameters", [{"rope_theta": 1e6}, LLAMA3_ROPE])
@@ -115,11 +115,11 @@ def test_rotary_table_is_that_of_transformers(parameters: dict[str, object]) -> 
     rope = {"rope_type": "default"} | parameters
     config = LlamaConfig(head_dim=32, hidden_size=64, num_attention_heads=2, rope_parameters=rope)
     cosines, sines = LlamaRotaryEmbedding(config)(torch.zeros(1), torch.arange(200)[None])
-    found = invariant.rotary_table(200, 32, rope)
+    found = operations.rotary_table(200, 32, rope)
     for ours, theirs in zip(found, (cosines, sines), strict=True):
         torch.testing.assert_close(ours, theirs[0, :, :16], rtol=0, atol=3e-5)  # angles up to 200, in fp32 there
 
 
 def test_limits_of_the_checks_are_those_of_the_sums() -> None:
-    assert (checks.LONGEST, checks.LARGEST_VOCAB) == (invariant.LONGEST, invariant.LARGEST_VOCAB)
-    assert 2 * invariant.BITS + math.log2(invariant.LONGEST) == 53
+    assert (checks.LONGEST, checks.LARGEST_VOCAB) == (operations.LONGEST, operations.LARGEST_VOCAB)
+    assert 2 * operations.BITS + math.log2(operations.LONGEST) == 53

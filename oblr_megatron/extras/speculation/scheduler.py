@@ -1,4 +1,4 @@
-"""vLLM's scheduler, which verifies drafts only while so few sequences run that it pays (`engine.speculation`).
+"""vLLM's scheduler, which verifies drafts only while so few sequences run that it pays (options.py).
 
 vLLM loads the class by name (`scheduler_cls`) in the process of its engine core, in colocated engines and API servers.
 """
@@ -13,7 +13,7 @@ from vllm.v1.core.sched.scheduler import Scheduler
 from vllm.v1.outputs import DraftTokenIds, ModelRunnerOutput
 
 from oblr_megatron.engine.http_messages import Report
-from oblr_megatron.engine.speculation import BELOW, BreakEven
+from oblr_megatron.extras.speculation.options import BELOW, BreakEven
 
 
 class TailScheduler(Scheduler):

@@ -2,7 +2,7 @@
 
 Drafts come from the text that is there already, so no second model is needed. A step then checks several tokens of a
 sequence at once. That costs nearly nothing while few sequences run, and costs time while many do. `BreakEven` measures
-where that changes; `engine.tail_scheduler` asks it before each step.
+where that changes; scheduler.py asks it before each step.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 
 Method = Literal["ngram", "suffix"]
 METHODS: tuple[Method, ...] = get_args(Method)
-SCHEDULER = "oblr_megatron.engine.tail_scheduler.TailScheduler"
+SCHEDULER = "oblr_megatron.extras.speculation.scheduler.TailScheduler"
 BELOW = "oblr_speculation_below"
 """Key of vLLM's `additional_config` with a fixed bound; None: the engine measures it."""
 

@@ -13,7 +13,7 @@ That keeps 20 bits behind the largest number of a row; fp32 has 24 of each numbe
 operations (+, *, /, sqrt) on tensors. exp, log, sine and cosine are not exact in torch: their last bit depends on the
 place in a tensor. exp and log are polynomials here, the tables of sine and cosine come from Python's `math`.
 
-The engine (`engine/invariant.py`) and the trainer (`model/invariant.py`) both compute with this file alone, so that
+The engine (engine.py) and the trainer (trainer.py) both compute with this file alone, so that
 their log-probs are equal to the bit. Backward passes differentiate the plain formulas.
 """
 
@@ -26,7 +26,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from oblr_megatron.checks.invariant import LARGEST_VOCAB, LONGEST
+from oblr_megatron.extras.exact_sums.checks import LARGEST_VOCAB, LONGEST
 
 BITS = 20  # of a factor: BITS + BITS + 13 is the precision of fp64, 53
 _SQUARE_BITS = 53 - 13  # of a summand in a sum of LONGEST

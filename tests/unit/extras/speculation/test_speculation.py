@@ -12,12 +12,12 @@ from collections.abc import Callable
 import pytest
 import torch
 
-from oblr_megatron.engine import speculation
-from oblr_megatron.engine.exact_sampling import _rewind, _state, keep
 from oblr_megatron.engine.http_messages import Report
 from oblr_megatron.engine.serve_command import spec_of
-from oblr_megatron.engine.speculation import BreakEven, check_installed, metrics_of, vllm_options
 from oblr_megatron.errors import UserError
+from oblr_megatron.extras.speculation import options
+from oblr_megatron.extras.speculation.draws import _rewind, _state, keep
+from oblr_megatron.extras.speculation.options import BreakEven, check_installed, metrics_of, vllm_options
 from tests.unit.engine.test_serve_command import serve_options
 
 DRAFT = 6
@@ -75,7 +75,7 @@ def test_a_large_size_that_pays_does_not_count_above_one_that_does_not() -> None
     bound = BreakEven(most=255)
     sample(bound, 1, 200, memory_bound, accepted=0.0)
     for drafts, seconds in ((True, 2.0), (False, 1.0)):
-        for _ in range(speculation.WINDOW):
+        for _ in range(options.WINDOW):
             bound.record(1, drafts=drafts, seconds=seconds, tokens=1)
     sample(bound, 4, 200, memory_bound, accepted=3.0)
     assert bound.below == 0
@@ -163,7 +163,7 @@ def test_the_metrics_of_engines_are_put_together() -> None:
 
 def test_a_missing_package_is_refused_before_anything_starts(monkeypatch: pytest.MonkeyPatch) -> None:
     found = importlib.util.find_spec
-    monkeypatch.setattr(speculation, "find_spec", lambda name: None if name == "arctic_inference" else found(name))
+    monkeypatch.setattr(options, "find_spec", lambda name: None if name == "arctic_inference" else found(name))
     check_installed("ngram", "here")
     check_installed("none", "here")
     with pytest.raises(UserError) as caught:

@@ -9,9 +9,9 @@ from typing import Any
 
 import pytest
 
-from oblr_megatron.checks.invariant import check_invariant
 from oblr_megatron.config import Config, parse_config
 from oblr_megatron.errors import UserError
+from oblr_megatron.extras.exact_sums.checks import check_invariant
 
 MODEL: dict[str, Any] = {
     "model_type": "qwen3",
@@ -47,7 +47,6 @@ def test_it_names_the_key(override: str, key: str) -> None:
     with pytest.raises(UserError) as caught:
         check_invariant(MODEL, config(override), on_gpu=False)
     assert caught.value.where == f"config: {key}" and caught.value.fix
-    check_invariant(MODEL, config(override, "model.batch_invariant=false"), on_gpu=False)
 
 
 @pytest.mark.parametrize(

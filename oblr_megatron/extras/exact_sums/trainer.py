@@ -1,4 +1,4 @@
-"""The trainer's layers on a CPU under model.batch_invariant: values of `oblr_megatron.invariant`, usual gradients.
+"""The trainer's layers on a CPU under model.batch_invariant: values of operations.py, usual gradients.
 
 Backward passes differentiate the plain formulas at the same inputs. Taps receive the usual inputs and output gradients
 of linear layers and norms. Per-sample norms therefore stay exact.
@@ -8,34 +8,33 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from megatron.core.transformer.enums import AttnBackend
+from megatron.core.transformer.spec_utils import ModuleSpec
 from torch import Tensor
 from torch.nn import functional
 
-from oblr_megatron import invariant
+from oblr_megatron.extras.exact_sums import operations
 from oblr_megatron.model.cpu.attention import SdpaAttention
 from oblr_megatron.model.megatron_versions import flash_attention_3
-
-if TYPE_CHECKING:
-    from oblr_megatron.config import ModelConfig
+from oblr_megatron.model.numerics import Numerics
 
 
-def mode_of(config: ModelConfig, device: torch.device) -> dict[str, Any]:
-    """The fields of TransformerConfig for model.batch_invariant; empty without it.
+def numerics_of(hf_config: Any, device: torch.device) -> Numerics:
+    """The numerics of a model: those of operations.py on a CPU.
 
-    On a GPU it also turns on megatron-core's own kernels in this process (not yet run on a GPU).
+    On a GPU it turns on megatron-core's own kernels in this process (not yet run on a GPU).
     """
-    if not config.batch_invariant:
-        return {}
     if device.type == "cpu":
-        return {"activation_func": silu}
+        attention = ModuleSpec(InvariantAttention, params={"rope_parameters": hf_config.rope_parameters})
+        return Numerics(operations, attention, {"activation_func": silu})
     from megatron.core.transformer.custom_layers.batch_invariant_kernels import enable_batch_invariant_mode
 
     enable_batch_invariant_mode()
-    return {"batch_invariant_mode": True, "attention_backend": AttnBackend.flash, **flash_attention_3()}
+    fields = {"batch_invariant_mode": True, "attention_backend": AttnBackend.flash, **flash_attention_3()}
+    return Numerics(fields=fields)
 
 
 class InvariantAttention(SdpaAttention):
@@ -55,21 +54,21 @@ class InvariantAttention(SdpaAttention):
         """Causal attention aligned to the end, of unrotated queries [n, t, heads, head_dim] and keys [n, s, ...]."""
         places = key.shape[1]
         if len(self._table[0]) < places:
-            self._table = invariant.rotary_table(2 * places, key.shape[-1], self._rope_parameters)
+            self._table = operations.rotary_table(2 * places, key.shape[-1], self._rope_parameters)
         cosines, sines = (table[:places] for table in self._table)
 
         def attended(by: Callable[[Tensor, Tensor, Tensor], Tensor], *inputs: Tensor) -> Tensor:
             q, k, v = inputs
             t = q.shape[1]
-            return by(invariant.rotate(q, cosines[-t:], sines[-t:]), invariant.rotate(k, cosines, sines), v)
+            return by(operations.rotate(q, cosines[-t:], sines[-t:]), operations.rotate(k, cosines, sines), v)
 
-        exact = partial(invariant.attention, scale=self.scale)
+        exact = partial(operations.attention, scale=self.scale)
         return _Valued.apply(partial(attended, exact), partial(attended, super()._causal), query, key, value)
 
 
 def silu(x: Tensor) -> Tensor:
-    """`torch.nn.functional.silu` with the values of `invariant.silu`."""
-    return _Valued.apply(invariant.silu, functional.silu, x)
+    """`torch.nn.functional.silu` with the values of `operations.silu`."""
+    return _Valued.apply(operations.silu, functional.silu, x)
 
 
 class _Valued(torch.autograd.Function):

@@ -1,0 +1,38 @@
+"""How a model's values are computed: as torch and megatron-core do, or as model.batch_invariant asks."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any, Protocol
+
+import torch
+from megatron.core.transformer.spec_utils import ModuleSpec
+from torch import Tensor
+
+from oblr_megatron.config import ModelConfig
+from oblr_megatron.extension import extension
+
+
+class Operations(Protocol):
+    """Values of operations whose gradients stay those of torch's; see `extras.exact_sums.operations`."""
+
+    def linear(self, x: Tensor, weight: Tensor) -> Tensor: ...
+    def rms_norm(self, x: Tensor, weight: Tensor, eps: float) -> Tensor: ...
+    def log_softmax_at(self, scores: Tensor, index: Tensor) -> Tensor: ...
+
+
+@dataclass(frozen=True, slots=True)
+class Numerics:
+    """What a model replaces; nothing by default."""
+
+    operations: Operations | None = None  # of linear layers, norms and log-probs
+    attention: ModuleSpec | None = None  # core attention with a rotary embedding of its own
+    fields: Mapping[str, Any] = field(default_factory=dict)  # of TransformerConfig
+
+
+def numerics_of(hf_config: Any, config: ModelConfig, device: torch.device) -> Numerics:
+    """The numerics of a model on a device."""
+    if not config.batch_invariant:
+        return Numerics()
+    return extension("model.batch_invariant trainer")(hf_config, device)  # type: ignore[no-any-return]
