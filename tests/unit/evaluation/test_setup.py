@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator
-from contextlib import contextmanager
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -14,7 +12,6 @@ import pytest
 from oblr_megatron.checkpoint.hf_dir import HFDir, check_hf_dir
 from oblr_megatron.config import Config
 from oblr_megatron.evaluation.setup import config_of
-from oblr_megatron.extras.quantize import accuracy
 from tests.tiny import make_hf_dir
 
 
@@ -59,20 +56,3 @@ def test_a_runs_own_keys_do_not_refuse_an_evaluation(tmp_path: Path) -> None:
     options: Any = SimpleNamespace(config=tmp_path / "config.json", overrides=[])
     given = config_of(options, model, {"evaluate.samples_per_prompt": 0})
     assert (given.rollout.quantization, given.checkpoint.best_metric) == ("none", "")
-
-
-def test_accuracies_before_and_after_quantization_are_of_the_directories(
-    config: Config, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """The run's engines round weights when they arrive: "before" would be rounded, too."""
-    opened: list[Any] = []
-
-    @contextmanager
-    def open_(given: Config) -> Iterator[tuple[None, None]]:
-        opened.append(given)
-        yield None, None
-
-    monkeypatch.setattr(accuracy, "opened", open_)
-    assert accuracy.with_vllm(tmp_path, {}, config) == {}
-    (given,) = opened
-    assert (given.rollout.quantization, given.rollout.dtype, given.model.path) == ("none", "bfloat16", tmp_path)

@@ -23,7 +23,6 @@ from oblr_megatron.evaluation import session
 from oblr_megatron.evaluation.accuracy import metrics
 from oblr_megatron.evaluation.answers import evaluate
 from oblr_megatron.evaluation.items import RunItems
-from oblr_megatron.extras.quantize import accuracy
 from oblr_megatron.observe.step_metrics import StepRecord
 from oblr_megatron.rewards.base import Reward, RewardResult
 from oblr_megatron.rewards.combined import CombinedReward, Term
@@ -144,17 +143,6 @@ def test_one_bad_response_alone_in_its_block_is_only_counted() -> None:
     grades = evaluate("s", cast(Any, Echo()), PROMPTS, Failing(2), config(), strict=True)
     assert metrics(grades)["unscored"] == 1
     assert [one.scored for one in grades.greedy] == [True, True, False]
-
-
-def test_quantize_counts_greedy_responses_and_names_the_set_without_scores(monkeypatch: pytest.MonkeyPatch) -> None:
-    def found(*late: int) -> dict[str, accuracy.Accuracy]:
-        opened = nullcontext((Echo(), Failing(*late)))
-        monkeypatch.setattr(accuracy, "opened", lambda config: opened)
-        return accuracy.with_vllm(Path("m"), {"set": PROMPTS}, config())
-
-    assert found(2) == {"set": accuracy.count_right([1.0, 1.0, 0.0], unscored=1)}
-    with pytest.raises(RunError, match="'set'"):
-        found(0, 1)
 
 
 @pytest.fixture(scope="module")

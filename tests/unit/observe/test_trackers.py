@@ -6,23 +6,18 @@ Values are read back through each package's own API and compared with metrics.js
 from __future__ import annotations
 
 import json
-import os
-import subprocess
-import sys
 from collections.abc import Iterator
-from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from oblr_megatron.config import Config, validated
 from oblr_megatron.errors import UserError
-from oblr_megatron.metrics import Record, read_metrics
+from oblr_megatron.metrics import Record
 from oblr_megatron.observe.trackers.feed import Trackers
 from oblr_megatron.observe.trackers.names import EVALUATIONS, STEP, VERL, tracked
 from oblr_megatron.observe.trackers.registry import check_trackers
-from tests.unit.observe.following import ALARM, COLUMNS, ROWS, configured, follow
+from tests.unit.observe.following import ALARM, COLUMNS, ROWS, configured, fix_without, follow, of_file, requeued
 
 pytestmark = pytest.mark.slow  # a process a tracker, which imports its package
 ROOT = Path(__file__).parents[3]
@@ -68,10 +63,6 @@ def wandb_values(run: dict[str, list[Any]]) -> list[dict[str, Any]]:
     return [{name: value for name, value in row.items() if not name.startswith("_")} for row in rows]
 
 
-def of_file(run_dir: Path, k: int = 8) -> list[dict[str, float]]:
-    return [tracked(record, k) for record in read_metrics(run_dir)]
-
-
 def test_wandb_offline_holds_the_run(offline: Path) -> None:
     config = configured(offline / "run", "wandb")
     assert follow(config, range(1, 4), report=True) == []
@@ -90,80 +81,6 @@ def test_wandb_offline_holds_the_run(offline: Path) -> None:
     assert settings["num_prompts"] == config.num_prompts and settings["algo"]["baseline"] == config.algo.baseline
     assert run["alert"][0].text == ALARM.text
     assert run["exit"][-1].exit_code == 0
-
-
-def test_mlflow_files_hold_the_run(offline: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    from mlflow import MlflowClient
-
-    config = configured(offline / "run", "mlflow")
-    assert follow(config, range(1, 4), report=True) == []
-    monkeypatch.setenv("MLFLOW_ALLOW_FILE_STORE", "true")
-    client = MlflowClient((config.run_dir / "mlflow").as_uri())
-    experiment = client.get_experiment_by_name("sums")
-    assert experiment is not None
-    (run,) = client.search_runs([experiment.experiment_id])
-    assert (run.info.run_name, run.info.status) == ("run", "FINISHED")
-    assert run.data.params["algo.baseline"] == config.algo.baseline
-    assert run.data.tags["alarm.truncation"] == f"step 2: {ALARM.text}"
-    for name in of_file(config.run_dir)[0]:
-        wanted = [(record[STEP], record[name]) for record in of_file(config.run_dir)]
-        found = client.get_metric_history(run.info.run_id, name.replace("@", "_at_"))
-        assert [(metric.step, metric.value) for metric in found] == wanted
-    assert {item.path for item in client.list_artifacts(run.info.run_id)} == {
-        "config.json",
-        "evaluations",
-        "report.html",
-    }
-    table = Path(client.download_artifacts(run.info.run_id, "evaluations/sums/step_000002.json"))
-    assert json.loads(table.read_text()) == {"columns": list(COLUMNS), "data": [list(row) for row in ROWS]}
-
-
-def test_mlflow_takes_any_name(offline: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Sets and data sources are named freely, and a source may be a path or an address. Nothing of it is lost."""
-    from mlflow import MlflowClient
-
-    sets = ("gsm8k@1", "a+b", "math (hard)", "../up", "/data/x", "https://x.org/y", "a/./b")
-    table = configured(offline / "run", "mlflow").model_dump(mode="json")
-    table["evaluate"]["data"] = {name: f"{place}.jsonl" for place, name in enumerate(sets)}
-    config, said = validated(Config, table, "test"), []
-    record: Record = {"step": 1, **{f"pool/{name}/mean": place for place, name in enumerate(sets)}}
-    for resume_step in (None, 0):  # params are written once
-        with Trackers(config, said.append, rank=0, resume_step=resume_step) as trackers:
-            trackers.start()
-            trackers.log(record)
-            trackers.table(1, "../up", COLUMNS, ROWS)
-    assert said == []
-    monkeypatch.setenv("MLFLOW_ALLOW_FILE_STORE", "true")
-    client = MlflowClient((config.run_dir / "mlflow").as_uri())
-    run = client.get_run(json.loads((config.run_dir / "trackers" / "mlflow.json").read_text())["id"])
-    assert run.data.params["evaluate.data.math _hard_.path"] == "2.jsonl"
-    assert sum(name.startswith("evaluate.data.") and name.endswith(".path") for name in run.data.params) == len(sets)
-    pools = {name: value for name, value in run.data.metrics.items() if name.startswith("pool/")}
-    assert sorted(pools.values()) == list(range(len(sets)))
-    assert pools["pool/https:/_/x.org/y/mean"] == sets.index("https://x.org/y")
-
-
-def test_a_local_trackio_holds_the_run(offline: Path) -> None:
-    config = configured(offline / "run", "trackio")
-    assert follow(config, range(1, 4), report=True) == []
-    name = json.loads((config.run_dir / "trackers" / "trackio.json").read_text())["id"]
-    script = """
-import json, trackio
-from trackio.sqlite_storage import SQLiteStorage as Storage
-(run,) = trackio.Api().runs("sums")
-print(json.dumps([run.name, run.config, run.alerts(), Storage.get_logs("sums", run.name)]))
-"""
-    found, settings, alerts, logs = json.loads(
-        subprocess.run([sys.executable, "-c", script], capture_output=True, check=True).stdout.splitlines()[-1]
-    )
-    assert found == name and name.startswith("run-")
-    assert settings["algo.baseline"] == config.algo.baseline
-    assert [alert["text"] for alert in alerts] == [ALARM.text]
-    wanted = of_file(config.run_dir)
-    assert [{key: row[key] for key in row if key in wanted[0]} for row in logs[:3]] == wanted
-    (table,) = (row["evaluations/sums"] for row in logs if "evaluations/sums" in row)
-    assert [tuple(row[column] for column in COLUMNS) for row in table["_value"]] == ROWS
-    assert [path.read_text() for path in (offline / "trackio").rglob("report.html")] == ["<p>report</p>"]
 
 
 def test_tensorboard_gets_finite_values_and_alarms(offline: Path) -> None:
@@ -185,69 +102,23 @@ def test_tensorboard_gets_finite_values_and_alarms(offline: Path) -> None:
     assert ALARM.text.encode() in b"".join(path.read_bytes() for path in (config.run_dir / "tensorboard").iterdir())
 
 
-@pytest.mark.parametrize("name", ["wandb", "mlflow", "trackio"])
-def test_a_requeued_job_continues_the_same_run(offline: Path, monkeypatch: pytest.MonkeyPatch, name: str) -> None:
-    config = configured(offline / "run", name)
-    follow(config, range(1, 4))
-    before = (config.run_dir / "trackers" / f"{name}.json").read_text()
-    assert follow(config, range(3, 5), resume_step=2) == []
-    assert (config.run_dir / "trackers" / f"{name}.json").read_text() == before
-    run_id, steps = json.loads(before)["id"], [1, 2, 3, 3, 4]
-    if name == "wandb":
-        first, second = wandb_runs(config.run_dir)
-        assert first["run"][0].run_id == second["run"][0].run_id == run_id
-        assert [row[STEP] for row in wandb_values(first) + wandb_values(second)] == steps
-    elif name == "mlflow":
-        from mlflow import MlflowClient
-
-        monkeypatch.setenv("MLFLOW_ALLOW_FILE_STORE", "true")
-        client = MlflowClient((config.run_dir / "mlflow").as_uri())
-        assert [metric.step for metric in client.get_metric_history(run_id, "actor/lr")] == steps
-        assert client.get_run(run_id).info.status == "FINISHED"
-    else:
-        script = f"""
-import json, trackio
-from trackio.sqlite_storage import SQLiteStorage as Storage
-assert len(list(trackio.Api().runs("sums"))) == 1
-print(json.dumps([row["training/global_step"] for row in Storage.get_logs("sums", "{run_id}")]))
-"""
-        read = subprocess.run([sys.executable, "-c", script], capture_output=True, check=True)
-        assert json.loads(read.stdout.splitlines()[-1]) == steps
+def test_a_requeued_job_continues_the_same_run(offline: Path) -> None:
+    config = configured(offline / "run", "wandb")
+    run_id, steps = requeued(config)
+    first, second = wandb_runs(config.run_dir)
+    assert first["run"][0].run_id == second["run"][0].run_id == run_id
+    assert [row[STEP] for row in wandb_values(first) + wandb_values(second)] == steps
 
 
-def test_a_run_that_starts_over_is_a_new_run(offline: Path) -> None:
-    config = configured(offline / "run", "mlflow")
-    follow(config, range(1, 2))
-    before = (config.run_dir / "trackers" / "mlflow.json").read_text()
-    (config.run_dir / "metrics.jsonl").unlink()
-    follow(config, range(1, 2))
-    assert (config.run_dir / "trackers" / "mlflow.json").read_text() != before
-
-
-@pytest.mark.parametrize(("names", "part"), [(["wandbb"], "wandb"), (["mlflow", "mlflow"], "once")])
+@pytest.mark.parametrize(("names", "part"), [(["wandbb"], "wandb"), (["wandb", "wandb"], "once")])
 def test_names_are_checked_before_the_run(names: list[str], part: str) -> None:
     with pytest.raises(UserError) as caught:
         check_trackers(names)
     assert caught.value.where == "config: log.trackers" and part in caught.value.fix
 
 
-@pytest.mark.parametrize("name", ["wandb", "mlflow"])
-def test_a_missing_package_is_named_with_its_extra(name: str, tmp_path: Path) -> None:
-    """In an environment that has everything but the package."""
-    for item in Path(find_spec("pydantic").origin).parents[1].iterdir():
-        if item.name.partition("-")[0] not in (name, f"{name}_skinny"):
-            (tmp_path / item.name).symlink_to(item)
-    script = f"""
-from oblr_megatron.observe.trackers.registry import check_trackers, UserError
-try:
-    check_trackers([{name!r}])
-except UserError as error:
-    print(error.fix)
-"""
-    environment = os.environ | {"PYTHONPATH": f"{ROOT}{os.pathsep}{tmp_path}"}
-    command = [sys.executable, "-S", "-c", script]
-    ran = subprocess.run(command, env=environment, capture_output=True, text=True, check=True)
-    assert f"oblr-megatron[{name}]" in ran.stdout, ran.stderr
+def test_a_missing_package_is_named_with_its_extra(tmp_path: Path) -> None:
+    assert "oblr-megatron[wandb]" in fix_without("wandb", tmp_path)
 
 
 def test_names_are_verls_where_it_has_one() -> None:
