@@ -143,7 +143,7 @@ def _train(options: argparse.Namespace) -> int:
             from oblr_megatron.step_loop import run_training
 
         return run_training(config)
-    from oblr_megatron.preflight.checklist import preflight
+    from oblr_megatron.preflight.inputs import preflight
 
     preflight(config, ranks)  # before torchrun, so that a mistake starts no process
     port = options.master_port
@@ -154,37 +154,23 @@ def _train(options: argparse.Namespace) -> int:
 
 
 def _check_first(config: Config, ranks: int, port: int | None) -> None:
-    """The checks that need neither torch nor rows, so that common mistakes end at once; `preflight` repeats them.
+    """What needs neither torch nor rows, so that common mistakes end at once; `preflight` repeats it.
 
     Raises:
         UserError: the first problem.
     """
     from oblr_megatron.checkpoint.hf_dir import check_hf_dir
-    from oblr_megatron.checks.layout import check_layout, check_port
-    from oblr_megatron.checks.lengths import check_positions
-    from oblr_megatron.checks.run_dir import check_run_dir, check_saved_samples
-    from oblr_megatron.data.sources import kind_of
-    from oblr_megatron.observe.trackers.registry import check_trackers
-    from oblr_megatron.rewards.registry import check_reward, check_rows
+    from oblr_megatron.checks.layout import check_port
+    from oblr_megatron.checks.run_dir import check_run_dir
+    from oblr_megatron.preflight.checklist import Proposed, check
     from oblr_megatron.runtime.run_lock import check_unlocked
 
     if port is not None:
         check_port(port)
     check_run_dir(config.run_dir, holds_run=config.checkpoint.resume != "none")
     check_unlocked(config.run_dir)
-    check_trackers(config.log.trackers)
     model = check_hf_dir(config.model.path)
-    check_layout(model.config, config, ranks)
-    check_positions(config, model.config)
-    check_reward(config.reward, max_response_tokens=config.rollout.max_response_tokens)
-    replay = config.rollout.replay
-    if replay is not None:
-        check_saved_samples(replay)
-    else:
-        scored = (*config.data.train, *config.evaluate.data.values())
-        check_rows(config.reward, scored)
-        for source in (*scored, *config.data.exclude):
-            kind_of(source)
+    check(Proposed(config, model.config, ranks, ranks, model=model), "layout", "here", "owner")
 
 
 def check_devices(ranks: int) -> None:

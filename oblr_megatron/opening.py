@@ -37,7 +37,7 @@ from oblr_megatron.observe.performance.utilization import Utilization, peak_flop
 from oblr_megatron.observe.report import write_report
 from oblr_megatron.observe.status import recorded
 from oblr_megatron.observe.trackers.feed import Trackers
-from oblr_megatron.preflight.checklist import Inputs, check_same_rows, preflight, write_config
+from oblr_megatron.preflight.inputs import Inputs, check_same_rows, preflight, write_config
 from oblr_megatron.rewards.registry import build_reward
 from oblr_megatron.rewards.shared import FailedSteps, SharedReward
 from oblr_megatron.rollout import open_engines

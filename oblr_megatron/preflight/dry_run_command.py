@@ -41,8 +41,8 @@ def dry_run(config: Config, ranks: int) -> int:
         UserError: the first problem.
     """
     from oblr_megatron.memory.select_mode import with_mode
-    from oblr_megatron.preflight.checklist import preflight
     from oblr_megatron.preflight.examine import examine
+    from oblr_megatron.preflight.inputs import preflight
 
     norms = preflight(config, ranks).norms
     decided = config if norms is None else with_mode(config, norms.mode)  # a resumed run keeps its mode

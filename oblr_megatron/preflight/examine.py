@@ -3,7 +3,7 @@
     found = examine(config, world_size=1024, per_node=8, device=Device(on_gpu=True, num_bytes=80 * 10**9, ...))
     found.models.total, found.peak
 
-The machines may be elsewhere. The checks are functions of `preflight`, which checks the rest when the run starts.
+The machines may be elsewhere. The checks are those of checklist.py; the run checks the rest when it starts.
 """
 
 from __future__ import annotations
@@ -15,20 +15,20 @@ from pathlib import Path
 from typing import Any
 
 from oblr_megatron.checkpoint.hf_dir import check_hf_dir, check_hf_files
-from oblr_megatron.checks.layout import check_layout
 from oblr_megatron.checks.lengths import max_model_len
 from oblr_megatron.checks.run_dir import check_run_dir
 from oblr_megatron.config import Config
 from oblr_megatron.config.data import SourceConfig
-from oblr_megatron.data.sources import convention_of, kind_of
+from oblr_megatron.data.sources import kind_of
 from oblr_megatron.errors import UserError
 from oblr_megatron.memory.pass_plan import Layout, idle_replicas
 from oblr_megatron.memory.rank_shapes import RankSizes
 from oblr_megatron.memory.select_mode import resolve, with_mode
 from oblr_megatron.model.published import published
 from oblr_megatron.observe.performance.flops import total_parameters
-from oblr_megatron.preflight.checklist import check_dealing, check_settings, find_saved, open_inputs
+from oblr_megatron.preflight.checklist import Proposed, check
 from oblr_megatron.preflight.device_memory import Device, RankMemory, rank_memory
+from oblr_megatron.preflight.inputs import check_dealing, find_saved, open_inputs
 from oblr_megatron.preflight.models import Models, build_models
 from oblr_megatron.rollout.replay import check_replay
 
@@ -101,10 +101,7 @@ def check_run(hf_config: Mapping[str, Any], config: Config, world_size: int, per
     Raises:
         UserError: the first problem.
     """
-    check_layout(hf_config, config, world_size)
-    for source in (*config.data.train, *config.evaluate.data.values()):
-        convention_of(source)
-    check_settings(hf_config, config, world_size, per_node, on_gpu=device.on_gpu)
+    check(Proposed(config, hf_config, world_size, per_node, device.on_gpu), "layout", "device")
     if config.rollout.only:  # nothing is trained
         return config
     choice = resolve(

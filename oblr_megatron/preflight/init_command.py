@@ -74,7 +74,7 @@ def init(options: argparse.Namespace) -> int:
     config = parse_config(tomllib.loads(text), str(out))
 
     from oblr_megatron.checks.run_dir import check_run_dir
-    from oblr_megatron.preflight.checklist import preflight
+    from oblr_megatron.preflight.inputs import preflight
 
     check_run_dir(config.run_dir)
     preflight(config, 1)

@@ -25,7 +25,7 @@ from oblr_megatron.checkpoint.store import checkpoints_of
 from oblr_megatron.config import Config
 from oblr_megatron.errors import EngineLostError, UserError
 from oblr_megatron.model.parallel import shutdown
-from oblr_megatron.preflight.checklist import Inputs, preflight
+from oblr_megatron.preflight.inputs import Inputs, preflight
 from oblr_megatron.rollout.replay import ReplayEngine
 from oblr_megatron.runtime.run_lock import run_lock
 from tests.distributed.launch import run_ranks

@@ -20,7 +20,7 @@ from oblr_megatron.config import load_config
 from oblr_megatron.engine import http_messages as http
 from oblr_megatron.engine.protocol import PromptRequest, SamplingRequest
 from oblr_megatron.errors import DamagedError, RunError, UserError
-from oblr_megatron.preflight.checklist import preflight
+from oblr_megatron.preflight.inputs import preflight
 from oblr_megatron.rollout.server_checks import check_servers
 from oblr_megatron.rollout.servers import ServerEngines
 from oblr_megatron.weights import shm

@@ -21,7 +21,7 @@ from oblr_megatron.errors import RunError, UserError
 from oblr_megatron.memory.select_mode import with_mode
 from oblr_megatron.model.published import published
 from oblr_megatron.opening import open_sampling
-from oblr_megatron.preflight import checklist
+from oblr_megatron.preflight import checklist, inputs
 from tests.distributed.launch import run_ranks
 from tests.distributed.replayed import config_of, train_here
 from tests.tiny import make_hf_dir
@@ -42,13 +42,13 @@ TOTAL = 80 * 10**9
 def test_a_resumed_run_keeps_its_mode_if_other_settings_allow_it(
     saved: str, changed: dict[str, Any], mode: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(checklist, "free_memory", lambda _: 2**45)
+    monkeypatch.setattr(inputs, "free_memory", lambda _: 2**45)
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     table = {"run_dir": "run", "model": {"path": "model"}, "data": {"train": "rows.jsonl"}}
     before = with_mode(Config.model_validate(table), saved).model_dump(mode="json")
     checkpoints: Any = [SimpleNamespace(state={"config": before})]
     model: Any = SimpleNamespace(config=published("Qwen3-0.6B"))
-    assert checklist.choose_mode(model, Config.model_validate(table | changed), checkpoints, 1).mode == mode
+    assert inputs.choose_mode(model, Config.model_validate(table | changed), checkpoints, 1).mode == mode
 
 
 @pytest.mark.parametrize(
@@ -107,8 +107,8 @@ def test_a_rank_selects_its_gpu_before_any_other_cuda_call(monkeypatch: pytest.M
         calls.append(("resolve", free_bytes))
         raise UserError("enough was seen")
 
-    monkeypatch.setattr(checklist, "resolve", resolve)
-    monkeypatch.setattr(opening, "preflight", lambda config, ranks: checklist.select_mode(model, config, ranks))
+    monkeypatch.setattr(inputs, "resolve", resolve)
+    monkeypatch.setattr(opening, "preflight", lambda config, ranks: inputs.select_mode(model, config, ranks))
     monkeypatch.setattr(opening, "check_run_dir", lambda *_, **__: None)
     monkeypatch.setattr(opening, "run_lock", lambda _: pytest.MonkeyPatch.context())
     model: Any = SimpleNamespace(config={})

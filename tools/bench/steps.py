@@ -27,7 +27,7 @@ from oblr_megatron.memory.select_mode import with_mode
 from oblr_megatron.model.optimizer import PolicyOptimizer
 from oblr_megatron.model.parallel import Parallel
 from oblr_megatron.model.policy import Policy, build_policy
-from oblr_megatron.preflight.checklist import select_mode
+from oblr_megatron.preflight.inputs import select_mode
 from oblr_megatron.rollout.dynamic_sampling import Batch
 from oblr_megatron.rollout.waves import whole_step
 

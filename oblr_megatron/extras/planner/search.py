@@ -4,7 +4,7 @@
     found.plans[0].prediction.seconds, found.plans[0].sections       # the fastest that fits
     found, request = best_split(request, "stream")                   # engines on GPUs of their own
 
-The checks are a run's own (`checks.layout.check_layout`, `preflight.checklist.check_dealing`,
+The checks are a run's own (`checks.layout.check_layout`, `preflight.inputs.check_dealing`,
 `memory.select_mode.resolve`).
 Tensor parallelism stays within a node. The distributed optimizer is on if several ranks hold the same weights, because
 it needs less memory and moves no more bytes. Sequence parallelism is tried on and off.
@@ -29,7 +29,8 @@ from oblr_megatron.memory.engine import engine_bytes, push_bytes
 from oblr_megatron.memory.pass_plan import Layout, longest_sample
 from oblr_megatron.memory.select_mode import MODES, resolve
 from oblr_megatron.memory.training import MemoryEstimate
-from oblr_megatron.preflight.checklist import check_dealing, check_settings
+from oblr_megatron.preflight.checklist import Proposed, check
+from oblr_megatron.preflight.inputs import check_dealing
 
 ROWS = (1, 2, 4)  # longest samples per microbatch
 MOST_STAGES, MOST_CONTEXT, MOST_SPLITS = 32, 8, 8
@@ -127,7 +128,7 @@ def search(request: Request) -> Found:
         UserError: the run or all its layouts are refused, or none fits; says by how much the smallest is too large.
     """
     per_node = min(request.machine.device.gpus_per_node, request.gpus)
-    check_settings(request.hf_config, request.config({}), request.gpus, per_node, on_gpu=True)
+    check(Proposed(request.config({}), request.hf_config, request.gpus, per_node, on_gpu=True), "device")
     tally = _Tally(request)
     plans = [plan for layout in layouts(request) for plan in tally.consider(layout)]
     if not plans:

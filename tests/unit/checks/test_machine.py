@@ -11,7 +11,7 @@ from oblr_megatron.checks.machine import CPU_HEAD_SIZES, check_compiler, check_h
 from oblr_megatron.config import parse_config
 from oblr_megatron.errors import UserError
 from oblr_megatron.model.published import published
-from oblr_megatron.preflight.checklist import check_settings
+from oblr_megatron.preflight.checklist import Proposed, check
 
 
 @pytest.mark.parametrize(
@@ -65,6 +65,6 @@ def test_only_a_run_with_its_own_engines_needs_it(override: str, refused: bool) 
     small = dict(published("0.6B")) | {"head_dim": 16}
     if refused:
         with pytest.raises(UserError, match="head_dim 16"):
-            check_settings(small, config, 1, 1, on_gpu=False)
+            check(Proposed(config, small, 1, 1), "device")
     else:
-        check_settings(small, config, 1, 1, on_gpu=False)
+        check(Proposed(config, small, 1, 1), "device")

@@ -21,9 +21,9 @@ from oblr_megatron.checks.layout import check_layout
 from oblr_megatron.config import load_config
 from oblr_megatron.errors import EXIT_USER
 from oblr_megatron.model.published import published
-from oblr_megatron.preflight.checklist import write_config
 from oblr_megatron.preflight.device_memory import Device, rank_memory
 from oblr_megatron.preflight.examine import check_run
+from oblr_megatron.preflight.inputs import write_config
 from studies.imitate import IGNORED
 
 ROOT = Path(__file__).resolve().parents[3]

@@ -15,7 +15,7 @@ import pytest
 from oblr_megatron.checks.run_dir import ROLLOUTS
 from oblr_megatron.config import Config, parse_config
 from oblr_megatron.errors import UserError
-from oblr_megatron.preflight.checklist import find_saved
+from oblr_megatron.preflight.inputs import find_saved
 from oblr_megatron.rollout.resume_sampling import find
 from oblr_megatron.rollout.step_file import step_path, write_step
 from tests.unit.rollout.test_replay import config_of, saved_step

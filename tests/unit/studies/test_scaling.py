@@ -18,7 +18,7 @@ from oblr_megatron.extras.planner.calibration import Observation, predicted_phas
 from oblr_megatron.extras.planner.constants import CPU, cpu_machine, read_constants
 from oblr_megatron.extras.planner.setting import Setting
 from oblr_megatron.model.parallel import shutdown
-from oblr_megatron.preflight.checklist import check_dealing
+from oblr_megatron.preflight.inputs import check_dealing
 from studies.scaling import Ranking, Row, chain, noise_of, rows_of
 from studies.scaling_cases import CASES, Case, case_named
 from studies.scaling_rank import WARM_UP, measure
