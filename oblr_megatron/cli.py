@@ -113,6 +113,7 @@ def _add_optional_arguments(command: str, parser: argparse.ArgumentParser) -> No
         def refuse(_: argparse.Namespace) -> int:
             raise missing
 
+        parser.prefix_chars = "\0"  # take options as arguments too: the error is that the command is missing
         parser.add_argument("arguments", nargs=argparse.REMAINDER, help=argparse.SUPPRESS)
         parser.set_defaults(function=refuse)
 
