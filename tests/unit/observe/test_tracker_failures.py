@@ -36,13 +36,14 @@ def refuses(name: str, folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Follow a run whose tracker's server refuses."""
     for variable, value in ADDRESSES[name].items():
         monkeypatch.setenv(variable, value)
-    config = configured(folder / "run", name, tracker_timeout_s=8.0)
+    monkeypatch.setattr(feed, "CLOSE_SECONDS", 8.0)
+    config = configured(folder / "run", name)
     before, start = set(children_of(os.getpid())), time.monotonic()
     said = follow(config, range(1, 4))
     assert time.monotonic() - start < 20
     assert [record["step"] for record in read_metrics(config.run_dir)] == [1, 2, 3]
     assert said and said[-1].startswith(f"tracker {name}: ")
-    assert set(children_of(os.getpid())) == before
+    assert set(children_of(os.getpid())) <= before, "a child of earlier tests may end meanwhile"
 
 
 TRACKER = """
