@@ -31,8 +31,8 @@ from oblr_megatron.rollout.dynamic_sampling import Batch
 from oblr_megatron.rollout.waves import whole_step
 from oblr_megatron.timing import PhaseTimer
 from oblr_megatron.types import Sample, Scored
-from studies.live_bytes import LiveBytes, biases_uncounted
 from studies.scaling_cases import PROMPT_TOKENS, Case, case_named
+from tools.live_bytes import LiveBytes, biases_uncounted
 
 if TYPE_CHECKING:
     from oblr_megatron.model.parallel import Parallel

@@ -22,7 +22,7 @@ from oblr_megatron.model.reference import Reference
 from oblr_megatron.rollout.dynamic_sampling import Batch
 from oblr_megatron.rollout.waves import Wave
 from oblr_megatron.types import Sample, Scored
-from studies.live_bytes import LiveBytes, biases_uncounted
+from tools.live_bytes import LiveBytes, biases_uncounted
 
 GROUP, PROMPT = 4, 4  # responses a prompt, tokens of a prompt
 

@@ -23,9 +23,6 @@ from rich.console import Console
 from rich.table import Table
 
 from oblr_megatron.config import Config, load_config
-from oblr_megatron.extras.planner.constants import Machine
-from oblr_megatron.extras.planner.cost import predict
-from oblr_megatron.extras.planner.setting import Setting
 from oblr_megatron.memory.pass_plan import Layout
 from oblr_megatron.observe.performance.hardware import device_named
 from oblr_megatron.preflight.device_memory import Device
@@ -69,6 +66,10 @@ def at_size(preset: Path, nodes: int, changes: Sequence[str] = ()) -> Config:
 
 def step_seconds(found: Found) -> float:
     """The planner's seconds of a step, with responses of half the longest length."""
+    from oblr_megatron.extras.planner.constants import Machine
+    from oblr_megatron.extras.planner.cost import predict
+    from oblr_megatron.extras.planner.setting import Setting
+
     mean = found.config.rollout.max_response_tokens // 2
     machine = Machine(device_named("h100"))
     setting = Setting(found.hf_config, found.config, found.world_size, machine, mean_response_tokens=mean)
