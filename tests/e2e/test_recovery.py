@@ -18,6 +18,7 @@ from oblr_megatron.checkpoint.hf import load_hf_weights
 from oblr_megatron.config import ModelConfig
 from oblr_megatron.errors import EngineLostError
 from oblr_megatron.model.policy import build_policy
+from oblr_megatron.rollout import push
 from oblr_megatron.rollout.colocated import ColocatedEngines
 from oblr_megatron.weights import shm
 from oblr_megatron.weights.export import MegatronWeights
@@ -75,7 +76,7 @@ def test_killed_while_it_generates(rollout):
 def test_killed_while_weights_arrive(rollout, monkeypatch):
     """Killed between two of many buckets; every rank iterates the whole source again for the new engine."""
     engines, model, _ = rollout
-    monkeypatch.setattr(engines._pusher, "_bucket_bytes", 4096)
+    monkeypatch.setattr(push, "BUCKET_BYTES", 4096)
     change(model, seed=2)
     victim = engines._engine.pid
     source = Killing(Weights(model), victim)

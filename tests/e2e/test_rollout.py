@@ -12,6 +12,7 @@ import torch
 from transformers import AutoTokenizer, Qwen3ForCausalLM
 
 from oblr_megatron.errors import RunError
+from oblr_megatron.rollout import push
 from tests.e2e.tiny_rollout import EOS, VOCAB, Weights, change, engine_processes, largest_error, sample, start
 from tests.tiny import make_hf_dir
 
@@ -119,7 +120,7 @@ def test_a_source_that_breaks_off_leaves_no_half_model_in_use(rollout, monkeypat
     """With small buckets some tensors are in place already; their values must never be sampled from."""
     engines, model, _ = rollout
     expected = sample(engines)
-    monkeypatch.setattr(engines._pusher, "_bucket_bytes", 4096)
+    monkeypatch.setattr(push, "BUCKET_BYTES", 4096)
 
     class Broken(Weights):
         def __iter__(self):
@@ -150,7 +151,7 @@ def assert_refuses_until_a_full_push(engines, model, expected):
 def test_small_buckets_carry_the_same_weights(rollout, monkeypatch):
     engines, model, _ = rollout
     expected = sample(engines)
-    monkeypatch.setattr(engines._pusher, "_bucket_bytes", 4096)
+    monkeypatch.setattr(push, "BUCKET_BYTES", 4096)
     stats = engines.push(Weights(model), engines.version + 1)
     assert stats.buckets > 5
     assert [one.logprobs for one in sample(engines)] == [one.logprobs for one in expected]
