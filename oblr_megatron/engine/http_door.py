@@ -17,7 +17,6 @@ from contextlib import suppress
 from dataclasses import replace
 from functools import cache
 from inspect import signature
-from ipaddress import ip_address
 from itertools import count
 from typing import Any, get_type_hints
 
@@ -210,7 +209,7 @@ def check_access(path: str, headers: Mapping[str, str], key: str) -> None:
     given = headers.get("Authorization", "").encode(errors="surrogateescape")
     if key and not hmac.compare_digest(given, b"Bearer " + key.encode()):
         raise Refused(401, "the API key is missing or wrong")
-    if not key and ("Origin" in headers or not is_loopback(_host(headers.get("Host", "")))):
+    if not key and ("Origin" in headers or not http.is_loopback(_host(headers.get("Host", "")))):
         raise Refused(403, "without an API key this server answers only programs on its own machine")
     if path not in http.PATHS.values():
         raise Refused(404, f"{path} is not served here: {PURPOSE}")
@@ -231,16 +230,6 @@ async def read_body(request: web.BaseRequest) -> bytes:
     except TimeoutError:
         raise Refused(408, f"the body did not arrive within {BODY_SECONDS:g} s") from None
     return bytes(body)
-
-
-def is_loopback(host: str) -> bool:
-    """Whether a host name or address can only mean this machine."""
-    if host == "localhost":
-        return True
-    try:
-        return ip_address(host).is_loopback
-    except ValueError:
-        return False
 
 
 def _host(header: str) -> str:

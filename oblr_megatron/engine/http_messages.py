@@ -13,6 +13,7 @@ import base64
 import hashlib
 import json
 from collections.abc import Iterable, Mapping, Sequence
+from ipaddress import ip_address
 from typing import Any, Literal
 
 import numpy as np
@@ -178,3 +179,13 @@ def shapes_digest(shapes: Mapping[str, Sequence[int]]) -> str:
     """A hash of all tensor names and shapes: it differs between architectures."""
     listing = json.dumps(sorted((name, list(shape)) for name, shape in shapes.items()))
     return hashlib.sha256(listing.encode()).hexdigest()[:16]
+
+
+def is_loopback(host: str) -> bool:
+    """Whether a host name or address can only mean this machine."""
+    if host == "localhost":
+        return True
+    try:
+        return ip_address(host).is_loopback
+    except ValueError:
+        return False

@@ -132,7 +132,7 @@ def serve(options: argparse.Namespace) -> int:
 
 def check_exposure(host: str, key: str, variable: str) -> None:
     """Refuse (UserError) to listen where other machines can reach the server without a key, or with a weak one."""
-    from oblr_megatron.engine.http_door import is_loopback
+    from oblr_megatron.engine.http_messages import is_loopback
 
     if _is_wildcard(host):
         what = f"{host!r} is every interface of this machine"

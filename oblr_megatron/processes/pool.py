@@ -20,8 +20,9 @@ import os
 import threading
 from collections.abc import Sequence
 from concurrent.futures import CancelledError, Future, ThreadPoolExecutor
+from dataclasses import dataclass
 from multiprocessing.connection import Connection
-from queue import SimpleQueue
+from queue import LifoQueue, SimpleQueue
 
 from oblr_megatron.errors import RunError
 from oblr_megatron.processes.calls import Score
@@ -30,6 +31,13 @@ from oblr_megatron.processes.patience import Patience
 
 START_S = 120.0
 """Deadline for the fork server's imports."""
+
+
+@dataclass(slots=True)
+class _Place:
+    """Room for one worker, with the pipe to it."""
+
+    own: tuple[Worker, Connection] | None = None
 
 
 class Pool:
@@ -74,7 +82,8 @@ class Pool:
         Raises:
             RunError: the pool is closed, or workers cannot be started.
         """
-        return self._scores(self.submit([arguments]))[0]
+        self._own()
+        return self._call([arguments])[0]  # without a thread: a process that forks should have none
 
     def map(self, batch: Sequence[Sequence[str]], together: int = 1) -> list[Score]:
         """Call the function on all rows in parallel; scores are in the order of the batch. See also `Patience`.
@@ -141,7 +150,9 @@ class Pool:
         self._server: ForkServer | None = None
         self._patience = Patience(self.num_workers)
         self._threads = ThreadPoolExecutor(self.num_workers, thread_name_prefix="pool")  # calls wait in its queue
-        self._local = threading.local()  # `worker` of each thread: a Worker and the pipe to it
+        self._idle: LifoQueue[_Place] = LifoQueue()  # the last used first, so that few workers start
+        for _ in range(self.num_workers):
+            self._idle.put(_Place())
 
     def _scores(self, call: Future[list[Score]]) -> list[Score]:
         try:
@@ -150,37 +161,39 @@ class Pool:
             raise RunError(f"{self._what} were closed while a call was waiting") from None
 
     def _call(self, rows: Sequence[Sequence[str]]) -> list[Score]:
-        """In one of the threads: the scores of the rows."""
+        """The scores of the rows, by the next idle worker."""
+        place = self._idle.get()
         try:
-            pipe = self._send(json.dumps([list(row) for row in rows]).encode())
+            pipe = self._send(place, json.dumps([list(row) for row in rows]).encode())
             if not pipe.poll(self.limit_s):
-                self._end_worker()
+                self._end_worker(place)
                 return [Score(timed_out=True)] * len(rows)
             reply = json.loads(pipe.recv_bytes())  # a `Reply`
+            if reply["leaving"]:
+                self._end_worker(place)
+            return [Score(**score) for score in reply["scores"]]
         except ForkError as error:
             return [Score(error=str(error))] * len(rows)
         except (OSError, EOFError):
-            self._end_worker()
+            self._end_worker(place)
             return [Score(error="the worker process died during the call")] * len(rows)
-        if reply["leaving"]:
-            self._end_worker()
-        return [Score(**score) for score in reply["scores"]]
+        finally:
+            self._idle.put(place)
 
-    def _send(self, message: bytes) -> Connection:
-        """Send a message to the thread's worker, and return its pipe. One that died while idle is replaced once."""
+    def _send(self, place: _Place, message: bytes) -> Connection:
+        """Send a message to the place's worker, and return its pipe. One that died while idle is replaced once."""
         try:
-            pipe = self._pipe()
+            pipe = self._pipe(place)
             pipe.send_bytes(message)
         except OSError:
-            self._end_worker()
-            pipe = self._pipe()
+            self._end_worker(place)
+            pipe = self._pipe(place)
             pipe.send_bytes(message)
         return pipe
 
-    def _pipe(self) -> Connection:
-        """The pipe to the thread's worker, which is started if there is none."""
-        own: tuple[Worker, Connection] | None = getattr(self._local, "worker", None)
-        if own is None:
+    def _pipe(self, place: _Place) -> Connection:
+        """The pipe to the place's worker, which is started if there is none."""
+        if place.own is None:
             with self._lock:
                 if self._closed:
                     raise RunError(f"{self._what} are closed")
@@ -189,12 +202,11 @@ class Pool:
                     target, self._options, what=self._what, owner="the trainer", start_s=START_S
                 )
             worker = self._server.fork()
-            self._local.worker = own = worker, Connection(worker.socket.detach())
-        return own[1]
+            place.own = worker, Connection(worker.socket.detach())
+        return place.own[1]
 
-    def _end_worker(self) -> None:
-        own: tuple[Worker, Connection] | None = getattr(self._local, "worker", None)
-        if own is not None and self._server is not None:
-            self._local.worker = None
-            own[1].close()
-            self._server.kill(own[0])
+    def _end_worker(self, place: _Place) -> None:
+        if place.own is not None and self._server is not None:
+            (worker, pipe), place.own = place.own, None
+            pipe.close()
+            self._server.kill(worker)

@@ -19,7 +19,7 @@ from pydantic_core import to_json
 
 from oblr_megatron.engine import http_door
 from oblr_megatron.engine import http_messages as http
-from oblr_megatron.engine.http_door import Door, Refused, check_access, is_loopback, make_runner
+from oblr_megatron.engine.http_door import Door, Refused, check_access, make_runner
 from oblr_megatron.engine.protocol import PromptRequest, SamplingRequest
 from oblr_megatron.weights.manifest import TensorSpec
 
@@ -78,7 +78,7 @@ def test_without_a_key_a_browsers_requests_are_refused(headers: dict[str, str], 
 
 def test_loopback() -> None:
     hosts = ["127.0.0.1", "127.9.9.9", "::1", "localhost", "10.0.0.5", "localhost.evil.example", "0.0.0.0", "host", ""]
-    assert [host for host in hosts if is_loopback(host)] == hosts[:4]
+    assert [host for host in hosts if http.is_loopback(host)] == hosts[:4]
 
 
 HOLDING = http.Holding(holder="x", version=3)

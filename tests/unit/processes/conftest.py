@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from types import SimpleNamespace
+from typing import Any
 
 import pytest
 
@@ -17,8 +18,8 @@ def unhurried(patch: pytest.MonkeyPatch, *hanging: str) -> list[float]:
     """
     send, limits = Pool._send, []
 
-    def sent(pool: Pool, message: bytes) -> SimpleNamespace:
-        pipe = send(pool, message)
+    def sent(pool: Pool, place: Any, message: bytes) -> SimpleNamespace:
+        pipe = send(pool, place, message)
 
         def poll(seconds: float) -> bool:
             limits.append(seconds)
