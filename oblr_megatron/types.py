@@ -20,6 +20,10 @@ FinishReason = Literal["stop", "length", "failed", "late"]
 The last two have an empty response."""
 
 
+Speculation = Literal["none", "ngram", "suffix"]
+"""Where an engine takes drafts of the next tokens from."""
+
+
 @dataclass(frozen=True, slots=True)
 class Prompt:
     """One row of the data set, ready to be sampled from.

@@ -8,8 +8,7 @@ from typing import Annotated, Any, Literal
 from pydantic import AfterValidator, BeforeValidator, Field
 
 from oblr_megatron.config.section import LONGEST_WAIT_S, Section
-
-Speculation = Literal["none", "ngram", "suffix"]
+from oblr_megatron.types import Speculation
 
 
 class EnvironmentConfig(Section):

@@ -17,14 +17,13 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, Protocol
 
 from oblr_megatron.checks.lengths import longest_evaluated
-from oblr_megatron.config.rollout import Speculation
 from oblr_megatron.errors import UserError
 from oblr_megatron.memory.buffer_sizes import CPU_STEP_TOKENS
 
 if TYPE_CHECKING:
     from oblr_megatron.config import Config
     from oblr_megatron.rewards.base import Reward, RewardResult
-    from oblr_megatron.types import Prompt, Sample
+    from oblr_megatron.types import Prompt, Sample, Speculation
     from oblr_megatron.weights.manifest import Source
 
 API_KEY = "OBLR_API_KEY"

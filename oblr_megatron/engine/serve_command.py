@@ -25,11 +25,11 @@ from oblr_megatron.checks.vllm_options import (
     check_speculation,
     check_vllm_options,
 )
-from oblr_megatron.config.rollout import Speculation
 from oblr_megatron.engine.protocol import API_KEY, EngineSpec
 from oblr_megatron.errors import UserError
 from oblr_megatron.families import head_dim
 from oblr_megatron.runtime.command_line import LARGEST, amount, count, port_number, whole
+from oblr_megatron.types import Speculation
 
 MIN_KEY_LENGTH = 16
 

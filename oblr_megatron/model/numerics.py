@@ -4,14 +4,16 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any, Protocol
 
 import torch
 from megatron.core.transformer.spec_utils import ModuleSpec
 from torch import Tensor
 
-from oblr_megatron.config import ModelConfig
 from oblr_megatron.extension import extension
+
+if TYPE_CHECKING:
+    from oblr_megatron.config import ModelConfig
 
 
 class Operations(Protocol):
@@ -35,4 +37,4 @@ def numerics_of(hf_config: Any, config: ModelConfig, device: torch.device) -> Nu
     """The numerics of a model on a device."""
     if not config.batch_invariant:
         return Numerics()
-    return extension("model.batch_invariant trainer")(hf_config, device)  # type: ignore[no-any-return]
+    return extension("model.batch_invariant trainer")(hf_config, device)

@@ -66,7 +66,7 @@ def transformer_config_of(
         sequence_parallel=parallel.sequence_parallel,
         gradient_accumulation_fusion=False,
         **_recompute(options),
-        **{"activation_func": nn.functional.silu} | numerics.fields,
+        **{"activation_func": nn.functional.silu, **numerics.fields},
         **precision_fields(config, transformer_engine=by_transformer_engine),
         **_kernels(parallel.device, transformer_engine=by_transformer_engine),
         use_te_activation_func=own_swiglu,  # that of cpu/operations.py, not Transformer Engine's

@@ -146,10 +146,10 @@ class Pool:
     def _reset(self) -> None:
         self._owner = os.getpid()
         self._closed = False
-        self._lock = threading.Lock()  # no fork server is started after the pool is closed
+        self._lock: threading.Lock = threading.Lock()  # no fork server is started after the pool is closed
         self._server: ForkServer | None = None
         self._patience = Patience(self.num_workers)
-        self._threads = ThreadPoolExecutor(self.num_workers, thread_name_prefix="pool")  # calls wait in its queue
+        self._threads: ThreadPoolExecutor = ThreadPoolExecutor(self.num_workers, thread_name_prefix="pool")
         self._idle: LifoQueue[_Place] = LifoQueue()  # the last used first, so that few workers start
         for _ in range(self.num_workers):
             self._idle.put(_Place())
