@@ -181,8 +181,8 @@ def test_a_run_trains_on_the_same_samples(tmp_path: Path, overrides: Callable[..
 @pytest.mark.parametrize("overlap", ["stream", "one_step"])
 def test_a_run_that_overlaps_draws_the_same(tmp_path: Path, overrides: Callable[..., list[str]], overlap: str) -> None:
     """Prompts are handed over while others are sampled with drafts; the first step's weights are those of any run."""
-    keys = {"num_steps": 2, "group_size": 2, "rollout__overlap": overlap}
-    keys |= {"rollout__max_staleness": 1} if overlap == "one_step" else {"rollout__wave_tokens": 64}
+    keys = {"num_steps": 2, "group_size": 2, "algo__baseline": "rloo", "rollout__overlap": overlap}
+    keys |= {"rollout__max_staleness": 1} if overlap == "one_step" else {"rollout__wave_tokens": 1}
     found = []
     for name in ("none", "ngram"):
         more = {"rollout__speculation": name, "rollout__speculation_below": 64}
