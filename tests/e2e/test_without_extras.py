@@ -1,6 +1,7 @@
 """The core in a copy of the tree without `extras/` and `studies/`: its unit tests pass, and it trains.
 
-Not covered: the tests of examples, tools, pages and of the order of rooms, because these name the deleted folders.
+Not covered: the tests of examples, tools, pages and of the order of rooms, and two of all fields and of all examples of
+pages, because these name the deleted folders.
 """
 
 from __future__ import annotations
@@ -20,6 +21,10 @@ pytestmark = pytest.mark.nightly
 
 FOLDERS = ("oblr_megatron", "tests", "tools", "examples", "docs", "requirements", "slurm")
 OF_THE_WHOLE = ("examples", "bench", "tools", "test_docs.py", "test_imports.py")
+ALSO_OF_EXTRAS = (  # every field has a reader; every example of a page is valid
+    "config/test_config.py::test_every_field_is_read",
+    "rewards/test_docs_examples.py::test_every_other_configuration_is_valid",
+)
 ONLY_THE_COPY = """
 import sys
 sys.meta_path = [one for one in sys.meta_path if "editable" not in str(getattr(one, "__module__", ""))]
@@ -58,6 +63,7 @@ def test_the_folders_are_not_found(core: Path) -> None:
 @pytest.mark.timeout(LIMIT_TESTS_S)
 def test_the_unit_tests_pass(core: Path) -> None:
     others = [f"--ignore=tests/unit/{name}" for name in OF_THE_WHOLE]
+    others += [f"--deselect=tests/unit/{name}" for name in ALSO_OF_EXTRAS]
     options = ["-q", "-p", "no:cacheprovider", "-m", "not nightly and not alone", *others]
     result = in_core(core, "-m", "pytest", "tests/unit", *options, limit_s=LIMIT_TESTS_S)
     assert result.returncode == 0, result.stdout[-5000:]
