@@ -104,7 +104,7 @@ class _Version(argparse.Action):
 
 
 def _add_optional_arguments(command: str, parser: argparse.ArgumentParser) -> None:
-    """Take the arguments of a command whose folder may be missing; without it the command ends with that error."""
+    """Accept the arguments of an optional command. If its folder is missing, the command ends with that error."""
     try:
         extension(command)(parser)
     except UserError as error:

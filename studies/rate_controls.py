@@ -26,7 +26,7 @@ def control_rates(control: str, source: Path, *, num_steps: int, seed: int, warm
         source: directory of the run that supplies the rates; its first num_steps rates are used.
         num_steps: length of the run.
         seed: the run's seed, for "shuffled".
-        warmup_steps: first steps whose rates "matched_decay" keeps, if the source has no config.json.
+        warmup_steps: the first steps, if the source has no config.json; "matched_decay" keeps their rates.
 
     Raises:
         UserError: see `source_rates`.

@@ -30,8 +30,8 @@ def variance_ratios(
     compensate for that scale, so A is divided by 1 - share. group_mean then equals rloo. Sums run over the groups with
     measured norms.
 
-    Arguments as for `baseline_values`, floats in fp64; `of_run` is the run's baseline, whose history is given. A row of
-    zeros in w marks a group that was not measured.
+    Arguments as for `baseline_values`, floats in fp64. `of_run` is the run's baseline, and `history` is its history. A
+    row of zeros in w marks a group that was not measured.
 
     Returns:
         name -> ratio; {} if G = 1, no norm is known, or rloo's sum is 0 (every measured group has equal rewards).

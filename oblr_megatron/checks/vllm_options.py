@@ -144,7 +144,7 @@ def processor_flags() -> frozenset[str]:
 
 
 def check_speculation(method: str, where: str) -> None:
-    """Refuse speculation whose parts are not installed.
+    """Refuse a method of speculation if its parts are not installed.
 
     Raises:
         UserError: names what is missing.

@@ -38,7 +38,7 @@ from oblr_megatron.weights.shm import SharedBuffer
 GRACE_SECONDS = 5.0
 """Time for an ending engine and its child processes; then they are killed."""
 NOBODY = -1
-"""Number of a call whose reply nobody waits for."""
+"""Number of a call without a reply: nobody waits for one."""
 
 _TORCHRUN = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "NODE_RANK", "OMP_NUM_THREADS")
 _MEGATRON = ("CUDA_DEVICE_MAX_CONNECTIONS",)  # 1 orders megatron-core's kernels, but would serialise vLLM's streams

@@ -38,7 +38,7 @@ STATUSES: tuple[tuple[tuple[type[Exception], ...], int], ...] = (
     ((ValueError, InvalidRequest), http.INVALID),
     ((RunError,), http.FAILED),
 )
-"""HTTP status of an error: the first whose types it has."""
+"""Types of errors and their HTTP status; the first match counts."""
 DEAD = "its engine has died"
 PURPOSE = "this server samples for a trainer (rollout.servers); for completions and chat start `vllm serve`"
 
@@ -203,7 +203,7 @@ def make_runner(door: Door) -> web.ServerRunner:
 
 
 def check_access(path: str, headers: Mapping[str, str], key: str) -> None:
-    """Refuse a request that may not pass, or whose path is not served. The key is empty for none."""
+    """Refuse a request without the key, or for a path that is not served. An empty key admits all local ones."""
     if path == http.HEALTH:
         return
     given = headers.get("Authorization", "").encode(errors="surrogateescape")

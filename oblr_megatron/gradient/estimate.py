@@ -31,7 +31,7 @@ if TYPE_CHECKING:
     from oblr_megatron.types import MicroBatch, Sample
 
 
-CHECKED = 16  # responses of a step whose exact norms are compared with estimates, rounded up to whole prompts
+CHECKED = 16  # responses of a step; their exact norms are compared with estimates. Rounded up to whole prompts
 
 
 def measured_prompts(config: Config, step: int) -> Tensor:

@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 
 
 class Operations(Protocol):
-    """Values of operations whose gradients stay those of torch's; see `extras.exact_sums.operations`."""
+    """Replaces the values of operations, but not their gradients; see `extras.exact_sums.operations`."""
 
     def linear(self, x: Tensor, weight: Tensor) -> Tensor: ...
     def rms_norm(self, x: Tensor, weight: Tensor, eps: float) -> Tensor: ...

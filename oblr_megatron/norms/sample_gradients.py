@@ -107,7 +107,7 @@ class SampleGradients:
         total = GradSum(norms, known, [])
 
         def weigh(chosen: Sequence[int]) -> None:
-            """Ask for the weights of whole groups whose norms are known."""
+            """Ask for the weights of the whole groups that have all their norms."""
             if not isinstance(weights, torch.Tensor):
                 groups = [n // group_size for n in chosen[::group_size]]
                 asked = weights(groups, norms[list(chosen)].view(-1, group_size))

@@ -58,7 +58,7 @@ class Proposed:
 
     @property
     def scored(self) -> tuple[SourceConfig, ...]:
-        """Sources whose rows the reward scores; none in a replay."""
+        """The sources that the reward scores; none in a replay."""
         if self.config.rollout.replay is not None:
             return ()
         return (*self.config.data.train, *self.config.evaluate.data.values())

@@ -91,7 +91,7 @@ def samples_of(path: str, replay: bool) -> list[Sample]:
 
 
 def step_of(samples: list[Sample], values: Tensor) -> Wave:
-    """A step whose coefficients under the baseline `none` are the given ones: c = r / (Q G)."""
+    """A step that has the given coefficients under the baseline `none`: c = r / (Q G)."""
     rewards = len(samples) * values.view(-1, GROUP)
     lengths = torch.tensor([sample.length for sample in samples]).view_as(rewards)
     prompts = [Prompt(n, str(n), "", (3,), "", "tests") for n in range(len(rewards))]

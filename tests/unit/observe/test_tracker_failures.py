@@ -33,7 +33,7 @@ def test_an_address_that_refuses_costs_the_run_its_deadline_at_most(
 
 
 def refuses(name: str, folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Follow a run whose tracker's server refuses."""
+    """Follow a run while the tracker's server refuses."""
     for variable, value in ADDRESSES[name].items():
         monkeypatch.setenv(variable, value)
     monkeypatch.setattr(feed, "CLOSE_SECONDS", 8.0)
