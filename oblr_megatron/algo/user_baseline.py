@@ -136,7 +136,7 @@ class _Trial:
                 yield what, "treat all prompts alike, and all responses of a group"
         equal = replace(self._inputs, rewards=self._inputs.rewards[:, :1].expand_as(everywhere))
         if facts.zero_on_equal and self._differs(equal, equal.rewards).any():
-            what = "is not the reward itself where a group has equal rewards; the run skips the passes of such a group"
+            what = "is not the reward itself in a group of equal rewards, and the run skips such a group"
             yield what, "return a mean of the group's rewards, or declare prior=True"
 
     def _of_prompts(self, prompt: Tensor) -> Iterator[Problem]:
