@@ -107,7 +107,7 @@ class Sampling:
 
     def prompts(self) -> list[Prompt]:
         """The Q prompts of a step, the same on every rank."""
-        return self.stream.take(self.config.num_prompts) if self.ahead is None else self.ahead.prompts
+        return self.stream.next_prompts(self.config.num_prompts) if self.ahead is None else self.ahead.prompts
 
     def rollout(self, prompts: list[Prompt], record: StepRecord, batch: int = 0) -> list[Sample]:
         """G samples for every prompt in prompt-major order, the same on every rank.
@@ -235,7 +235,7 @@ class Sampling:
         if self.refills:
 
             def draw(count: int, number: int) -> Batch:
-                further = self.stream.take(count)
+                further = self.stream.next_prompts(count)
                 responses = self.rollout(further, record, number)
                 return Batch(further, responses, self.score(further, responses, record))
 

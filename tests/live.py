@@ -97,7 +97,7 @@ class WatchedSteps:
             self._optimizer = PolicyOptimizer(self.policy, config.optimizer)
             self.gradient = StepGradient(self.policy, config, reference, momentum_of(self.policy, config))
 
-    def take(self, lr: float = 1e-6) -> None:
+    def step(self, lr: float = 1e-6) -> None:
         """One step; afterwards `live.peak` belongs to its fullest moment."""
         self.live.peak = self.live.now
         with biases_uncounted(), self.live:
@@ -113,8 +113,8 @@ class WatchedSteps:
 def peak_of_step(hf_config: PreTrainedConfig, config: Config, parallel: Parallel) -> int:
     """Bytes alive on this rank at the fullest moment of its second step, when the optimizer has its state."""
     steps = WatchedSteps(hf_config, config, parallel)
-    steps.take()
-    steps.take()
+    steps.step()
+    steps.step()
     return steps.live.peak
 
 

@@ -63,10 +63,10 @@ def last_box(value: Any) -> str:
     Some solutions have \fbox{7} instead, or \boxed 7, which ends with the formula.
     """
     whole = text(value)
-    found = boxed(whole) or boxed(whole.replace("\\fbox", "\\boxed"))
-    if found is None and (open_boxes := _OPEN_BOX.findall(whole)):
-        found = open_boxes[-1]
-    return (whole if found is None else found).strip()
+    box = boxed(whole) or boxed(whole.replace("\\fbox", "\\boxed"))
+    if box is None and (open_boxes := _OPEN_BOX.findall(whole)):
+        box = open_boxes[-1]
+    return (whole if box is None else box).strip()
 
 
 def integer(value: Any) -> str:

@@ -33,7 +33,7 @@ class PromptStream:
 
     Example:
         stream = PromptStream(config.data, tokenizer, seed=0, held_out=config.evaluate.data)
-        prompts = stream.take(128)
+        prompts = stream.next_prompts(128)
         state = stream.state_dict()  # {"epoch": 0, "index": 128, "seed": 0, "fingerprint": "3f0c..."}
     """
 
@@ -77,14 +77,14 @@ class PromptStream:
         """Usable rows of all sources."""
         return sum(map(len, self._sources))
 
-    def take(self, count: int) -> list[Prompt]:
+    def next_prompts(self, count: int) -> list[Prompt]:
         """The next `count` prompts."""
         taken = [source.taken for source in self._sources]
         prompts = []
         for _ in range(count):
             number = next_source(taken, self._weights)
             taken[number] += 1
-            prompts.append(self._sources[number].take())
+            prompts.append(self._sources[number].next_prompt())
         return prompts
 
     def state_dict(self) -> dict[str, Any]:
@@ -138,7 +138,7 @@ class _Source:
         if self._shuffle:
             random.Random(self._seed.format(epoch=epoch)).shuffle(self._order)
 
-    def take(self) -> Prompt:
+    def next_prompt(self) -> Prompt:
         prompt = self.prompts[self._order[self._index]]
         self._index += 1
         if self._index == len(self):

@@ -43,7 +43,7 @@ class Record(NamedTuple):
     file: str  # name without suffix, or name of the hub data set
     number: int  # line or row in the file, from 0
     value: dict[str, Any] | str  # the columns, or the reason why the row cannot be read
-    path: str = ""  # of the file or directory, or as configured
+    path: str = ""  # the file or directory, or the path as configured
 
 
 def named_source(text: str) -> tuple[str, SourceConfig]:
@@ -120,7 +120,7 @@ def open_source(source: SourceConfig, *, training: bool = False) -> Iterator[Rec
 
 
 def kind_of(source: SourceConfig) -> Literal["file", "pattern", "directory", "hub", "generated"]:
-    """What a source's path stands for; reads no rows.
+    """Kind of source that a path names; reads no rows.
 
     Raises:
         UserError: nothing has this name, or rows cannot be generated as asked.
@@ -158,12 +158,12 @@ def distinct_names(sources: Sequence[SourceConfig]) -> list[dict[str, str]]:
         for path, ends in _ends_of_files(source).items()
     }
     counts = Counter(end for ends in files.values() for end in ends)
-    found: dict[str, dict[str, str]] = {own: {} for own in settings}
+    names: dict[str, dict[str, str]] = {own: {} for own in settings}
     for (own, path), ends in files.items():
         if counts[ends[0]] > 1:
             numbered = f"{ends[0]}/{settings.index(own) + 1}"
-            found[own][path] = next((end for end in ends if counts[end] == 1), numbered)
-    return [found[own] for own in settings]
+            names[own][path] = next((end for end in ends if counts[end] == 1), numbered)
+    return [names[own] for own in settings]
 
 
 def _ends_of_files(source: SourceConfig) -> dict[str, list[str]]:

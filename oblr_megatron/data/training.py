@@ -167,8 +167,8 @@ class Benchmarks:
             return name
         shingles = self._shingles(question) if self._by_shingle else ()
         hits = Counter(held for shingle in shingles for held in self._by_shingle.get(shingle, ()))
-        found = min((held for held, hit in hits.items() if hit / self._held[held][1] >= self._threshold), default=None)
-        return "" if found is None else self._held[found][0]
+        first = min((held for held, hit in hits.items() if hit / self._held[held][1] >= self._threshold), default=None)
+        return "" if first is None else self._held[first][0]
 
     def _shingles(self, question: str) -> set[Shingle]:
         words = _WORD.findall(normalized(question).lower())

@@ -140,12 +140,12 @@ def score_loss(
 
     def loss_of(logits: Tensor, batch: MicroBatch) -> tuple[Tensor, dict[str, Tensor]]:
         logprobs = vocab_parallel_logprobs(logits, batch.labels, **vocab, operations=policy.tap.operations)  # [b, t]
-        found = logprobs.detach()
-        rho, sums_of = (torch.ones_like(found), _no_sums) if ratios is None else ratios(found, batch)
-        own = torch.ones_like(found)
+        detached = logprobs.detach()
+        rho, sums_of = (torch.ones_like(detached), _no_sums) if ratios is None else ratios(detached, batch)
+        own = torch.ones_like(detached)
         if coefficients is not None:
             own = batch.per_token(coefficients[batch.sample_index])
-        loss, kl = policy_gradient_loss(logprobs, batch.mask, own, rho), found.new_zeros(())
+        loss, kl = policy_gradient_loss(logprobs, batch.mask, own, rho), detached.new_zeros(())
         if penalty is not None:
             added, kl = penalty.loss(logprobs, batch)
             loss = loss + added
@@ -154,7 +154,7 @@ def score_loss(
         entropy = vocab_parallel_entropy(logits, **vocab)[batch.mask].sum()
         around = torch.stack([part.to(torch.float64) for part in (entropy, kl, batch.mask.sum())])
         sums = torch.cat([around[:1], sums_of().to(around.device), around[1:]])
-        scores = batch.per_sample((own * rho * found).to(torch.float64))
+        scores = batch.per_sample((own * rho * detached).to(torch.float64))
         return loss, {"sums": sums, "scores": scores, "numbers": batch.sample_index}
 
     return loss_of

@@ -32,7 +32,7 @@ RATIO_SUMS = (
     *("abs_diff", "cut", "mismatch", "rejected", "rejected_samples", "samples"),
     *("clipped", "beyond_dual", "drift"),
 )
-"""What a RatioFn sums over this rank's response tokens; `PassMetrics` explains each."""
+"""Sums of a RatioFn over this rank's response tokens; `PassMetrics` explains each."""
 
 RatioFn = Callable[["Tensor", MicroBatch], tuple["Tensor", Callable[[], "Tensor"]]]
 """(detached log-probs [b, t], their microbatch) -> (weights rho [b, t], a function that returns `RATIO_SUMS` in fp64).
@@ -42,7 +42,7 @@ The sums wait for the GPU, so passes that record nothing do not ask for them."""
 
 @dataclass(frozen=True, slots=True)
 class Old:
-    """What a batch's later update needs from before the first one."""
+    """Values from before a batch's first update, which its later updates need."""
 
     logprobs: Tensor  # [n, T] log pi_old of the update's samples, fp64
     advantages: Tensor  # [n], numbers with the sign of A
@@ -60,8 +60,8 @@ def importance_ratios(config: Config, policy: Policy, old: Old | None = None) ->
         return sums
 
     def ratios(logprobs: Tensor, batch: MicroBatch) -> tuple[Tensor, Callable[[], Tensor]]:
-        found, drawn, mask = logprobs.detach(), batch.rollout_logprobs, batch.mask
-        before = found if old is None else batch.of_tokens(old.logprobs).to(found.dtype)
+        current, drawn, mask = logprobs.detach(), batch.rollout_logprobs, batch.mask
+        before = current if old is None else batch.of_tokens(old.logprobs).to(current.dtype)
         rho, cut = truncated_ratios(
             before,
             drawn,
@@ -83,7 +83,7 @@ def importance_ratios(config: Config, policy: Policy, old: Old | None = None) ->
             ranks=parallel.cp_size,
         )
         rho = rho if rollout.rejection == "none" else rho.masked_fill(~keep, 0.0)
-        drift = None if old is None else later(found, before, batch, old)
+        drift = None if old is None else later(current, before, batch, old)
 
         def sums() -> Tensor:
             difference, rejected = (before - drawn)[mask], (mask & ~keep).sum()
@@ -91,15 +91,15 @@ def importance_ratios(config: Config, policy: Policy, old: Old | None = None) ->
             if drift is None:
                 values += [cut.new_zeros(())] * 3
             else:
-                values += [drift.clipped.sum(), drift.beyond_dual.sum(), (before - found)[mask].sum()]
+                values += [drift.clipped.sum(), drift.beyond_dual.sum(), (before - current)[mask].sum()]
             return torch.stack([value.to(torch.float64) for value in values])
 
         return rho if drift is None else rho * drift.weights, sums
 
-    def later(found: Tensor, before: Tensor, batch: MicroBatch, old: Old) -> ClippedRatios:
+    def later(current: Tensor, before: Tensor, batch: MicroBatch, old: Old) -> ClippedRatios:
         signs = batch.per_token(old.advantages[batch.sample_index])
         return clipped_ratios(
-            found, before, batch.mask, signs, config.algo, cu_seqlens=batch.cu_seqlens, reduce=over_context
+            current, before, batch.mask, signs, config.algo, cu_seqlens=batch.cu_seqlens, reduce=over_context
         )
 
     return ratios

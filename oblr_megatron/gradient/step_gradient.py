@@ -173,7 +173,7 @@ class StepGradient:
             stats = replace(stats, sample_sq_norm=self._sample_sq_norm)
         if self._momentum is not None:
             with self._timer("gradient"):
-                stats = replace(stats, momentum_dot=self._momentum.take(stats.sq_norm))
+                stats = replace(stats, momentum_dot=self._momentum.dot_and_add(stats.sq_norm))
         self._stats.append(stats)
         yield stats
         for part, advantage, old in self._later:

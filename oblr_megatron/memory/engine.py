@@ -1,7 +1,7 @@
 """Memory of a vLLM engine on each of its devices, predicted before it starts. Imports no torch.
 
-    found = engine_bytes(hf_config, config, device_bytes=80 * 10**9)
-    found.kv_tokens, found.asleep(config.rollout.sleep_level)
+    memory = engine_bytes(hf_config, config, device_bytes=80 * 10**9)
+    memory.kv_tokens, memory.asleep(config.rollout.sleep_level)
 
 vLLM takes the share `gpu_memory_utilization` of a device. Its KV cache is what weights and working memory leave of this
 share (`gpu_worker.determine_available_memory`). Working memory is estimated: the activations of one step's tokens, the

@@ -128,12 +128,12 @@ class RankSizes:
     @property
     def matrices(self) -> list[tuple[int, int, int]]:
         """(outputs, inputs, count) of the stage's linear layers without experts."""
-        found = [(self.qkv_weight, self.hidden, self.layers), (self.hidden, self.query, self.layers)]
+        shapes = [(self.qkv_weight, self.hidden, self.layers), (self.hidden, self.query, self.layers)]
         if self.ffn:
-            found += [(2 * self.ffn, self.hidden, self.layers), (self.hidden, self.ffn, self.layers)]
+            shapes += [(2 * self.ffn, self.hidden, self.layers), (self.hidden, self.ffn, self.layers)]
         if self.is_last:
-            found.append((self.columns, self.hidden, 1))
-        return found
+            shapes.append((self.columns, self.hidden, 1))
+        return shapes
 
     @property
     def dense_parameters(self) -> int:

@@ -40,7 +40,7 @@ FLOPS_A_BYTE = {False: 10.0, True: 140.0}  # a CPU core; an H100 in bf16 at the 
 class ModeChoice:
     """How a run computes its norms.
 
-    Example: ModeChoice("stash", "expected 1.01x a plain step at 2064 tokens (bookkeep 1.33x, ...)", 1.01, found)
+    Example: ModeChoice("stash", "expected 1.01x a plain step at 2064 tokens (bookkeep 1.33x, ...)", 1.01, estimate)
     """
 
     mode: str
@@ -83,15 +83,15 @@ def resolve(
     elif free_bytes is not None:
         modes = tuple(dict.fromkeys((*modes, "two_pass")))  # `_too_large` names it
     runs = {mode: with_mode(config, mode) for mode in modes}
-    found = {
+    estimates = {
         mode: estimate(hf_config, run, world_size, on_gpu=on_gpu, transformer_engine=transformer_engine)
         for mode, run in runs.items()
     }
     if not config.measures_norms:
-        return ModeChoice(modes[0], "unused: this run measures no norms in backward passes", 1.0, found[modes[0]])
+        return ModeChoice(modes[0], "unused: this run measures no norms in backward passes", 1.0, estimates[modes[0]])
     layout = {mode: Layout.of(hf_config, run, world_size) for mode, run in runs.items()}
     problems = {
-        mode: mode_problem(run, mode, block=layout[mode].block) or _too_large(run, found, free_bytes)
+        mode: mode_problem(run, mode, block=layout[mode].block) or _too_large(run, estimates, free_bytes)
         for mode, run in runs.items()
     }
     if problem := problems.get(asked):
@@ -102,12 +102,12 @@ def resolve(
         if problems[mode] is None
     }
     if asked != "auto":
-        return ModeChoice(asked, "as configured", costs[asked], found[asked])
+        return ModeChoice(asked, "as configured", costs[asked], estimates[asked])
     none = problems["two_pass"]
     if not costs and none is not None:
         raise UserError(f"no mode measures norms here: {none[0]}", where="config: gradnorm", fix=none[1])
     best = min(costs, key=costs.__getitem__)
-    return ModeChoice(best, _reason(best, costs, problems, longest_sample(config)), costs[best], found[best])
+    return ModeChoice(best, _reason(best, costs, problems, longest_sample(config)), costs[best], estimates[best])
 
 
 def free_memory(local_ranks: int) -> int | None:
@@ -116,17 +116,17 @@ def free_memory(local_ranks: int) -> int | None:
     return None if available is None else available // local_ranks
 
 
-def _too_large(config: Config, found: Mapping[str, MemoryEstimate], free_bytes: int | None) -> Problem | None:
+def _too_large(config: Config, estimates: Mapping[str, MemoryEstimate], free_bytes: int | None) -> Problem | None:
     """Why the mode does not fit into memory; None if it does or if memory is unknown.
 
     Also None for "inline" and "two_pass". They keep nothing for the norms, and need less if samples are short.
     """
-    mode, own = config.gradnorm.mode, found[config.gradnorm.mode]
+    mode, own = config.gradnorm.mode, estimates[config.gradnorm.mode]
     if free_bytes is None or own.total <= free_bytes or mode in ("inline", "two_pass"):
         return None
     what = f"a rank needs {size(own.total)}, but {size(free_bytes)} are free; "
     less = "use mode two_pass"
-    if found["two_pass"].total >= own.total:  # its microbatches have several samples
+    if estimates["two_pass"].total >= own.total:  # its microbatches have several samples
         less = f"lower parallel.micro_batch_tokens and {less}"
     if mode == "stash":
         return what + f"{config.group_size} stashed gradients take {size(own.norms)}", less

@@ -1,7 +1,7 @@
 """Predicted peak memory of a training step on its fullest rank. Imports no torch.
 
-    found = estimate(hf_config, config, world_size)
-    found.total, found.table()
+    memory = estimate(hf_config, config, world_size)
+    memory.total, memory.table()
 
 A rank holds for the whole step: weights, `main_grad`, optimizer state, and the buffers of mode "stash". The largest of
 these moments is added: loss, backward of the output layer, backward of the last layer, end of a pass, optimizer update.
@@ -45,7 +45,7 @@ class MemoryEstimate:
     work: int  # temporary memory of the moment
     checkpoint: int  # the copy that is being written; 0 on a GPU, where it is in host memory
     fixed: int  # the process without a model
-    stage: int  # of the pipeline
+    stage: int  # pipeline stage of this rank
     moment: str
     between_steps: int = 0  # held during sampling; the maximum over stages
 
@@ -133,7 +133,7 @@ def estimate_stage(
     kept_stash = 0 if on_gpu and config.rollout.takes_turns else stash
     saves = config.checkpoint  # steps run while a copy of the state is written; data-parallel ranks share the writing
     copies = saves.async_save and 0 < saves.every_steps < config.num_steps and not on_gpu
-    found = [
+    at_moments = [
         MemoryEstimate(
             weights=held_weights,
             main_grad=main_grad,
@@ -151,7 +151,7 @@ def estimate_stage(
         )
         for moment in moments
     ]
-    return max(found, key=lambda candidate: candidate.total)
+    return max(at_moments, key=lambda candidate: candidate.total)
 
 
 def updated_elements(sizes: RankSizes, config: Config, world_size: int) -> int:
@@ -197,5 +197,5 @@ def kernel_bytes(file: str, field: str) -> int | None:
         text = Path(file).read_text(encoding="ascii")
     except OSError:
         return None
-    found = re.search(rf"^{field}:\s+(\d+) kB$", text, re.MULTILINE)
-    return int(found[1]) * 1024 if found else None
+    match = re.search(rf"^{field}:\s+(\d+) kB$", text, re.MULTILINE)
+    return int(match[1]) * 1024 if match else None

@@ -54,10 +54,10 @@ class _VocabParallelLogprobs(torch.autograd.Function):
         ctx.temperature, ctx.dtype = temperature, logits.dtype
         scores = _scaled(logits, temperature)
         if operations:
-            found = operations.log_softmax_at(scores[..., :vocab_size], labels).to(scores.dtype)
+            logprobs = operations.log_softmax_at(scores[..., :vocab_size], labels).to(scores.dtype)
             scores[..., vocab_size:] = -torch.inf
             ctx.save_for_backward(scores.softmax(-1), labels, torch.ones_like(labels, dtype=torch.bool))
-            return found
+            return logprobs
         scores[..., stop - start :] = -torch.inf
         largest = scores.amax(dim=-1)
         all_reduce(largest, parallel.tp_group, dist.ReduceOp.MAX)

@@ -107,16 +107,16 @@ def splits_of(model: nn.Module, parallel: Parallel, tap: Tap) -> dict[nn.Module,
     if parallel.block_size == 1 or not layers:
         return {}
     replicas = _senders(layers[0].token_dispatcher, parallel.block_rank)
-    found: dict[nn.Module, list[SplitsFn]] = {}
+    splits_by_layer: dict[nn.Module, list[SplitsFn]] = {}
     for layer in layers:
         sources, experts = _Sources(layer.token_dispatcher, replicas, tap), layer.experts
         splits = [partial(sources.splits, index) for index in range(experts.num_local_experts)]
         if isinstance(experts, TEGroupedMLP):
-            found |= {experts.linear_fc1: splits, experts.linear_fc2: splits}
+            splits_by_layer |= {experts.linear_fc1: splits, experts.linear_fc2: splits}
         elif isinstance(experts, SequentialMLP):
             for expert, own in zip(experts.local_experts, splits, strict=True):
-                found |= {expert.linear_fc1: [own], expert.linear_fc2: [own]}
-    return found
+                splits_by_layer |= {expert.linear_fc1: [own], expert.linear_fc2: [own]}
+    return splits_by_layer
 
 
 def _senders(dispatcher: MoEAlltoAllTokenDispatcher, block_rank: int) -> list[int]:

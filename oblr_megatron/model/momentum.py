@@ -1,7 +1,7 @@
 """The running average of past gradients, read by the "momentum" estimator of the gradient signal.
 
     momentum = momentum_of(policy, config)        # None unless algo.snr.estimator is "momentum"
-    dot = momentum.take(sq_norm)                  # <g_t, m_{t-1}>, then g_t is added to m; NaN in the first step
+    dot = momentum.dot_and_add(sq_norm)           # <g_t, m_{t-1}>, then g_t is added to m; NaN in the first step
 
 Each rank averages its part of the summed gradient, like a moment of the optimizer. That costs the memory of one more
 gradient in the gradient's precision (fp32, or fp64 in fp64 runs), or a share of one with the distributed optimizer.
@@ -50,7 +50,7 @@ class GradientMomentum:
         }
         self._weight = 0.0
 
-    def take(self, sq_norm: float) -> float:
+    def dot_and_add(self, sq_norm: float) -> float:
         """<main_grad, average so far> over all ranks; then add main_grad to the average. Collective.
 
         `sq_norm` is ||main_grad||^2, reduced over all ranks and unclipped. Returns NaN before the first gradient. Also
@@ -58,13 +58,13 @@ class GradientMomentum:
         """
         if not 0 < sq_norm < math.inf:
             return math.nan
-        found = math.nan
+        product = math.nan
         if self._weight:
-            found = over_parameters(self._policy, lambda name, grad: dot(grad, self._sums[name])) / self._weight
+            product = over_parameters(self._policy, lambda name, grad: dot(grad, self._sums[name])) / self._weight
         for name, parameter in self._policy.named_parameters():
             self._sums[name].lerp_(main_grad(parameter).flatten()[self._spans[name]], 1 / self._horizon)
         self._weight += (1 - self._weight) / self._horizon
-        return found
+        return product
 
     def sharded_state_dict(self, model_state: dict[str, Any]) -> dict[str, Any]:
         """The state for megatron-core's distributed checkpoints, to save or to load into.

@@ -26,11 +26,11 @@ class Operations(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class Numerics:
-    """What a model replaces; nothing by default."""
+    """Replacements of a model's computations; none by default."""
 
-    operations: Operations | None = None  # of linear layers, norms and log-probs
+    operations: Operations | None = None  # for linear layers, norms and log-probs
     attention: ModuleSpec | None = None  # core attention with a rotary embedding of its own
-    fields: Mapping[str, Any] = field(default_factory=dict)  # of TransformerConfig
+    fields: Mapping[str, Any] = field(default_factory=dict)  # overrides of TransformerConfig's fields
 
 
 def numerics_of(hf_config: Any, config: ModelConfig, device: torch.device) -> Numerics:

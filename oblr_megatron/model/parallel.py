@@ -112,7 +112,7 @@ def positions(world_size: int, *, tp: int, pp: int, cp: int, ep: int, etp: int) 
 
     dense = RankGenerator(tp=tp, ep=1, dp=world_size // (tp * pp * cp), pp=pp, cp=cp, order=RANK_ORDER)
     expert = RankGenerator(tp=etp, ep=ep, dp=world_size // (etp * ep * pp), pp=pp, cp=1, order=RANK_ORDER)
-    found: list[dict[str, int]] = [{} for _ in range(world_size)]
+    places: list[dict[str, int]] = [{} for _ in range(world_size)]
     for name, generator, token in [
         *((name, dense, name) for name in ("tp", "pp", "cp", "dp")),
         ("ep", expert, "ep"),
@@ -120,11 +120,11 @@ def positions(world_size: int, *, tp: int, pp: int, cp: int, ep: int, etp: int) 
     ]:
         for group in generator.get_ranks(token):
             for index, rank in enumerate(group):
-                found[rank][name] = index
+                places[rank][name] = index
     for group in expert.get_ranks("dp"):
         for rank in group:
-            found[rank]["expert_peers"] = min(group)
-    return [Position(**position) for position in found]
+            places[rank]["expert_peers"] = min(group)
+    return [Position(**position) for position in places]
 
 
 def rank_from_environment() -> tuple[int, int]:
@@ -329,8 +329,8 @@ def _check_order(place: Position) -> None:
     from megatron.core import parallel_state as state
 
     kinds = ("tensor_model_parallel", "pipeline_model_parallel", "context_parallel", "data_parallel")
-    found = tuple(getattr(state, f"get_{kind}_rank")() for kind in kinds)
-    differs = torch.tensor(int(found != (place.tp, place.pp, place.cp, place.dp)), device=_device())
+    actual = tuple(getattr(state, f"get_{kind}_rank")() for kind in kinds)
+    differs = torch.tensor(int(actual != (place.tp, place.pp, place.cp, place.dp)), device=_device())
     dist.all_reduce(differs)
     if differs:
         raise UserError(

@@ -1,6 +1,6 @@
 """A policy on megatron-core's GPTModel, built from a Hugging Face config.
 
-    hf_config = AutoConfig.from_pretrained(path)      # of a family in families.py
+    hf_config = AutoConfig.from_pretrained(path)      # a family in families.py
     policy = build_policy(hf_config, config.model, parallel, config.parallel)      # weights are NaN until loaded
     load_hf_weights(policy, path)
 

@@ -54,13 +54,13 @@ def _transformer_engine() -> tuple[str | None, str, bool]:
     An installed package says little: its torch part may be absent, or built for another torch. Then megatron-core fails
     when a model is built.
     """
-    found = TRANSFORMER_ENGINE.found
-    if found is None:
+    installed = TRANSFORMER_ENGINE.found
+    if installed is None:
         return None, "", False
     try:
         importlib.import_module("transformer_engine.pytorch")
     except Exception as error:  # noqa: BLE001  a missing library, symbol, package or file: each has its own class
         line = next(iter(str(error).strip().splitlines()), "")
-        fault = f"{found[0]} {found[1]}: {type(error).__name__}: {line}"
+        fault = f"{installed[0]} {installed[1]}: {type(error).__name__}: {line}"
         return None, fault, not isinstance(error, ImportError)
-    return found[1], "", False
+    return installed[1], "", False

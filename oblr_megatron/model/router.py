@@ -125,13 +125,13 @@ class RouterBatch:
 @contextmanager
 def routers_of(model: TappedModel, losses: RouterLosses | None) -> Iterator[list[list[Router]]]:
     """The routers of each chunk in order of layers, with losses. At the end they forget these and their tokens."""
-    found = [[module for module in chunk.modules() if isinstance(module, Router)] for chunk in model.chunks]
-    for router in chain.from_iterable(found):
+    routers = [[module for module in chunk.modules() if isinstance(module, Router)] for chunk in model.chunks]
+    for router in chain.from_iterable(routers):
         router.losses = losses
     try:
-        yield found
+        yield routers
     finally:
-        for router in chain.from_iterable(found):
+        for router in chain.from_iterable(routers):
             router.losses = router.trained = router.routes = None
 
 

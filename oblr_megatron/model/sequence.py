@@ -74,15 +74,15 @@ def single_samples(batch: Batch) -> list[Batch]:
     samples = batch.num_samples
     if samples == 1 and batch.cu_seqlens is None:
         return [batch]
-    found = []
+    parts = []
     for index in range(samples):
         row, columns = slice(index, index + 1), slice(None)
         if batch.cu_seqlens is not None:
             row, columns = slice(None), slice(*batch.cu_seqlens[index : index + 2].tolist())
         values = {name: tensor[row, columns] for name, tensor in _of_tokens(batch).items()}
         others = {name: value for name, value in _tensors(batch).items() if value.shape == (samples,)}
-        found.append(_changed(batch, None, values | {name: value[index : index + 1] for name, value in others.items()}))
-    return found
+        parts.append(_changed(batch, None, values | {name: value[index : index + 1] for name, value in others.items()}))
+    return parts
 
 
 def _tensors(batch: Any) -> dict[str, Tensor]:

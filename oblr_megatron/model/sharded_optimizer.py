@@ -53,16 +53,16 @@ def _state_of(part: DistributedOptimizer, model_state: State, prefix: str) -> St
     part.init_state_fn(part.optimizer, part.config)
     shares = list(_shares(part))
     cuts = get_param_id_to_sharded_param_map(model_state, (parameter for parameter, _, _ in shares))
-    found = {}
+    own_pieces = {}
     for index, (_, main, span) in enumerate(shares):
         tensors, start = _tensors_of(part, main), f"{prefix}optimizer.state."
-        found[index] = {key: pieces(cuts[index], start + key, tensors[key], span, alone=True) for key in tensors}
+        own_pieces[index] = {key: pieces(cuts[index], start + key, tensors[key], span, alone=True) for key in tensors}
     groups = [
         {key: value for key, value in group.items() if key != "params"} | {"params": LocalNonpersistentObject([])}
         for group in part.optimizer.param_groups
     ]
     inner: State = {"state": _count(part.optimizer), "param_groups": groups}
-    return ({"optimizer": inner} if part.config.bf16 else inner) | {PIECES: found}
+    return ({"optimizer": inner} if part.config.bf16 else inner) | {PIECES: own_pieces}
 
 
 def _shares(part: DistributedOptimizer) -> Iterator[tuple[nn.Parameter, Tensor, slice]]:

@@ -65,7 +65,7 @@ def pieces(
         span: slice of this rank's flattened shard of the parameter.
         alone: whether no other replica holds this part; otherwise every replica of the weight holds it.
     """
-    found: list[ShardedTensor] = []
+    views: list[ShardedTensor] = []
     offset = 0
     data = weight.data.data_ptr()
     for whole in weight.build() if isinstance(weight, ShardedTensorFactory) else [weight]:
@@ -73,10 +73,10 @@ def pieces(
         assert whole.data.data_ptr() == data + offset * whole.data.element_size(), "parts must be contiguous"
         start, stop = (min(max(bound - offset, 0), size) for bound in (span.start, span.stop))
         flat = part[offset + start - span.start : offset + stop - span.start] if start < stop else part[:0]
-        found += _rectangles_of(whole, f"{prefix}.{whole.key}", flat, start, alone=alone)
+        views += _rectangles_of(whole, f"{prefix}.{whole.key}", flat, start, alone=alone)
         offset += size
     assert offset == weight.data.numel(), "the parts must cover the whole shard"
-    return dict(enumerate(found))  # not a list: megatron-core cannot merge lists that differ between ranks
+    return dict(enumerate(views))  # not a list: megatron-core cannot merge lists that differ between ranks
 
 
 def put_back(tensor: Tensor, loaded: Mapping[int, Tensor]) -> None:
@@ -104,13 +104,13 @@ def _rectangles_of(whole: ShardedTensor, key: str, flat: Tensor, start: int, *, 
     """`flat`, which starts at element `start` of this shard, as tensors with the whole tensor's axes."""
     assert len(whole.local_shape) <= 2, "weights must be vectors or matrices"
     columns = whole.local_shape[1] if len(whole.local_shape) == 2 else 1
-    lead, found, position = (1,) * whole.prepend_axis_num, [], 0
+    lead, views, position = (1,) * whole.prepend_axis_num, [], 0
     for row, column, rows, width in rectangles(start, start + len(flat), columns):
         shape = (*lead, rows, width)[: len(whole.global_shape)]
         shift = (*(0 for _ in lead), row, column)[: len(whole.global_shape)]
         piece = flat[position : position + rows * width].view(shape)
         position += rows * width
-        found.append(
+        views.append(
             replace(
                 whole,
                 key=key,
@@ -123,4 +123,4 @@ def _rectangles_of(whole: ShardedTensor, key: str, flat: Tensor, start: int, *, 
                 prepend_axis_num=0,
             )
         )
-    return found
+    return views

@@ -73,12 +73,12 @@ def run_schedule(
     if not microbatches:
         return []
     items = _items(policy, microbatches)
-    with torch.set_grad_enabled(not forward_only), policy.tap.into(sink), routers_of(policy, routers) as found:
+    with torch.set_grad_enabled(not forward_only), policy.tap.into(sink), routers_of(policy, routers) as chunk_routers:
 
         def forward_step(data: Iterator[Item], model: DistributedDataParallel) -> tuple[Tensor, Callable[..., Any]]:
             position, batch = next(data)
             chunk = next(index for index, candidate in enumerate(policy.chunks) if candidate is model)
-            routed = RouterBatch(found[chunk], batch)
+            routed = RouterBatch(chunk_routers[chunk], batch)
             routed.enter()
             output = model(
                 input_ids=batch.input_ids,

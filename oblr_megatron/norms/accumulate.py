@@ -103,8 +103,8 @@ def _buffered(rules: Sequence[Rule], parallel: Parallel) -> list[tuple[Kind, lis
     """The small parameters to sum over ranks: partials; with context parallelism also copies and column biases."""
     small = [rule for rule in rules if rule.name != EMBEDDING and not (rule.kind is Kind.SHARD and _large(rule))]
     kinds = (Kind.PARTIAL, Kind.COPY, Kind.SHARD) if parallel.cp_size > 1 else (Kind.PARTIAL,)
-    found = [(kind, [rule for rule in small if rule.kind is kind]) for kind in kinds]
-    return [(kind, kind_rules) for kind, kind_rules in found if kind_rules]
+    by_kind = [(kind, [rule for rule in small if rule.kind is kind]) for kind in kinds]
+    return [(kind, kind_rules) for kind, kind_rules in by_kind if kind_rules]
 
 
 def _large(rule: Rule) -> bool:

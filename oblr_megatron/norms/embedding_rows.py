@@ -91,9 +91,9 @@ class EmbeddingRows:
         """Add gradients [k, h] to the rows given as pairs (sample, row) of [k] each."""
         assert self.embedding is not None, "this rank has no embedding"
         keys = self.sample * self.shard + self.row
-        found = torch.searchsorted(keys, sample * self.shard + row)
-        assert bool((keys[found.clamp(max=len(keys) - 1)] == sample * self.shard + row).all()), "a token of no sample"
-        self.embedding.index_add_(0, found, grads.to(self.embedding.dtype))
+        index = torch.searchsorted(keys, sample * self.shard + row)
+        assert bool((keys[index.clamp(max=len(keys) - 1)] == sample * self.shard + row).all()), "a token of no sample"
+        self.embedding.index_add_(0, index, grads.to(self.embedding.dtype))
 
 
 def touched_rows(batch: TokenRows, shard: int, tp_rank: int) -> tuple[Tensor, Tensor]:

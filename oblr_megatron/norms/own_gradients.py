@@ -70,8 +70,8 @@ class OwnGradients(nn.Module):
         try:
             yield
             for param in params if summed else ():
-                found = param.main_grad.to(param.dtype)  # type: ignore[attr-defined]  # set by _buffers
-                before[param] = found.clone() if before[param] is None else before[param] + found
+                grad = param.main_grad.to(param.dtype)  # type: ignore[attr-defined]  # set by _buffers
+                before[param] = grad.clone() if before[param] is None else before[param] + grad
         finally:
             for hook in hooks:
                 hook.remove()
@@ -93,7 +93,7 @@ def gradient_space(model: TappedModel, *, summed: bool) -> Iterator[None]:
 
 def _buffers(params: Sequence[nn.Parameter], *, real: bool) -> list[Buffer]:
     """Buffers of zeros with the parameters' `main_grad`, one for each dtype; without memory unless `real`."""
-    found = []
+    buffers = []
     for dtype in dict.fromkeys(_dtype(param) for param in params):
         own = [param for param in params if _dtype(param) == dtype]
         ends = list(accumulate((param.numel() for param in own), initial=0))
@@ -102,8 +102,8 @@ def _buffers(params: Sequence[nn.Parameter], *, real: bool) -> list[Buffer]:
         spans = dict(zip(own, pairwise(ends), strict=True))
         for param, (start, end) in spans.items():
             param.main_grad = flat[start:end].view(param.shape)  # type: ignore[attr-defined]
-        found.append(Buffer(flat, {param: (*span, 0) for param, span in spans.items()}))
-    return found
+        buffers.append(Buffer(flat, {param: (*span, 0) for param, span in spans.items()}))
+    return buffers
 
 
 def _dtype(param: nn.Parameter) -> torch.dtype:

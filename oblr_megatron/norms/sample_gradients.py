@@ -46,11 +46,11 @@ class Samples(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class GradSum:
-    """What is known of the samples after their gradients were added."""
+    """Norms, weights and loss records of the samples whose gradients were added."""
 
     sq_norms: Tensor  # [N] fp64 on the model's device; 0 for samples that were not asked for
     weights: Tensor  # [N] fp64 on the CPU, as above
-    records: list[dict[str, Tensor]]  # of the loss, for each microbatch, on the last pipeline stage
+    records: list[dict[str, Tensor]]  # what the loss records of each microbatch; on the last pipeline stage
 
 
 class SampleGradients:

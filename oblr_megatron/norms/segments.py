@@ -37,7 +37,7 @@ VIEWED = 8
 
 
 @dataclass(frozen=True, slots=True)
-class Run:
+class SampleRun:
     """Neighbouring packed samples of equal length: one tensor operation treats them all, without a copy.
 
     Microbatches are packed longest first, so that equal lengths are neighbours.
@@ -79,14 +79,14 @@ class Segments:
             assert offsets[0] == 0 and list(offsets) == sorted(offsets), f"offsets {offsets} do not rise from 0"
 
     @cached_property
-    def runs(self) -> tuple[Run, ...]:
+    def runs(self) -> tuple[SampleRun, ...]:
         """The packed samples in runs of equal length."""
         assert self.cu_seqlens is not None, "rows are no runs"
         lengths = [stop - start for start, stop in pairwise(self.cu_seqlens)]
         runs, first = [], 0
         for length, run in groupby(lengths):
             samples = len(list(run))
-            runs.append(Run(first, samples, self.cu_seqlens[first], length))
+            runs.append(SampleRun(first, samples, self.cu_seqlens[first], length))
             first += samples
         return tuple(runs)
 
@@ -219,7 +219,7 @@ def row_grads(rows: Tensor, dy: Tensor, segments: Segments) -> tuple[Tensor, Ten
 def product_rows(x: Tensor, dy: Tensor, segments: Segments, sample: Tensor, row: Tensor) -> Tensor:
     """Selected rows of the samples' gradients: row `row[j]` of dy_i^T x_i with i = sample[j], for every j.
 
-    With the rows that `row_grads` found, this is H in the cross term 2 <E, H> of a tied weight (embedding_rows.py).
+    With the rows of `row_grads`, this is H in the cross term 2 <E, H> of a tied weight (embedding_rows.py).
 
     Args:
         x: [t, b, d], or [tokens, d] if packed.

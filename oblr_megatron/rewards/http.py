@@ -37,7 +37,7 @@ from oblr_megatron.types import Prompt, Sample
 SCHEMES = {"http": 80, "https": 443}
 REACH_S = 5.0
 """Deadline for the test connection before the run."""
-RETRIES = 3  # of a failed request
+RETRIES = 3  # for each failed request
 BACKOFF_S = 0.2
 TOO_MANY, FAILED = 429, 500
 ANSWER_BYTES = 2**20

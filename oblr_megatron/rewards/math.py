@@ -18,7 +18,7 @@ from oblr_megatron.rewards.verifier.extract import boxed
 from oblr_megatron.rewards.verifier.tolerance import within
 from oblr_megatron.types import Prompt, Sample
 
-WORKERS = 2  # of `grade`
+WORKERS = 2  # processes of `grade`
 DEADLINE_S = 10.0
 TARGET = "oblr_megatron.rewards.verifier.symbolic:score"  # compares extracted answers by computer algebra
 PREPARE = "oblr_megatron.rewards.verifier.latex:warm_up"

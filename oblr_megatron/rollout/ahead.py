@@ -32,7 +32,7 @@ class Ahead:
         """
         self.position: dict[str, Any] = stream.state_dict()
         """Position in the data before the prompts were taken."""
-        self.prompts: list[Prompt] = stream.take(config.num_prompts)
+        self.prompts: list[Prompt] = stream.next_prompts(config.num_prompts)
         """The Q prompts of the step."""
         request = SamplingRequest.for_training(config, call_seed(config.seed, step))
         self._flight = engines.begin(self.prompts, request)

@@ -1,7 +1,7 @@
 """Training from saved samples: prompts and responses are read from the files of another run.
 
     engine = ReplayEngine(config, parallel)
-    prompts = engine.take(config.num_prompts)             # of the next saved step
+    prompts = engine.next_prompts(config.num_prompts)             # of the next saved step
     samples = engine.generate(prompts, request)           # its responses
 
 No vllm is loaded, no engine process is started, and no weights leave the trainer: a push only counts versions. The
@@ -77,7 +77,7 @@ class ReplayEngine(RolloutEngine):
         check_replayed(state)
         self._step = int(state["replayed"])
 
-    def take(self, count: int) -> list[Prompt]:
+    def next_prompts(self, count: int) -> list[Prompt]:
         """The prompts of the next saved step; a `RunError` if its file has changed since the run began."""
         self._step += 1
         self._saved = self._read(self._step)

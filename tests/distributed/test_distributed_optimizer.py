@@ -82,7 +82,7 @@ def steps(path: Path, parallel: Parallel, options: ParallelConfig, dtype: str) -
     for lr in RATES:
         make_gradient(policy, make_batches())
         sq_norm = grad_sq_norm(policy)
-        found = momentum.take(sq_norm)
+        found = momentum.dot_and_add(sq_norm)
         metrics.append((sq_norm, optimizer.clip(sq_norm), found))
         optimizer.step(lr)
     weights = {name: tensor.clone() for name, tensor in MegatronWeights(policy)}

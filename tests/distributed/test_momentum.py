@@ -47,8 +47,10 @@ def dots_of(path: Path, layouts: list[dict[str, Any]]) -> list[tuple[list[float]
             dots, gradients = [], []
             for first, last in USED:
                 gradient, sq_norm = reduced_gradients(policy, make_batches()[first:last])
-                dots.append(momentum.take(sq_norm))
-                assert math.isnan(momentum.take(0.0)) and math.isnan(momentum.take(math.inf)), "and nothing moved"
+                dots.append(momentum.dot_and_add(sq_norm))
+                assert math.isnan(momentum.dot_and_add(0.0)) and math.isnan(momentum.dot_and_add(math.inf)), (
+                    "and nothing moved"
+                )
                 gradients.append(gradient)
             found.append((dots, gradients if dist.get_world_size() == 1 else []))
     return found
@@ -85,7 +87,7 @@ def constant(path: Path) -> list[float]:
         found = []
         for _ in range(5):
             sq_norm = reduced_gradients(policy, make_batches())[1]
-            found.append(momentum.take(sq_norm) / sq_norm)
+            found.append(momentum.dot_and_add(sq_norm) / sq_norm)
             momentum._horizon *= 3.0  # as that of a resumed run
         return found
 

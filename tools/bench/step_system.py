@@ -119,13 +119,13 @@ def run_package(work: Work, system: str, pace: Pace) -> None:
         if run.sampling.parallel.rank:  # the first rank sets the pace: the others wait for it
             train(run)
             return
-        take = run.sampling.stream.take
+        next_prompts = run.sampling.stream.next_prompts
 
         def paced(count: int) -> list[Prompt]:
             pace()
-            return take(count)
+            return next_prompts(count)
 
-        run.sampling.stream.take = paced  # type: ignore[method-assign]
+        run.sampling.stream.next_prompts = paced  # type: ignore[method-assign]
         train(run)
 
 

@@ -26,14 +26,14 @@ def published(name: str) -> dict[str, Any]:
         UserError: no such model.
     """
     wanted = _letters(name.rpartition("/")[2])
-    found = next((known for known in NAMES if _letters(known) in (wanted, f"qwen3{wanted}")), None)
-    if found is None:
+    match = next((known for known in NAMES if _letters(known) in (wanted, f"qwen3{wanted}")), None)
+    if match is None:
         raise UserError(
             f"no published model is named {name!r}",
             where="model",
             fix=f"name one of {', '.join(NAMES)}, or a directory with a config.json",
         )
-    config: dict[str, Any] = json.loads((HERE / f"{found}.json").read_text(encoding="utf-8"))
+    config: dict[str, Any] = json.loads((HERE / f"{match}.json").read_text(encoding="utf-8"))
     return config
 
 

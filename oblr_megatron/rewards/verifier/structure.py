@@ -58,7 +58,7 @@ _TOKEN = re.compile(
 )
 _OPEN = {"(", "[", "{", "\\{", "\\langle"}
 _CLOSE = {")": "(", "]": "[", "}": "{", "\\}": "\\{", "\\rangle": "\\langle"}
-MAX_PARTS = 16  # of a relation that is parsed further; every name before "=" is one more level of recursion
+MAX_PARTS = 16  # relations of more parts are not parsed; every name before "=" is one more level of recursion
 _RELATIONS = {"=", "<", ">", "\\le", "\\ge", "\\ne", "\\in", "\\approx", "\\equiv"}
 _FLIPPED = {"<": ">", ">": "<", "\\le": "\\ge", "\\ge": "\\le"}
 _NAME = re.compile(

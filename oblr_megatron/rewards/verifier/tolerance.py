@@ -32,7 +32,7 @@ def within(prediction: str, gold: str, tolerance: str) -> bool | None:
         return None
     if tolerance.endswith("%"):
         return any(abs(a - b) <= allowed / 100 * abs(a) for a, b in pairs)
-    units = (1, 100 if read_marks(expected).percent else 1)  # of the gold answer as written, and as a value
+    units = (1, 100 if read_marks(expected).percent else 1)  # to compare the numbers as written, and as values
     return any(abs(a - b) * unit <= allowed for (a, b), unit in zip(pairs, units, strict=False))
 
 

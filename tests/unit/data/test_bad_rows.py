@@ -56,7 +56,7 @@ def test_half_of_a_surrogate_pair_in_a_conversation(
 def test_a_whole_pair_is_one_character(tokenizer: PreTrainedTokenizerFast, tmp_path: Path) -> None:
     path = tmp_path / "rows.jsonl"
     path.write_text('{"question": "\\ud83d\\ude00", "answer": "2"}\n')
-    assert stream(tokenizer, path).take(1)[0].text == "\U0001f600"
+    assert stream(tokenizer, path).next_prompts(1)[0].text == "\U0001f600"
 
 
 def test_a_template_that_fails_on_a_rows_values(
@@ -223,7 +223,7 @@ def test_many_long_rows_go_to_the_tokenizer_in_parts(
     monkeypatch.setattr("oblr_megatron.data.prompt_set.TOKENIZE_CHARACTERS", 100)
     rows = [{"question": f"{'1+' * 20}{number}", "answer": number} for number in range(10)]
     prompts = stream(tokenizer, write_rows(tmp_path / "rows.jsonl", rows), shuffle=False)
-    assert [prompt.answer for prompt in prompts.take(10)] == [str(number) for number in range(10)]
+    assert [prompt.answer for prompt in prompts.next_prompts(10)] == [str(number) for number in range(10)]
 
 
 @pytest.mark.parametrize("start", ["[\n", "\ufeff[\n", "\n  [  \r\n"])

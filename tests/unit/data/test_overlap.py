@@ -56,7 +56,7 @@ def test_contradicting_answers_drop_all_rows_of_a_question(tokenizer: PreTrained
     assert sorted(reasons(prompts)) == sorted(
         [*((*where, "contradicted by a duplicate") for where in dropped), *((*where, "duplicate") for where in later)]
     )
-    assert {prompt.text for prompt in prompts.take(2)} == {"1+1", "4+4"}
+    assert {prompt.text for prompt in prompts.next_prompts(2)} == {"1+1", "4+4"}
 
 
 def test_spellings_of_one_answer_do_not_contradict(tokenizer: PreTrainedTokenizerFast, tmp_path: Path) -> None:
@@ -64,7 +64,7 @@ def test_spellings_of_one_answer_do_not_contradict(tokenizer: PreTrainedTokenize
     unlike = [("0.33", r"\frac{1}{3}"), ("(1,2)", "(2,1)"), ("f(x)", "f'(x)"), ("18", "81")]
     pairs = [(f"row {number}?", answer) for number, pair in enumerate([*alike, *unlike]) for answer in pair]
     prompts = stream(tokenizer, rows(tmp_path / "a.jsonl", *pairs))
-    assert {prompt.answer for prompt in prompts.take(len(prompts))} == {first for first, _ in alike}
+    assert {prompt.answer for prompt in prompts.next_prompts(len(prompts))} == {first for first, _ in alike}
     assert [reason for _, _, reason in reasons(prompts)].count("contradicted by a duplicate") == len(unlike)
 
 

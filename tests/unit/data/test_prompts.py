@@ -74,7 +74,7 @@ def test_skipped_rows_and_their_reasons(tokenizer: PreTrainedTokenizerFast, capl
     for part in ("9 rows", "3 no 'answer' (lines 4, 8, 12), 1 not JSON (line 2)", "(line 11: 40 tokens)"):
         assert part in line
     assert line.count(str(BROKEN)) == 1 and "\n" not in line
-    taken = prompts.take(3)
+    taken = prompts.next_prompts(3)
     assert [(prompt.row, prompt.answer) for prompt in taken] == [(0, "2"), (5, "6"), (12, "14")]
     assert [prompt.id for prompt in taken] == ["broken-0", "numbers-are-answers", "broken-12"]
 
@@ -87,7 +87,7 @@ def test_the_columns_of_a_row_are_kept_on_demand(tokenizer: PreTrainedTokenizerF
     kept = held_out(tokenizer, path, keep_columns=True)
     assert json.loads(kept[0].columns) == {"question": "1+2=", "answer": 3, "level": 4, "tags": ["a", "\ud800"]}
     assert kept[0].columns.isascii(), "half of a surrogate pair stays escaped"
-    assert stream(tokenizer, path, keep_columns=True).take(1)[0].columns == kept[0].columns
+    assert stream(tokenizer, path, keep_columns=True).next_prompts(1)[0].columns == kept[0].columns
 
 
 def test_columns_that_json_does_not_know_become_text(tokenizer: PreTrainedTokenizerFast, tmp_path: Path) -> None:
@@ -181,7 +181,7 @@ def test_nested_columns(tokenizer: PreTrainedTokenizerFast, tmp_path: Path) -> N
     rows = [{"task": {"text": "1+1=", "gold": {"value": 2}}}, {"task.text": "2+2=", "task": {"gold": {"value": 4}}}]
     path = write_rows(tmp_path / "a.jsonl", [*rows, {"task": "3+3=", "answer": 6}])
     prompts = stream(tokenizer, path, question_column="task.text", answer_column="task.gold.value", shuffle=False)
-    assert [(prompt.text, prompt.answer) for prompt in prompts.take(2)] == [("1+1=", "2"), ("2+2=", "4")]
+    assert [(prompt.text, prompt.answer) for prompt in prompts.next_prompts(2)] == [("1+1=", "2"), ("2+2=", "4")]
     assert [skip[1:3] for skip in prompts.skipped] == [(3, "no 'task.text'")]
     named = {"path": path, "question_column": "task.text", "answer_column": "task.gold.value"}
     assert len(stream(tokenizer, {**named, "path": str(path)})) == 2

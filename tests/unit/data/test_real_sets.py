@@ -79,7 +79,7 @@ def test_a_mixture_of_training_sets(words: PreTrainedTokenizerFast) -> None:
     reasons = [skip.reason for skip in prompts.skipped]
     assert sorted(set(reasons)) == ["duplicate", "flagged overlaps_benchmark"]
     assert reasons.count("duplicate") == 1
-    ids = [prompt.id for prompt in prompts.take(len(prompts))]
+    ids = [prompt.id for prompt in prompts.next_prompts(len(prompts))]
     assert len(set(ids)) == len(ids)
 
 

@@ -51,7 +51,7 @@ def test_parquet(tmp_path: Path, tokenizer) -> None:
     path = parquet(tmp_path / "sums.parquet", [*ROWS, {"question": None, "answer": 1, "task": None}])
     assert records(path)[:2] == [Record("sums", number, row, str(path)) for number, row in enumerate(ROWS)]
     prompts = stream(tokenizer, path, shuffle=False)
-    assert [(prompt.id, prompt.text, prompt.answer) for prompt in prompts.take(2)] == [
+    assert [(prompt.id, prompt.text, prompt.answer) for prompt in prompts.next_prompts(2)] == [
         ("sums-0", "1+1=", "2"),
         ("sums-1", "2+2=", "4"),
     ]
@@ -69,7 +69,7 @@ def test_answers_in_columns_of_numbers(tmp_path: Path, tokenizer) -> None:
         table = pa.table({"question": [f"{name} {row}?" for row in range(len(answers))], "answer": answers})
         pq.write_table(table, tmp_path / f"{name}.parquet")
         prompts = stream(tokenizer, tmp_path / f"{name}.parquet", shuffle=False)
-        assert [prompt.answer for prompt in prompts.take(len(expected))] == expected
+        assert [prompt.answer for prompt in prompts.next_prompts(len(expected))] == expected
         assert [skip[1:3] for skip in prompts.skipped] == [(3, "no 'answer'")]
 
 
@@ -77,7 +77,7 @@ def test_a_text_of_parquet_that_is_not_utf_8_costs_its_row(tmp_path: Path, token
     questions = pa.array([b"1+1=", b"2\xff=", b"3+3="]).view(pa.string())
     pq.write_table(pa.table({"question": questions, "answer": [2, 4, 6]}), tmp_path / "sums.parquet")
     prompts = stream(tokenizer, tmp_path / "sums.parquet", shuffle=False)
-    assert [prompt.answer for prompt in prompts.take(2)] == ["2", "6"]
+    assert [prompt.answer for prompt in prompts.next_prompts(2)] == ["2", "6"]
     assert [skip[1:3] for skip in prompts.skipped] == [(2, "not UTF-8")]
 
 
@@ -85,7 +85,7 @@ def test_a_lists_column_of_parquet_is_a_conversation(tmp_path: Path, chat_tokeni
     turns = [{"role": "system", "content": "Add."}, {"role": "user", "content": "1+1="}]
     path = parquet(tmp_path / "verl.parquet", [{"prompt": turns, "reward_model": {"ground_truth": "2", "style": "x"}}])
     source = {"path": str(path), "question_column": "prompt", "answer_column": "reward_model.ground_truth"}
-    [prompt] = stream(chat_tokenizer, source, chat_template=True).take(1)
+    [prompt] = stream(chat_tokenizer, source, chat_template=True).next_prompts(1)
     assert (prompt.text, prompt.answer) == ("<s>Add.<u>1+1=<a>", "2")
 
 
@@ -259,10 +259,10 @@ def test_training_files_of_one_name_are_different_sources(
         Path(name).parent.mkdir(parents=True, exist_ok=True)
         sums(Path(f"{name}.jsonl"), 2, first=2 * number)
     paths = ["gsm8k/train.jsonl", "math/train.jsonl", "aime.jsonl", "parts/*/x.jsonl"]
-    prompts = stream(tokenizer, paths, shuffle=False).take(10)
+    prompts = stream(tokenizer, paths, shuffle=False).next_prompts(10)
     assert {prompt.source for prompt in prompts} == {"gsm8k/train", "math/train", "aime", "a/x", "b/x"}
     assert {prompt.id for prompt in prompts if "train" in prompt.source} == {"train-0", "train-1"}, "as before"
-    assert {prompt.source for prompt in stream(tokenizer, paths[1], shuffle=False).take(2)} == {"train"}
+    assert {prompt.source for prompt in stream(tokenizer, paths[1], shuffle=False).next_prompts(2)} == {"train"}
 
 
 def test_a_column_source_keeps_its_value(tmp_path: Path, tokenizer: PreTrainedTokenizerFast) -> None:
@@ -271,7 +271,7 @@ def test_a_column_source_keeps_its_value(tmp_path: Path, tokenizer: PreTrainedTo
     for path, row in zip(paths, rows, strict=True):
         path.parent.mkdir()
         write_rows(path, [row])
-    assert {prompt.source for prompt in stream(tokenizer, list(map(str, paths))).take(2)} == {"train"}
+    assert {prompt.source for prompt in stream(tokenizer, list(map(str, paths))).next_prompts(2)} == {"train"}
 
 
 def test_names_of_sources_that_are_no_files(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -28,7 +28,7 @@ BROKEN = DATA / "broken.jsonl"
 @pytest.mark.parametrize("batch", [1, 2, 3, 5, 7, 10])
 def test_every_epoch_contains_every_prompt_once(batch: int, tokenizer: PreTrainedTokenizerFast) -> None:
     prompts = stream(tokenizer, seed=3)
-    taken = [prompt.row for _ in range(21) for prompt in prompts.take(batch)]
+    taken = [prompt.row for _ in range(21) for prompt in prompts.next_prompts(batch)]
     for epoch in range(len(taken) // 7):
         assert sorted(taken[epoch * 7 : epoch * 7 + 7]) == list(range(7)), f"epoch {epoch}"
     assert max(Counter(taken).values()) - min(Counter(taken).values()) <= 1
@@ -38,21 +38,21 @@ def test_every_epoch_contains_every_prompt_once(batch: int, tokenizer: PreTraine
 def test_order_depends_on_seed_and_epoch(tokenizer: PreTrainedTokenizerFast) -> None:
     def orders(seed: int) -> list[tuple[int, ...]]:
         prompts = stream(tokenizer, seed=seed)
-        return [tuple(prompt.row for prompt in prompts.take(7)) for _ in range(3)]
+        return [tuple(prompt.row for prompt in prompts.next_prompts(7)) for _ in range(3)]
 
     assert orders(0) == orders(0)
     assert len({*orders(0), *orders(1)}) == 6
     unshuffled = stream(tokenizer, shuffle=False)
-    assert [prompt.row for prompt in unshuffled.take(9)] == [0, 1, 2, 3, 4, 5, 6, 0, 1]
+    assert [prompt.row for prompt in unshuffled.next_prompts(9)] == [0, 1, 2, 3, 4, 5, 6, 0, 1]
 
 
 @pytest.mark.parametrize("before", [0, 3, 7, 10, 13, 14])
 def test_resume_continues_at_the_next_prompt(before: int, tokenizer: PreTrainedTokenizerFast) -> None:
     whole, interrupted, resumed = (stream(tokenizer, seed=5) for _ in range(3))
-    expected = whole.take(before + 20)[before:]
-    interrupted.take(before)
+    expected = whole.next_prompts(before + 20)[before:]
+    interrupted.next_prompts(before)
     resumed.load_state_dict(json.loads(json.dumps(interrupted.state_dict())))
-    assert resumed.take(20) == expected
+    assert resumed.next_prompts(20) == expected
     assert resumed.epoch == whole.epoch
 
 
@@ -74,8 +74,8 @@ def test_the_order_does_not_change_between_versions(tokenizer: PreTrainedTokeniz
     for epoch in range(3):
         order = list(range(7))
         random.Random(f"11/{epoch}").shuffle(order)
-        assert [prompt.row for prompt in prompts.take(7)] == order
-    prompts.take(2)
+        assert [prompt.row for prompt in prompts.next_prompts(7)] == order
+    prompts.next_prompts(2)
     state = prompts.state_dict()
     assert (state["epoch"], state["index"], state["seed"], len(state)) == (3, 2, 11, 4)
 
@@ -121,12 +121,12 @@ def test_default_weights_are_the_numbers_of_rows(tokenizer: PreTrainedTokenizerF
     assert len(prompts) == 19
     for epoch in range(3):
         assert prompts.epoch == epoch
-        assert len({prompt.text for prompt in prompts.take(19)}) == 19, "each row once per epoch of all sources"
+        assert len({prompt.text for prompt in prompts.next_prompts(19)}) == 19, "each row once per epoch of all sources"
 
 
 def test_sources_are_mixed_by_weight(tokenizer: PreTrainedTokenizerFast, files: list[Path]) -> None:
     prompts = mixture(tokenizer, files, (0.5, 0.25, 0.25))
-    taken = prompts.take(80)
+    taken = prompts.next_prompts(80)
     assert Counter(prompt.source for prompt in taken) == {"a": 40, "b": 20, "c": 20}
     own = [prompt.row for prompt in taken if prompt.source == "a"]
     assert all(sorted(own[first : first + 5]) == list(range(5)) for first in range(0, 40, 5))
@@ -135,7 +135,7 @@ def test_sources_are_mixed_by_weight(tokenizer: PreTrainedTokenizerFast, files: 
 
 def test_sources_are_shuffled_differently(tokenizer: PreTrainedTokenizerFast, tmp_path: Path) -> None:
     twins = [sums(tmp_path / f"{name}.jsonl", 30, first) for name, first in (("a", 0), ("b", 30))]
-    taken = mixture(tokenizer, twins).take(60)
+    taken = mixture(tokenizer, twins).next_prompts(60)
     own, other = ([prompt.row for prompt in taken if prompt.source == name] for name in "ab")
     assert sorted(own) == sorted(other) and own != other
 
@@ -150,11 +150,11 @@ def test_a_mixture_resumes_at_the_next_prompt(tokenizer, files, weights, before,
     """`before` and `after` are sizes of the batches taken before the interruption and after it."""
     whole, interrupted, resumed = (mixture(tokenizer, files, weights) for _ in range(3))
     for count in before:
-        assert interrupted.take(count) == whole.take(count)
+        assert interrupted.next_prompts(count) == whole.next_prompts(count)
     resumed.load_state_dict(json.loads(json.dumps(interrupted.state_dict())))
     assert resumed.epoch == whole.epoch
     for count in [*after, 40]:
-        assert resumed.take(count) == whole.take(count)
+        assert resumed.next_prompts(count) == whole.next_prompts(count)
     assert resumed.state_dict() == whole.state_dict()
 
 

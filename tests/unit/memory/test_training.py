@@ -163,15 +163,15 @@ def test_buffers_that_are_given_back_are_gone_and_come_back(parallel: Parallel) 
     """The next step allocates them again and gives the same gradient as a step that found them."""
     hf_config, config = tiny_config(**SIZES), step_config(TOKENS, **mode("stash"))
     steps = WatchedSteps(hf_config, config, parallel)
-    steps.take(lr=0.0)
-    steps.take(lr=0.0)
+    steps.step(lr=0.0)
+    steps.step(lr=0.0)
     kept, peak = steps.live.now, steps.live.peak
     grads = [parameter.main_grad.clone() for _, parameter in steps.policy.named_parameters()]
     steps.gradient.release()
     sizes = RankSizes.of(hf_config.to_dict(), config, 0, on_gpu=False, transformer_engine=False)
     stash = config.group_size * sizes.parameters * sizes.wide
     assert kept - steps.live.now == pytest.approx(stash, rel=0.01)
-    steps.take(lr=0.0)
+    steps.step(lr=0.0)
     assert (steps.live.now, steps.live.peak) == (kept, peak)
     for (name, parameter), grad in zip(steps.policy.named_parameters(), grads, strict=True):
         assert torch.equal(parameter.main_grad, grad) and grad.any(), name
@@ -183,7 +183,7 @@ def test_sums_of_folds_end_with_their_step(overlap: str, parallel: Parallel) -> 
     rollout = {"max_response_tokens": TOKENS - 4, "overlap": overlap}
     config = step_config(TOKENS, prompts=2, rollout=rollout, **mode("two_pass"))
     steps = WatchedSteps(tiny_config(**SIZES), config, parallel)
-    steps.take()
+    steps.step()
     kept = steps.live.now
     steps.gradient.begin(2)
     assert kept - steps.live.now < 1000, "a few scalars"

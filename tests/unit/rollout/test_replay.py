@@ -129,7 +129,7 @@ def test_a_replay_hands_out_the_steps_in_order(directory: Path) -> None:
     request = SamplingRequest(group_size=2, temperature=1.0, max_tokens=4, seed=0)
     for step in (1, 2):
         saved = saved_step(step)
-        prompts = engine.take(2)
+        prompts = engine.next_prompts(2)
         assert prompts == saved.prompts and engine.generate(prompts, request) == saved.samples
         assert (engine.epoch, engine.num_skipped) == (3, 4)
         engine.push(None, step)  # type: ignore[arg-type]  # not used
@@ -140,10 +140,10 @@ def test_a_replay_hands_out_the_steps_in_order(directory: Path) -> None:
 def test_a_file_that_goes_away_during_the_run_ends_it(directory: Path) -> None:
     check_replay(config_of(directory), VOCAB)
     engine = ReplayEngine(config_of(directory), ONE_RANK)
-    engine.take(2)
+    engine.next_prompts(2)
     step_path(directory, 2).unlink()
     with pytest.raises(RunError, match=r"\[.*step_000002.parquet\]"):
-        engine.take(2)
+        engine.next_prompts(2)
 
 
 def refusal(directory: Path, *overrides: str) -> str:
@@ -295,7 +295,7 @@ def test_routing_replay_needs_files_with_routes(directory: Path) -> None:
     for overrides, kept in ((replays, True), ((), False)):
         engine = ReplayEngine(config_of(directory, *overrides), ONE_RANK)
         request = SamplingRequest(group_size=2, temperature=1.0, max_tokens=4, seed=0)
-        assert all((one.routes is not None) == kept for one in engine.generate(engine.take(2), request))
+        assert all((one.routes is not None) == kept for one in engine.generate(engine.next_prompts(2), request))
 
 
 @pytest.mark.parametrize("shape", [None, [3], [3, 2, 2], "x", [2**70, 2], [-1, 5]])

@@ -60,7 +60,7 @@ def test_a_step_checks_its_samples(tmp_path: Path, limit: int) -> None:
     record = StepRecord(done=1)
     if limit == 0:
         with pytest.raises(StaleSampleError):
-            Sampling.rollout(parts, engine.take(1), record)
+            Sampling.rollout(parts, engine.next_prompts(1), record)
     else:
-        assert Sampling.rollout(parts, engine.take(1), record) == samples
+        assert Sampling.rollout(parts, engine.next_prompts(1), record) == samples
         assert record.metrics == {"rollout/staleness_max": 1, "snr/biased": 1}

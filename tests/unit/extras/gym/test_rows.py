@@ -221,7 +221,7 @@ def test_no_question_of_a_generated_benchmark_stays_in_training(tokenizer: PreTr
     held_out = SourceConfig.model_validate({**BASES, "size": 100})
     data = config({**BASES, "size": 600})
     prompts = PromptStream(data, tokenizer, seed=0, held_out={"bases": held_out})
-    trained = {prompt.text for prompt in prompts.take(len(prompts))}
+    trained = {prompt.text for prompt in prompts.next_prompts(len(prompts))}
     tested = {row["question"] for row in values(held_out, training=False)}
     assert trained == {row["question"] for row in values(data.train[0])} - tested
     assert len(trained) > 50 and {skip.reason for skip in prompts.skipped} == {"overlapping bases", "duplicate"}
@@ -243,12 +243,12 @@ def test_a_mixture_resumes_where_it_was(tokenizer: PreTrainedTokenizerFast) -> N
         {"path": "reasoning_gym:chain_sum", "size": 30, "weight": 1},
     ]
     first = stream(tokenizer, sources)
-    head = first.take(8)
+    head = first.next_prompts(8)
     assert [prompt.source for prompt in head].count("chain_sum") == 2 and head[0].id.startswith("gcd-")
     state = json.loads(json.dumps(first.state_dict()))
     again = stream(tokenizer, sources)
     again.load_state_dict(state)
-    assert again.take(8) == first.take(8)
+    assert again.next_prompts(8) == first.next_prompts(8)
     other = stream(tokenizer, [{**sources[0], "seed": 1}, sources[1]])
     with pytest.raises(UserError, match="fingerprint"):
         other.load_state_dict(state)
