@@ -18,14 +18,14 @@ from oblr_megatron.algo.weighting import first_guess, mean_of_others, weighted_m
 
 @dataclass(frozen=True, slots=True)
 class History:
-    """What earlier steps tell about Q prompts.
+    """Knowledge about Q prompts from earlier steps.
 
     Example: History(expected=tensor([0.31, nan]), pull=0.9)
     """
 
     expected: Tensor | None = None  # b_t [Q] fp64; NaN where no earlier step tells anything; None: for no prompt
     pull: float = 0.0  # alpha of `optimal_pooled`
-    running_mean_norm: float = 0.0  # of w over all earlier steps
+    running_mean_norm: float = 0.0  # mean of w over all earlier steps
 
 
 NO_HISTORY = History()

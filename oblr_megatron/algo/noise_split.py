@@ -113,12 +113,12 @@ class NoiseSplit:
         """The averages so far, without undefined values; {} after a step that was left out."""
         if not self._measured:
             return {}
-        found = {
+        averages = {
             "snr/between": self._between / self._weight,
             "snr/within": self._within / self._weight,
             "snr/best_group_size": self.best_group_size,
         }
-        return {name: value for name, value in found.items() if math.isfinite(value)}
+        return {name: value for name, value in averages.items() if math.isfinite(value)}
 
     def state_dict(self) -> dict[str, Any]:
         """JSON-compatible."""

@@ -1,4 +1,4 @@
-"""What earlier steps tell about a prompt's best baseline: decayed, norm-weighted means of rewards.
+"""A prompt's best baseline, as earlier steps tell it: decayed, norm-weighted means of rewards.
 
 The b with the least variance is E[w r] / E[w] (formulas.py). A group of G responses estimates it badly, because w
 varies by factors between responses. Earlier steps have many more responses, and a baseline from them alone is unbiased:
@@ -57,12 +57,12 @@ class Pools:
         self._algo, self._facts = algo, facts_of(algo.baseline)
         self._sources: dict[str, list[float]] = {}  # N, D
         self._prompts: dict[str, list[float]] = {}  # N, D
-        self._usual = [0.0, 0.0]  # w, number of responses
+        self._norms = [0.0, 0.0]  # w, number of responses
         self._trust = [0.0, 0.0]  # w (r - b) x, w x^2
         self._pull = [0.0, 0.0]  # w (r - x)(b_t - x), w (b_t - x)^2
 
     def history(self, prompts: Sequence[Prompt]) -> History:
-        """What the steps so far tell about these prompts."""
+        """The history of these prompts over the steps so far."""
         expected = torch.tensor([self._expected(prompt) for prompt in prompts], dtype=torch.float64)
         return History(expected, _least_squares(self._pull))
 
@@ -77,42 +77,42 @@ class Pools:
         if self._facts.over == "others" and history.expected is not None:
             own = mean_of_others(rewards, weights)
             away = (history.expected[:, None] - own).nan_to_num(nan=0.0)  # 0: no pool yet
-            found = [float((weights * (rewards - own) * away).sum()), float((weights * away**2).sum())]
-            self._pull = self._added(self._pull, found)
+            terms = [float((weights * (rewards - own) * away).sum()), float((weights * away**2).sum())]
+            self._pull = self._added(self._pull, terms)
         self._observe_trust(prompts, rewards, weights)
         if bool(weights.any()):  # or the mean would be 0 / 0 where older steps do not count
-            self._usual = self._added(self._usual, [float(weights.sum()), float((weights > 0).sum())])
+            self._norms = self._added(self._norms, [float(weights.sum()), float((weights > 0).sum())])
         sums = torch.stack([weights * rewards, weights]).sum(-1).T.tolist()  # [Q, 2]
         by_source: dict[str, list[float]] = {}
-        for prompt, found in zip(prompts, sums, strict=True):
-            if found[1] > 0:
+        for prompt, terms in zip(prompts, sums, strict=True):
+            if terms[1] > 0:
                 total = by_source.get(prompt.source, [0.0, 0.0])
-                by_source[prompt.source] = [total[0] + found[0], total[1] + found[1]]
-                self._prompts[_key(prompt)] = self._added(self._prompts.get(_key(prompt), [0.0] * 2), found)
+                by_source[prompt.source] = [total[0] + terms[0], total[1] + terms[1]]
+                self._prompts[_key(prompt)] = self._added(self._prompts.get(_key(prompt), [0.0] * 2), terms)
         for source, total in by_source.items():
             self._sources[source] = self._added(self._sources.get(source, [0.0] * 2), total)
 
     def metrics(self) -> dict[str, float]:
         """The pools' means (see `means_of`), beta and alpha, as far as they are defined."""
-        found = means_of(self._sources)
+        metrics = means_of(self._sources)
         if self._trust[1] > 0:
-            found["pool/trust"] = _least_squares(self._trust)
+            metrics["pool/trust"] = _least_squares(self._trust)
         if self._pull[1] > 0:
-            found["pool/pull"] = _least_squares(self._pull)
-        return found
+            metrics["pool/pull"] = _least_squares(self._pull)
+        return metrics
 
     def state_dict(self) -> dict[str, Any]:
         """JSON-compatible, and unchanged by later steps; `load_state_dict` restores it to the bit."""
         own = {"sources": dict(self._sources), "prompts": dict(self._prompts)}
         # Every list is replaced, never changed
-        return own | {"usual": self._usual, "trust": self._trust, "pull": self._pull, "weights": self._facts.pool}
+        return own | {"norms": self._norms, "trust": self._trust, "pull": self._pull, "weights": self._facts.pool}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Continue from `state_dict`. The state of another kind of pools is ignored, and the pools begin empty."""
         if state.get("weights") != self._facts.pool:  # sums of other weights have another unit
             return
         self._sources, self._prompts = dict(state["sources"]), dict(state["prompts"])
-        self._usual, self._trust, self._pull = (list(state[name]) for name in ("usual", "trust", "pull"))
+        self._norms, self._trust, self._pull = (list(state[name]) for name in ("norms", "trust", "pull"))
 
     def _pool(self, prompt: Prompt) -> float | None:
         """The mean of the prompt's source; of all sources if its own is new; None in the first step."""
@@ -128,19 +128,19 @@ class Pools:
     def _away(self, prompt: Prompt, pool: float) -> float:
         """x of a prompt; 0 without a history."""
         total, weight = self._prompts.get(_key(prompt), (0.0, 0.0))
-        return (total - weight * pool) / (weight + self._usual[0] / self._usual[1]) if weight > 0 else 0.0
+        return (total - weight * pool) / (weight + self._norms[0] / self._norms[1]) if weight > 0 else 0.0
 
     def _observe_trust(self, prompts: Sequence[Prompt], rewards: Tensor, weights: Tensor) -> None:
-        found = [0.0, 0.0]
+        terms = [0.0, 0.0]
         for row, prompt in enumerate(prompts):
             pool = self._pool(prompt)
             if pool is not None and (away := self._away(prompt, pool)):
-                found[0] += float((weights[row] * (rewards[row] - pool)).sum()) * away
-                found[1] += float(weights[row].sum()) * away**2
-        self._trust = self._added(self._trust, found)
+                terms[0] += float((weights[row] * (rewards[row] - pool)).sum()) * away
+                terms[1] += float(weights[row].sum()) * away**2
+        self._trust = self._added(self._trust, terms)
 
-    def _added(self, sums: Sequence[float], found: Sequence[float]) -> list[float]:
-        return [self._algo.pool_decay * before + new for before, new in zip(sums, found, strict=True)]
+    def _added(self, sums: Sequence[float], terms: Sequence[float]) -> list[float]:
+        return [self._algo.pool_decay * before + new for before, new in zip(sums, terms, strict=True)]
 
 
 def _key(prompt: Prompt) -> str:

@@ -28,15 +28,15 @@ ScheduleState = dict[str, str | float | int | bool | None]
 
 
 @dataclass(frozen=True, slots=True)
-class Estimate:
+class SignalNoise:
     """One step's estimates; NaN if undefined. signal <= 0 is common if the noise dominates.
 
-    Example: Estimate(signal=0.02, noise=4.1, second_moment=0.08)
+    Example: SignalNoise(signal=0.02, noise=4.1, second_moment=0.08)
     """
 
-    signal: float  # of ||grad J||^2
-    noise: float  # of tr(H), the covariance of one prompt's gradient
-    second_moment: float  # of E||g||^2
+    signal: float  # estimates ||grad J||^2
+    noise: float  # estimates tr(H), H the covariance of one prompt's gradient
+    second_moment: float  # estimates E||g||^2
 
     @property
     def shrink_raw(self) -> float:
@@ -51,11 +51,11 @@ class Estimate:
 
 MOMENTUM_HORIZON = 10.0
 """Steps over which the "momentum" estimator averages gradients."""
-UNDEFINED = Estimate(math.nan, math.nan, math.nan)
-Estimator = Callable[[GradientStats, int], Estimate]
+UNDEFINED = SignalNoise(math.nan, math.nan, math.nan)
+Estimator = Callable[[GradientStats, int], SignalNoise]
 
 
-def folds(stats: GradientStats, num_prompts: int) -> Estimate:
+def folds(stats: GradientStats, num_prompts: int) -> SignalNoise:
     """Unbiased estimates of signal and noise from R equal folds of whole prompts; "prompts" has R = Q.
 
         signal = (R B - M) / (R - 1),   noise = (M - B) R / (R - 1) * Q / R,   second_moment = B
@@ -73,10 +73,10 @@ def folds(stats: GradientStats, num_prompts: int) -> Estimate:
         return UNDEFINED
     signal = (count * sq_norm - mean) / (count - 1)
     noise = (mean - sq_norm) * num_prompts / (count - 1)
-    return Estimate(signal, noise, sq_norm)
+    return SignalNoise(signal, noise, sq_norm)
 
 
-def momentum(stats: GradientStats, num_prompts: int) -> Estimate:
+def momentum(stats: GradientStats, num_prompts: int) -> SignalNoise:
     """signal = <g_t, m_{t-1}>, m the bias-corrected average of earlier raw gradients; the rest of B is noise.
 
     Given the weights, g_t is independent of m_{t-1}, so that E[signal] = <grad J_t, m_{t-1}>. That is close to the
@@ -86,7 +86,7 @@ def momentum(stats: GradientStats, num_prompts: int) -> Estimate:
     return _from_signal(stats.momentum_dot, stats.sq_norm, num_prompts)
 
 
-def samples(stats: GradientStats, num_prompts: int) -> Estimate:
+def samples(stats: GradientStats, num_prompts: int) -> SignalNoise:
     """noise / Q = sum_n c_n^2 w_n, c the samples' coefficients and w their squared norms; the rest of B is signal.
 
     The bias is ((G - 1) / G E<A_i s_i, A_j s_j> - ||grad J||^2) / Q, with i != j of one prompt: E||g||^2 has a term for
@@ -96,20 +96,20 @@ def samples(stats: GradientStats, num_prompts: int) -> Estimate:
     return _from_signal(stats.sq_norm - stats.sample_sq_norm, stats.sq_norm, num_prompts)
 
 
-def plugin(stats: GradientStats, num_prompts: int) -> Estimate:
+def plugin(stats: GradientStats, num_prompts: int) -> SignalNoise:
     """signal = B, the paper's likely form (arXiv 2511.23310, Theorem 4): shrink = B / (B + noise / Q), noise by folds.
 
     Under pure noise B is noise / Q, so that shrink is near 1/2 instead of 0. For comparison only.
     """
     noise = folds(stats, num_prompts).noise
-    return Estimate(stats.sq_norm, noise, stats.sq_norm + noise / num_prompts)
+    return SignalNoise(stats.sq_norm, noise, stats.sq_norm + noise / num_prompts)
 
 
-def _from_signal(signal: float, sq_norm: float, num_prompts: int) -> Estimate:
+def _from_signal(signal: float, sq_norm: float, num_prompts: int) -> SignalNoise:
     """The estimate with noise / Q = B - signal."""
     if not (0 < sq_norm < math.inf and math.isfinite(signal)):
         return UNDEFINED
-    return Estimate(signal, (sq_norm - signal) * num_prompts, sq_norm)
+    return SignalNoise(signal, (sq_norm - signal) * num_prompts, sq_norm)
 
 
 ESTIMATORS: dict[str, Estimator] = {
@@ -133,7 +133,7 @@ class SnrAverages:
     """
 
     def __init__(self, config: SnrConfig, num_prompts: int) -> None:
-        self.last: Estimate = UNDEFINED
+        self.last: SignalNoise = UNDEFINED
         self._estimator = ESTIMATORS[config.estimator]
         self._decay, self._floor = decay_of(config), config.floor
         self._num_prompts = num_prompts

@@ -19,12 +19,12 @@ from oblr_megatron.errors import Problem, UserError
 
 WHERE = "algo.baseline"
 SEED = 5
-MOST_PROMPTS, MOST_RESPONSES = 3, 8  # of the random inputs: the checks need a call for each response
-TOLERANCE = 1e-9  # of rewards and values of about 1: a sum in another order is no other value
+MOST_PROMPTS, MOST_RESPONSES = 3, 8  # size of the random inputs: the checks need a call for each response
+TOLERANCE = 1e-9  # for rewards and values of about 1: a sum in another order is no other value
 
 
 @dataclass(frozen=True, slots=True)
-class Inputs:
+class BaselineInputs:
     """Arguments of a baseline: Q prompts, G responses each."""
 
     rewards: Tensor  # [Q, G] fp64
@@ -32,13 +32,13 @@ class Inputs:
     lengths: Tensor  # [Q, G] fp64
     history: History = NO_HISTORY
 
-    def of(self, prompts: Tensor, responses: Tensor) -> Inputs:
+    def of(self, prompts: Tensor, responses: Tensor) -> BaselineInputs:
         """These prompts and responses, in this order."""
         rewards, norms, lengths = (each[prompts][:, responses] for each in (self.rewards, self.norms_sq, self.lengths))
         expected = None if self.history.expected is None else self.history.expected[prompts]
-        return Inputs(rewards, norms, lengths, replace(self.history, expected=expected))
+        return BaselineInputs(rewards, norms, lengths, replace(self.history, expected=expected))
 
-    def changed(self, where: Tensor, *, up: bool, norms_alone: bool = False) -> Inputs:
+    def changed(self, where: Tensor, *, up: bool, norms_alone: bool = False) -> BaselineInputs:
         """Other rewards, norms and lengths at some places, [Q, G] bool: beyond all others, upwards or downwards.
 
         Each place has another change, because a mean does not depend on the scale of its weights.
@@ -61,20 +61,20 @@ def user_values(name: str, rewards: Tensor, norms_sq: Tensor, lengths: Tensor, h
     function = user_baseline(name)
     try:
         with torch.no_grad():
-            found = function(rewards.clone(), norms_sq.clone(), lengths.clone(), history)
+            values = function(rewards.clone(), norms_sq.clone(), lengths.clone(), history)
     except Exception as error:  # the user's function may raise anything
         what = f"baseline {name!r} raised {type(error).__name__}: {error}"
         raise UserError(what, where=WHERE, fix="correct the function") from error
     shape = list(rewards.shape)
-    if not isinstance(found, Tensor) or found.shape != rewards.shape or found.dtype != torch.float64:
-        given = f"{found.dtype} {list(found.shape)}" if isinstance(found, Tensor) else type(found).__name__
+    if not isinstance(values, Tensor) or values.shape != rewards.shape or values.dtype != torch.float64:
+        given = f"{values.dtype} {list(values.shape)}" if isinstance(values, Tensor) else type(values).__name__
         what = f"baseline {name!r} returned {given} for rewards torch.float64 {shape}"
         raise UserError(what, where=WHERE, fix="return one value for each reward, a torch.float64 tensor [Q, G]")
-    if not found.isfinite().all():
+    if not values.isfinite().all():
         what = f"baseline {name!r} returned a value that is NaN or infinite"
         fix = "return finite values for finite inputs, also where all norms or lengths of a group are 0"
         raise UserError(what, where=WHERE, fix=fix)
-    return found
+    return values
 
 
 def check_baseline(name: str, num_prompts: int, group_size: int) -> None:
@@ -97,21 +97,21 @@ def check_baseline(name: str, num_prompts: int, group_size: int) -> None:
             raise UserError(f"baseline {name!r} {what}", where=WHERE, fix=fix)
 
 
-def _random_inputs(num_prompts: int, group_size: int, facts: Baseline) -> Inputs:
+def _random_inputs(num_prompts: int, group_size: int, facts: Baseline) -> BaselineInputs:
     random = torch.Generator().manual_seed(SEED)
     rewards, norms, steps, known = torch.rand(4, num_prompts, group_size, generator=random, dtype=torch.float64)
     history = History(known[:, 0], pull=0.5) if facts.pool else NO_HISTORY
-    return Inputs(rewards, 0.1 + norms, 1 + (9 * steps).floor(), history)
+    return BaselineInputs(rewards, 0.1 + norms, 1 + (9 * steps).floor(), history)
 
 
-def _values(name: str, inputs: Inputs) -> Tensor:
+def _values(name: str, inputs: BaselineInputs) -> Tensor:
     return user_values(name, inputs.rewards, inputs.norms_sq, inputs.lengths, inputs.history)
 
 
 class _Trial:
     """Tries the facts of a baseline on some inputs."""
 
-    def __init__(self, name: str, facts: Baseline, inputs: Inputs) -> None:
+    def __init__(self, name: str, facts: Baseline, inputs: BaselineInputs) -> None:
         self._name, self._facts, self._inputs = name, facts, inputs
         self._values = _values(name, inputs)  # [Q, G]
         self._prompts, self._responses = (torch.arange(size) for size in self._values.shape)
@@ -140,7 +140,7 @@ class _Trial:
             yield what, "return a mean of the group's rewards, or declare prior=True"
 
     def _of_prompts(self, prompt: Tensor) -> Iterator[Problem]:
-        """What b of a prompt may read of its own responses, and of those to other prompts."""
+        """Problems with what b of a prompt reads of its own responses, and of those to other prompts."""
         facts, own = self._facts, (self._prompts == prompt)[:, None].expand_as(self._values)
         if facts.over == "nothing" and self._follows(own)[prompt].any():
             what = 'reads the responses to its own prompt, but declares over="nothing"'
@@ -164,7 +164,7 @@ class _Trial:
                 return True
         return False
 
-    def _differs(self, other: Inputs, wanted: Tensor | None = None) -> Tensor:
+    def _differs(self, other: BaselineInputs, wanted: Tensor | None = None) -> Tensor:
         """[Q, G] bool: where b of other inputs is another value than wanted; by default than b of these inputs."""
         return (_values(self._name, other) - (self._values if wanted is None else wanted)).abs() > TOLERANCE
 

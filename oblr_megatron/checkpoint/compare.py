@@ -28,7 +28,7 @@ from oblr_megatron.model.transformer_config import HFConfig
 from oblr_megatron.types import MicroBatch
 
 PROMPT = "Question: what is 12 + 30? Answer: 42. The capital of France is"
-TOLERANCE = 1e-4  # of the largest logit
+TOLERANCE = 1e-4  # relative to the largest logit
 
 
 @dataclass(frozen=True, slots=True)
@@ -80,20 +80,20 @@ def check_logits(checkpoint: Path, hf_dir: Path, dtype: torch.dtype, ids: Tensor
     """
     with single_process() as parallel:
         ids = ids.to(parallel.device)
-        found = _policy_logits(checkpoint, hf_dir, hf_config_in(hf_dir), dtype, ids, parallel)
-    agreement = agreement_of(found, _transformers_logits(hf_dir, dtype, ids))
+        logits = _policy_logits(checkpoint, hf_dir, hf_config_in(hf_dir), dtype, ids, parallel)
+    agreement = agreement_of(logits, _transformers_logits(hf_dir, dtype, ids))
     if not agreement.holds:
         raise RunError(f"{checkpoint} and {hf_dir} are different models: {agreement}; the tolerance is {TOLERANCE:.0e}")
     return agreement
 
 
-def agreement_of(found: Tensor, expected: Tensor) -> Agreement:
+def agreement_of(logits: Tensor, expected: Tensor) -> Agreement:
     """Compare two models' logits, [b, t, V]."""
     return Agreement(
-        difference=float((found - expected).abs().max()),
+        difference=float((logits - expected).abs().max()),
         scale=float(expected.abs().max()),
-        same_top=int((found.argmax(-1) == expected.argmax(-1)).sum()),
-        tokens=found.shape[:-1].numel(),
+        same_top=int((logits.argmax(-1) == expected.argmax(-1)).sum()),
+        tokens=logits.shape[:-1].numel(),
     )
 
 

@@ -81,13 +81,13 @@ def to_megatron(
         RunError: writing failed; NoSpaceError if there is no room.
     """
     start = time.monotonic()
-    found = check_hf_dir(source)
+    hf_dir = check_hf_dir(source)
     store.check_absent(target)
-    hf_config = found.hf_config()
+    hf_config = hf_dir.hf_config()
     check_model(hf_config.to_dict(), ParallelConfig(), where=str(source))
     shape = ModelShape.of(hf_config)
-    with open_tensors(found) as tensors, single_process() as parallel:
-        kept = dtype or _widest(tensors, shape, found)
+    with open_tensors(hf_dir) as tensors, single_process() as parallel:
+        kept = dtype or _widest(tensors, shape, hf_dir)
         config = ModelConfig.model_validate({"path": source, "dtype": str(kept).removeprefix("torch.")})
         state = sharded_state(meta_model(hf_config, config, parallel))
         pieces = pieces_of(state, shape)
@@ -176,10 +176,10 @@ def newest(path: Path) -> Path:
     run_dir = path.parent if path.name == store.CHECKPOINTS else path
     if not (run_dir / store.CHECKPOINTS).is_dir():
         return path  # reading it will raise the precise error
-    found = store.checkpoints_of(run_dir)
-    if not found:
+    checkpoints = store.checkpoints_of(run_dir)
+    if not checkpoints:
         raise CheckpointError("the run has no checkpoint", where=str(path), fix="give the directory of a checkpoint")
-    return found[0]
+    return checkpoints[0]
 
 
 def peak_memory() -> int:
@@ -194,8 +194,8 @@ def _stream(
     done, total = 0, sum(_size(piece) for piece in pieces)
     for piece in pieces:
         tensor = reader.read(piece)
-        found = [(piece.hf[0], tensor)] if piece.part is not None else views(piece.item, tensor[None], shape)
-        for (name, view), size in zip(found, piece.shapes, strict=True):
+        named = [(piece.hf[0], tensor)] if piece.part is not None else views(piece.item, tensor[None], shape)
+        for (name, view), size in zip(named, piece.shapes, strict=True):
             yield name, view.reshape(size)
         done += _size(piece)
         advance(done, total)
@@ -231,14 +231,14 @@ def _manifest(source: Path, hf_source: Path | None) -> store.Manifest | None:
     return None
 
 
-def _widest(tensors: TensorReader, shape: ModelShape, found: HFDir) -> torch.dtype:
+def _widest(tensors: TensorReader, shape: ModelShape, hf_dir: HFDir) -> torch.dtype:
     """The dtype that holds all of the model's tensors."""
     stored = {tensors.metas[name].dtype for item in table(shape) for name in item.hf}
     widest = reduce(torch.promote_types, stored)
     if widest not in DTYPES.values():
         raise UserError(
             f"weights in {str(widest).removeprefix('torch.')} are not supported",
-            where=str(found.path),
+            where=str(hf_dir.path),
             fix="convert them with --dtype float32 or --dtype bfloat16",
         )
     return widest

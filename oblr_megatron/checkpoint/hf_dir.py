@@ -37,8 +37,8 @@ COPIED = (
 """Files that every save and conversion copies from the source if they exist."""
 UNQUANTIZED = "give the original, unquantised checkpoint"
 QUANTIZATION, SCALES = "quantization_config", (".weight_scale", ".input_scale")
-SAMPLED_TENSORS, SAMPLED_BYTES = 64, 4096  # of a fingerprint
-FP8_BYTES = {"F8_E4M3": 1}  # in addition, of a quantized model
+SAMPLED_TENSORS, SAMPLED_BYTES = 64, 4096  # read for a fingerprint
+FP8_BYTES = {"F8_E4M3": 1}  # allowed in a quantized model only
 SIZES = (
     *("hidden_size", "intermediate_size", "vocab_size", "num_hidden_layers"),
     *("num_attention_heads", "num_key_value_heads"),
@@ -148,8 +148,8 @@ def checkpoint_shapes(path: Path, *, quantized: bool = False) -> dict[str, tuple
     Raises:
         UserError: the directory is not a complete checkpoint.
     """
-    found = check_hf_dir(path, quantized=quantized)
-    return {name: size for name, size in found.shapes.items() if not (found.tied and name == HF_OUTPUT)}
+    source = check_hf_dir(path, quantized=quantized)
+    return {name: size for name, size in source.shapes.items() if not (source.tied and name == HF_OUTPUT)}
 
 
 def check_hf_files(path: Path) -> dict[str, Any]:
@@ -269,7 +269,7 @@ def _check_weights(
 ) -> tuple[dict[str, tuple[int, ...]], dict[str, str], int]:
     """Read every header; return (shape and dtype of every tensor, bytes of all files)."""
     shapes: dict[str, tuple[int, ...]] = {}
-    found: dict[str, str] = {}
+    stored: dict[str, str] = {}
     num_bytes = 0
     for name in sorted(listed) or [SINGLE]:
         file = path / name
@@ -283,9 +283,9 @@ def _check_weights(
             what = f"the shard lacks {len(lacking)} tensors that the index names, {lacking[0]!r} first"
             raise UserError(what, where=str(file), fix="download index and shards of one version")
         shapes |= {tensor: tuple(entry["shape"]) for tensor, entry in held.items()}
-        found |= {tensor: entry["dtype"] for tensor, entry in held.items()}
+        stored |= {tensor: entry["dtype"] for tensor, entry in held.items()}
         num_bytes += file.stat().st_size
-    return shapes, found, num_bytes
+    return shapes, stored, num_bytes
 
 
 def check_tensors(config: dict[str, Any], shapes: dict[str, tuple[int, ...]], path: Path) -> None:

@@ -30,7 +30,7 @@ from oblr_megatron.checkpoint.torch_dist import METADATA, stored_shape
 from oblr_megatron.weights.names import ModelShape
 
 DAMAGED = (OSError, EOFError, pickle.UnpicklingError, ValueError, LookupError, AttributeError, ImportError)
-"""What unpickling a damaged file raises."""
+"""Errors that unpickling a damaged file raises."""
 MODEL = ("embedding.", "decoder.", "output_layer.")
 """How the names of a GPTModel's own tensors begin; those of an optimizer begin differently."""
 
@@ -54,15 +54,15 @@ class PieceReader(FileSystemReader):
         Raises:
             CheckpointError: a tensor is missing, has another shape, or is a weight that no piece holds.
         """
-        found = [self._find(piece, shape) for piece in pieces]
+        completed = [self._find(piece, shape) for piece in pieces]
         # a tied output layer has no key of its own: megatron-core stores it once
         weights = {key for key in self.whole.state_dict_metadata if key.startswith(MODEL) and EXTRA_STATE not in key}
-        unknown = weights - {piece.sharded.key for piece in found}
+        unknown = weights - {piece.sharded.key for piece in completed}
         if unknown:
             raise self._error(
                 f"the checkpoint has {len(unknown)} tensors that config.json does not imply, {min(unknown)!r} first"
             )
-        return found
+        return completed
 
     def files(self, pieces: Sequence[Piece]) -> list[str]:
         """The files that hold any of the pieces."""
@@ -78,20 +78,20 @@ class PieceReader(FileSystemReader):
         wanted = piece.sharded
         start, size = tuple(wanted.global_offset), stored_shape(wanted)
         whole: Tensor | None = None
-        found = 0
+        filled = 0
         for chunk in self._chunks_of(wanted):
             common = _overlap(start, size, chunk)
             if any(low >= high for low, high in common):
                 continue
             tensor = self._load(MetadataIndex(wanted.key, chunk.offsets))
-            found += prod(high - low for low, high in common)
+            filled += prod(high - low for low, high in common)
             if (tuple(chunk.offsets), tuple(tensor.shape)) == (start, size):
                 whole = tensor  # no second copy, which matters for an embedding
                 continue
             whole = torch.empty(size, dtype=wanted.dtype) if whole is None else whole
             whole[_slices(common, start)] = tensor[_slices(common, chunk.offsets)]
-        if whole is None or found != prod(size):
-            raise self._error(f"only {found} of {prod(size)} elements of {wanted.key!r} are stored")
+        if whole is None or filled != prod(size):
+            raise self._error(f"only {filled} of {prod(size)} elements of {wanted.key!r} are stored")
         return whole.view(wanted.local_shape)
 
     def _load(self, index: MetadataIndex) -> Tensor:
@@ -120,11 +120,11 @@ class PieceReader(FileSystemReader):
         """The chunks of the tensor that belong to the same layer and expert."""
         leading = wanted.prepend_axis_num
         if wanted.key not in self._chunks:
-            found: dict[tuple[int, ...], list[ChunkStorageMetadata]] = defaultdict(list)
+            chunks: dict[tuple[int, ...], list[ChunkStorageMetadata]] = defaultdict(list)
             stored: Any = self.whole.state_dict_metadata[wanted.key]  # a tensor, see `_find`
             for chunk in stored.chunks:
-                found[tuple(chunk.offsets[:leading])].append(chunk)
-            self._chunks[wanted.key] = found
+                chunks[tuple(chunk.offsets[:leading])].append(chunk)
+            self._chunks[wanted.key] = chunks
         return self._chunks[wanted.key].get(tuple(wanted.global_offset[:leading]), ())
 
     def _read_whole(self) -> Metadata:

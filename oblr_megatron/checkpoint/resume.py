@@ -71,22 +71,22 @@ def find(config: Config, model: HFDir) -> list[Checkpoint]:
     if not paths:
         check_no_progress(config.run_dir, resume)
         paths = [] if resume == NEWEST else [Path(resume)]
-    found, problems = [], []
+    usable, problems = [], []
     for path in paths:
         try:
             manifest = store.read_manifest(path)
             store.check_contents(path, manifest, [HF_CONFIG])  # `check_fits` reads it
-            found.append(Checkpoint(path, manifest))
+            usable.append(Checkpoint(path, manifest))
         except CheckpointError as error:
             problems.append(error)
-    if problems and not found:
+    if problems and not usable:
         raise problems[0]
     logged_until(config.run_dir)  # raises before anything starts
     for problem in problems:
         logger.warning("skipped a damaged checkpoint: %s", problem)
-    for checkpoint in found[:1]:
+    for checkpoint in usable[:1]:
         check_fits(checkpoint, config, model)
-    return found
+    return usable
 
 
 def check_no_progress(run_dir: Path, resume: str = NEWEST) -> None:

@@ -55,7 +55,7 @@ class TensorReader:
         try:
             stream.seek(offset)
             count = stream.readinto(_bytes_of(tensor))
-        except OSError as error:  # of a disk or a network; it names no file
+        except OSError as error:  # an error of a disk or a network; it names no file
             raise RunError(f"cannot read {stream.name}: {error.strerror or error}") from error
         assert count == tensor.nbytes, f"{name}: {count} bytes read of {tensor.nbytes}"
         return tensor

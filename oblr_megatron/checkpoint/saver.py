@@ -53,7 +53,7 @@ Facts = dict[str, Any]
 
 HF = "hf"  # subdirectory of a checkpoint
 LAST_WHILE_S = 60.0  # time for a save in progress when the run fails
-FAILURES = (RunError, OSError)  # of a save: told to every rank, which would wait for this one otherwise
+FAILURES = (RunError, OSError)  # a save's failures: told to every rank, which would wait for this one otherwise
 
 logger = logging.getLogger(__name__)
 
@@ -106,7 +106,7 @@ class Saver:
         self._group = dist.new_group(backend="gloo", timeout=timedelta(seconds=self._seconds))
         self._writer = TorchDistWriter(self._group, parallel)
         self._pending: Future[Saved] | None = None
-        self._deadline = math.inf  # of that save, by time.monotonic
+        self._deadline = math.inf  # for the pending save, by time.monotonic
         self._reported = True
         self.best = self._best_before = self._carried(resumed)
         self.newest: int | None = None  # step of the last checkpoint that this process saved
@@ -186,10 +186,10 @@ class Saver:
         """The best so far, if it has the same metric and lies in this run directory, as the first rank sees it."""
         best = None
         if self._rank == 0 and resumed is not None and resumed["best"]:
-            found = Best(*resumed["best"])
+            earlier = Best(*resumed["best"])
             metric = resumed["config"]["checkpoint"]["best_metric"]
-            if metric == self._options.best_metric and (self._directory / store.step_name(found.step)).is_dir():
-                best = found
+            if metric == self._options.best_metric and (self._directory / store.step_name(earlier.step)).is_dir():
+                best = earlier
         shared = [best]
         dist.broadcast_object_list(shared, src=0, group=self._group)
         return shared[0]
@@ -302,11 +302,11 @@ class _Job:
         gathered: list[dict[str, FileEntry] | str] = [""] * dist.get_world_size()
         dist.all_gather_object(gathered, entries, group=self.group)
         files: dict[str, FileEntry] = {}
-        for found in gathered:
-            if isinstance(found, str):
-                self._fail(found)
+        for outcome in gathered:
+            if isinstance(outcome, str):
+                self._fail(outcome)
             else:
-                files |= found
+                files |= outcome
         return files
 
     def _commit(self, files: dict[str, FileEntry], keep_last: int) -> None:

@@ -37,7 +37,7 @@ from oblr_megatron.runtime.run_lock import repeated
 
 MANIFEST = "checkpoint.json"
 FORMAT, VERSION = "oblr_megatron", 1
-FIXED_BYTES = 16 * 2**20  # of a checkpoint: tokenizer, metadata
+FIXED_BYTES = 16 * 2**20  # tokenizer and metadata of a checkpoint
 TOUCH_S = 300.0  # between changes of a partial directory, which show another host that its writer lives
 RESERVE_FRACTION, RESERVE_BYTES = 0.02, 64 * 2**20  # free space required beyond a checkpoint's size
 FIX = "resume from another checkpoint, or restore this one from an intact copy"
@@ -218,11 +218,11 @@ def check_contents(directory: Path, manifest: Manifest, names: Iterable[str]) ->
         if name not in manifest.files:
             raise CheckpointError(f"{MANIFEST} does not list this file", where=str(file), fix=FIX)
         try:
-            found = _entry(file)
+            entry = _entry(file)
         except OSError as error:
             raise CheckpointError(f"cannot read the file: {error.strerror}", where=str(file), fix=FIX) from error
-        if found != manifest.files[name]:
-            what = f"the file is damaged: its checksum is {found.xxh3}, {MANIFEST} has {manifest.files[name].xxh3}"
+        if entry != manifest.files[name]:
+            what = f"the file is damaged: its checksum is {entry.xxh3}, {MANIFEST} has {manifest.files[name].xxh3}"
             raise CheckpointError(what, where=str(file), fix=FIX)
 
 

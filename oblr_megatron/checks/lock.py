@@ -1,4 +1,4 @@
-"""What is installed, compared with the pins of a lock (`requirements/*.txt`). Imports no torch."""
+"""Installed packages compared with the pins of a lock (`requirements/*.txt`). Imports no torch."""
 
 from __future__ import annotations
 
@@ -22,11 +22,11 @@ def differences(path: Path) -> list[str]:
     """
     lines = []
     for name, version in pins(path).items():
-        found = installed_version(name)
-        if found is None:
+        installed = installed_version(name)
+        if installed is None:
             lines.append(f"{name} {version} is not installed")
-        elif Version(found).public != version.public:
-            lines.append(f"{name} {found} is installed instead of {version}")
+        elif Version(installed).public != version.public:
+            lines.append(f"{name} {installed} is installed instead of {version}")
     return lines
 
 
@@ -40,7 +40,7 @@ def pins(path: Path) -> dict[str, Version]:
         lines = path.read_text(encoding="utf-8").splitlines()
     except (OSError, UnicodeDecodeError) as error:
         raise UserError(f"the lock cannot be read: {error}", where=str(path), fix="name a file of pins") from error
-    found = {}
+    versions = {}
     for number, line in enumerate(lines, 1):
         text = line.partition("#")[0].strip()
         if not text:
@@ -54,5 +54,5 @@ def pins(path: Path) -> dict[str, Version]:
         except (InvalidRequirement, InvalidVersion, ValueError) as error:
             raise UserError(f"{text!r} is not a pin", where=f"{path}:{number}", fix="write name==version") from error
         if pin.marker is None or pin.marker.evaluate():
-            found[pin.name] = version
-    return found
+            versions[pin.name] = version
+    return versions

@@ -19,7 +19,7 @@ class Package:
     needed: bool = False
 
     @property
-    def found(self) -> tuple[str, str] | None:
+    def installed(self) -> tuple[str, str] | None:
         """(distribution, version) of the installed package; None if it is not installed."""
         for distribution in self.distributions:
             version = installed_version(distribution)
@@ -64,12 +64,12 @@ LIBRARIES = ("packaging", "pydantic", "rich")
 
 def installed() -> dict[str, str | None]:
     """Version of each of PACKAGES; None if not installed."""
-    return {package.name: found[1] if (found := package.found) else None for package in PACKAGES}
+    return {package.name: release[1] if (release := package.installed) else None for package in PACKAGES}
 
 
 def package_versions() -> dict[str, str]:
     """Versions of the installed packages by the name of their distribution."""
-    return dict(found for package in PACKAGES if (found := package.found))
+    return dict(release for package in PACKAGES if (release := package.installed))
 
 
 def problems() -> list[str]:
@@ -78,11 +78,11 @@ def problems() -> list[str]:
     comparable = "packaging" not in absent
     lines = [f"{name} is not installed" for name in absent]
     for package in PACKAGES:
-        found = package.found
-        if found is None and package.needed:
+        release = package.installed
+        if release is None and package.needed:
             lines.append(f"{package.name} is not installed ({package.accepted or 'any version'} is needed)")
-        elif found is not None and package.needed and comparable and not package.accepts(found[1]):
-            lines.append(f"{found[0]} {found[1]} is installed, {package.accepted} is accepted")
+        elif release is not None and package.needed and comparable and not package.accepts(release[1]):
+            lines.append(f"{release[0]} {release[1]} is installed, {package.accepted} is accepted")
     return lines
 
 

@@ -19,7 +19,7 @@ LOCK_FILE = "lock.json"
 LOGS = "logs"
 """Folder in a run directory with the output of engines and of torch's launcher."""
 UNSTARTED = {LOCK_FILE, LOGS}
-"""What a run leaves that ended while it was opened, for example while its engine started."""
+"""Left by a run that ended while it was opened, for example while its engine started."""
 
 
 def check_run_dir(run_dir: Path, *, holds_run: bool = False) -> None:

@@ -76,10 +76,10 @@ FP8_CACHE_FLAGS = (frozenset({"amx_tile"}), frozenset({"avx512f", "avx512bw", "a
 @cache
 def known_names() -> frozenset[str]:
     """Names of vLLM's engine options; empty where vLLM is not installed."""
-    found = find_spec("vllm")
-    if found is None or found.origin is None:
+    spec = find_spec("vllm")
+    if spec is None or spec.origin is None:
         return frozenset()
-    tree = ast.parse((Path(found.origin).parent / "engine" / "arg_utils.py").read_text(encoding="utf-8"))
+    tree = ast.parse((Path(spec.origin).parent / "engine" / "arg_utils.py").read_text(encoding="utf-8"))
     (fields,) = (node for node in tree.body if isinstance(node, ast.ClassDef) and node.name == "EngineArgs")
     targets = (node.target for node in fields.body if isinstance(node, ast.AnnAssign))
     return frozenset(one.id for one in targets if isinstance(one, ast.Name) and not one.id.startswith("_"))

@@ -147,7 +147,7 @@ class AlgoConfig(Section):
     """Ratio of the policy to the policy before the first update, for the later ones: of each token, or the geometric
     mean over the response (GSPO)."""
     surrogate: Literal["ppo", "cispo"] = "ppo"
-    """What is clipped in later updates. "ppo": the objective; tokens beyond the bound have no gradient. "cispo": the
+    """Quantity clipped in later updates. "ppo": the objective; tokens beyond the bound have no gradient. "cispo": the
     weight of each token's gradient."""
     clip_low: float | None = Field(None, gt=0)
     """Lower bound of the ratio: 1 - clip_low. By default none."""

@@ -29,7 +29,7 @@ Function = TypeVar("Function", bound=Callable[..., Any])
 
 @dataclass(frozen=True, slots=True)
 class Baseline:
-    """What a baseline b_i reads and how it enters the advantage A_i = (r_i - b_i) / divisor."""
+    """Inputs of a baseline b_i and its use in the advantage A_i = (r_i - b_i) / divisor."""
 
     over: Over
     """The responses of its own step that b_i averages. "others" leaves response i out, which keeps g unbiased."""
@@ -40,7 +40,7 @@ class Baseline:
     prior: bool = False
     """Whether a part of b_i comes from the other prompts of the batch, so that it needs two prompts."""
     divisor: Divisor = "one"
-    """What A is divided by: the standard deviation of rewards of the group or batch, or of r - b over the batch."""
+    """Divisor of A: 1, the standard deviation of rewards of the group or batch, or of r - b over the batch."""
 
     @property
     def needs_group(self) -> bool:
@@ -120,12 +120,12 @@ def user_baseline(name: str) -> UserBaseline:
         UserError: it cannot be imported, is not callable, or declares no facts.
     """
     where = "algo.baseline"
-    found: Any = import_from_here(name, f"baseline {name!r}", where)
-    if not isinstance(getattr(found, "facts", None), Baseline):
+    imported: Any = import_from_here(name, f"baseline {name!r}", where)
+    if not isinstance(getattr(imported, "facts", None), Baseline):
         what = f"baseline {name!r} does not declare what it reads"
         fix = 'decorate the function, e.g. with @oblr_megatron.baseline(over="others")'
         raise UserError(what, where=where, fix=fix)
-    function: UserBaseline = found
+    function: UserBaseline = imported
     return function
 
 

@@ -10,7 +10,7 @@ from oblr_megatron.config.section import LONGEST_WAIT_S, Section, written_out
 
 
 class CheckpointConfig(Section):
-    """What a run saves, where it resumes, and when it stops early."""
+    """Checkpoints of a run, where it resumes, and when it stops early."""
 
     every_steps: int = Field(50, ge=0)
     """Save RUN_DIR/checkpoints/step_N every this many steps and after the last one. 0: only on an early stop,

@@ -57,10 +57,10 @@ def blamed(where: str, overrides: Sequence[str], *, key: str = "", text: str = "
     given = [override.partition("=")[0].strip() for override in overrides]
     names = {name for one in given for name in (one, one.rpartition(".")[2])}
     if key:
-        found = any(f"{one}.".startswith(f"{key}.") or f"{key}.".startswith(f"{one}.") for one in given)
+        overridden = any(f"{one}.".startswith(f"{key}.") or f"{key}.".startswith(f"{one}.") for one in given)
     else:
-        found = any(re.search(rf"(?<![\w.]){re.escape(name)}(?!\w)", text) for name in names)
-    return COMMAND_LINE if found else where
+        overridden = any(re.search(rf"(?<![\w.]){re.escape(name)}(?!\w)", text) for name in names)
+    return COMMAND_LINE if overridden else where
 
 
 def problems(config: Config) -> Iterator[Problem]:
@@ -98,7 +98,7 @@ def problems(config: Config) -> Iterator[Problem]:
 
 
 def biases(config: Config) -> Iterator[str]:
-    """What a run may do although it biases the gradient, one line each, for the start of the run."""
+    """Allowed options that bias the gradient, one line each, for the start of the run."""
     rollout, facts, penalty = config.rollout, facts_of(config.algo.baseline), config.algo.kl_coefficient
     if rollout.overlap == "one_step":
         yield (
@@ -129,7 +129,7 @@ def biases(config: Config) -> Iterator[str]:
 
 
 def _coefficients(config: Config) -> Iterator[Problem]:
-    """What the mode, the share that is measured and the "samples" estimator ask of norms and coefficients."""
+    """Norms and coefficients that suit the mode, the measured share and the "samples" estimator."""
     if problem := mode_problem(config, config.gradnorm.mode):
         yield f"gradnorm.mode {config.gradnorm.mode!r}: {problem[0]}", problem[1]
     if config.gradnorm.sample_fraction < 1 and config.norms_come_first:
@@ -221,7 +221,7 @@ def _samples(config: Config) -> Iterator[Problem]:
 
 
 def _environment(config: Config) -> Iterator[Problem]:
-    """What an environment needs, and what works with single responses alone."""
+    """Options that an environment needs, and options that work with single responses alone."""
     rollout, rewards = config.rollout, config.reward.names
     options = rollout.environment
     if not options.function:
@@ -255,7 +255,7 @@ def _one_step(rollout: RolloutConfig) -> Iterator[Problem]:
 
 
 def _streaming(config: Config) -> Iterator[Problem]:
-    """What needs the whole batch before the first gradient, or before a gradient can be reduced."""
+    """Options that `stream` refuses, because they need the whole batch."""
     algo, facts, name = config.algo, facts_of(config.algo.baseline), config.algo.baseline
     reason = ""
     if facts.prior or facts.over == "batch":
@@ -276,7 +276,7 @@ def _streaming(config: Config) -> Iterator[Problem]:
 
 
 def _updates(config: Config) -> Iterator[Problem]:
-    """What several updates on a batch exclude, and what has no effect without them."""
+    """Options that several updates on a batch exclude, and options that have no effect without them."""
     algo, updates = config.algo, config.algo.updates_per_batch
     if updates == 1:
         if algo.clips and algo.preset is None:  # a preset may be run with a single update

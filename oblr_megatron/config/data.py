@@ -27,8 +27,8 @@ CONVENTION_NAMES = (
 
 GYM_PREFIX = "reasoning_gym:"
 MOST_ROWS = 1_000_000
-LONGEST_NAME = 200  # of a set, in bytes: it is a part of file names
 """Most rows of a generated source; each seed has a range of its own (extras/gym/rows.py)."""
+LONGEST_NAME = 200  # bytes of a set's name: it is a part of file names
 STORED_KEYS = ("convention", "subset", "split", "revision", "question_column", "answer_column")
 GENERATED_KEYS = ("size", "seed", "options")
 
@@ -155,7 +155,7 @@ class EvaluateConfig(Section):
     @classmethod
     def _by_their_names(cls, sets: dict[str, SourceConfig]) -> dict[str, SourceConfig]:
         """Give a set named like a convention that convention, as on a command line."""
-        files = [name.replace("/", "__") for name in sets]  # of their responses
+        files = [name.replace("/", "__") for name in sets]  # their responses' files
         if len(set(files)) < len(files) or not all(0 < len(file.encode()) <= LONGEST_NAME for file in files):
             raise ValueError(f"names must have 1 to {LONGEST_NAME} bytes, and differ also with '__' for '/'")
         named = {name: source.model_copy(update={"convention": name}) for name, source in sets.items()}

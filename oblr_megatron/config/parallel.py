@@ -36,8 +36,8 @@ class ParallelConfig(Section):
     recompute_granularity: Literal["none", "selective", "full"] = "none"
     """Activations recomputed in backward: none; those of recompute_modules; whole layers."""
     recompute_modules: tuple[Literal["core_attn", "layernorm", "mlp", "moe", "moe_act"], ...] = ("core_attn",)
-    """What "selective" recomputes: core attention, norms, the MLP of a dense layer, the experts, or the activation
-    within experts. moe_act needs Transformer Engine, and on a GPU so does layernorm."""
+    """Parts that "selective" recomputes: core attention, norms, the MLP of a dense layer, the experts, or the
+    activation within experts. moe_act needs Transformer Engine, and on a GPU so does layernorm."""
     recompute_method: Literal["uniform", "block"] = "uniform"
     """Which layers "full" recomputes: all, in groups of recompute_num_layers; or the first recompute_num_layers."""
     recompute_num_layers: int = Field(1, ge=1)

@@ -90,7 +90,7 @@ class RolloutConfig(Section):
     rejection_high: float = Field(2.0, ge=1)
     """Upper end of the band."""
     overlap: Literal["none", "stream", "one_step"] = "none"
-    """What the trainer does while the engines sample. "none": it waits for the whole batch. "stream": it scores
+    """Work of the trainer while the engines sample. "none": it waits for the whole batch. "stream": it scores
     finished prompts and computes their gradient while the others are sampled. The gradient is the same sum in another
     order, strictly on-policy. "one_step": it trains on samples that are one update old, while the engines draw those of
     the next step. Needs max_staleness of 1 or more and importance_sampling (docs/overlap.md)."""
@@ -115,8 +115,8 @@ class RolloutConfig(Section):
     changes. Its direction changes too if equal groups have a gradient: with a pool (the default), a prior, a batch-mean
     baseline, no baseline or a KL penalty. Signal and noise are then measured on mixed groups only (docs/samples.md)."""
     sleep_level: Literal[0, 1, 2] = 2
-    """What an engine on the trainer's GPUs frees during training. 0: nothing. 1: the KV cache, and weights move to host
-    memory. 2: KV cache and weights; the next push restores the weights before sampling."""
+    """Memory that engines on the trainer's GPUs free during training. 0: none. 1: the KV cache, and weights move to
+    host memory. 2: KV cache and weights; the next push restores the weights before sampling."""
     max_restarts: int = Field(3, ge=0)
     """Restarts of a dead or hung engine in a row, each with a full push, without a completed rollout in between. After
     one more loss the run saves a checkpoint and ends."""

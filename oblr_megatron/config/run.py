@@ -185,7 +185,7 @@ def _explained(key: str, first: ErrorDetails, root: type[Section]) -> Problem:
         return f"{key} = {_shown(first['input'])}: {removed[0]}", removed[1]
     if first["type"] == "missing":
         return f"{_shown(key)} is missing", "set it in the file or as an override"
-    if first["type"] == "not_text":  # of two pairs of quotes the shell removes one
+    if first["type"] == "not_text":  # the shell removes one of two pairs of quotes
         text = f'"{first["input"]}"'
         fix = f"write {key} = {text} in a file, {key}='{text}' in a shell"
         return f"{key} = {_shown(first['input'])}: {first['msg']}", fix

@@ -102,4 +102,4 @@ def section_in(annotation: Any) -> type[Section] | None:
     """The section that a field holds directly or as entries of a list or table; None for plain values."""
     if is_section(annotation):
         return annotation
-    return next((found for part in get_args(annotation) if (found := section_in(part))), None)
+    return next((section for part in get_args(annotation) if (section := section_in(part))), None)

@@ -54,7 +54,7 @@ def _transformer_engine() -> tuple[str | None, str, bool]:
     An installed package says little: its torch part may be absent, or built for another torch. Then megatron-core fails
     when a model is built.
     """
-    installed = TRANSFORMER_ENGINE.found
+    installed = TRANSFORMER_ENGINE.installed
     if installed is None:
         return None, "", False
     try:

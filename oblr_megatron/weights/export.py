@@ -32,7 +32,7 @@ from torch import Tensor
 from oblr_megatron.families import EMBEDDING, OUTPUT
 from oblr_megatron.memory.buffer_sizes import PIECE_BYTES
 from oblr_megatron.weights.names import Entry, ModelShape, entry, layer_of, table, views
-from oblr_megatron.weights.pieces import Piece, pieces
+from oblr_megatron.weights.pieces import GatherPiece, pieces
 
 if TYPE_CHECKING:
     from torch import nn
@@ -121,7 +121,7 @@ class MegatronWeights:
             else:
                 yield from ((item, own[item.hf].detach()[None], False) for item in piece.items)
 
-    def _gathered(self, piece: Piece, own: Own, memory: Tensor) -> Iterator[tuple[Entry, Tensor]]:
+    def _gathered(self, piece: GatherPiece, own: Own, memory: Tensor) -> Iterator[tuple[Entry, Tensor]]:
         """The piece's parameters with all their shards, in `memory`. Collective."""
         parallel = self._policy.parallel
         group = parallel.expert_group if piece.experts else parallel.tp_group
@@ -139,11 +139,11 @@ class MegatronWeights:
             for item, part, shape in zip(items, shards.split(sizes, dim=1), piece.shapes, strict=True):
                 yield item, part.unflatten(1, shape)
 
-    def _travels(self, piece: Piece) -> bool:
+    def _travels(self, piece: GatherPiece) -> bool:
         """Whether another rank needs or has a part of the piece."""
         return self._policy.parallel.pp_size * len(piece.owners) * piece.ranks > 1
 
-    def _stage_of(self, piece: Piece) -> int:
+    def _stage_of(self, piece: GatherPiece) -> int:
         """The pipeline stage that holds the piece; chunks of layers are assigned to the stages in turn."""
         parallel, first = self._policy.parallel, piece.owners[0][0]
         layer = layer_of(first)

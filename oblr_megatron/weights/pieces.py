@@ -23,12 +23,12 @@ from oblr_megatron.weights.names import Entry, ModelShape, layer_of, shard_shape
 
 
 @dataclass(frozen=True, slots=True)
-class Piece:
+class GatherPiece:
     """Parameters of one all-gather.
 
     Example, the second linear layer of 4 experts on EP 2 x ETP 2:
-        Piece(owners=((fc2 of expert 0, fc2 of expert 1), (fc2 of expert 2, fc2 of expert 3)),
-              shapes=((2048, 384), (2048, 384)), ranks=2)
+        GatherPiece(owners=((fc2 of expert 0, fc2 of expert 1), (fc2 of expert 2, fc2 of expert 3)),
+                    shapes=((2048, 384), (2048, 384)), ranks=2)
     """
 
     owners: tuple[tuple[Entry, ...], ...]  # by expert-parallel rank; a single one outside experts
@@ -52,7 +52,7 @@ class Piece:
 
 
 @lru_cache(maxsize=4)  # called at every push
-def pieces(shape: ModelShape, *, tp: int, ep: int, etp: int, padded_vocab: int, budget: int) -> tuple[Piece, ...]:
+def pieces(shape: ModelShape, *, tp: int, ep: int, etp: int, padded_vocab: int, budget: int) -> tuple[GatherPiece, ...]:
     """All parameters of a model in the order of a push.
 
     A piece holds at least one whole parameter. A piece of experts holds at least one matrix from every expert-parallel
@@ -74,7 +74,7 @@ def pieces(shape: ModelShape, *, tp: int, ep: int, etp: int, padded_vocab: int, 
         layers.append((owned, cuts, ranks, [owners * ranks * prod(cut) for cut in cuts]))
     budget = max(budget, *(size for *_, sizes in layers for size in sizes))
     return tuple(
-        Piece(tuple(tuple(items[run]) for items in owned), tuple(cuts[run]), ranks)
+        GatherPiece(tuple(tuple(items[run]) for items in owned), tuple(cuts[run]), ranks)
         for owned, cuts, ranks, sizes in layers
         for run in _runs(sizes, budget)
     )

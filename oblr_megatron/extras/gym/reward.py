@@ -61,7 +61,7 @@ def check_package(where: str) -> None:
     Raises:
         UserError: see above.
     """
-    found = REASONING_GYM.found
+    found = REASONING_GYM.installed
     if found is None or not REASONING_GYM.accepts(found[1]):
         what = f"reasoning-gym {found[1]} is installed" if found else "reasoning-gym is not installed"
         what += f", {REASONING_GYM.accepted} is accepted" if found else ""
