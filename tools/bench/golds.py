@@ -80,7 +80,7 @@ def itself(entry: Entry) -> list[str]:
 
 
 def respelled(entry: Entry) -> list[str]:
-    r"""Spellings that models use: \dfrac, \left and \right, braces, a full stop, spaces at signs, other numerals."""
+    r"""Spellings that models use: \dfrac, \left, braces or none, a full stop, spaces at signs, other numerals."""
     answer = entry["answer"]
     spelled = re.sub(r"\\frac(?![a-z])", r"\\dfrac", answer)
     spelled = spelled if "left" in spelled else re.sub(r"(?<!\\)([(\[])", r"\\left\1", spelled)
@@ -93,6 +93,7 @@ def respelled(entry: Entry) -> list[str]:
         f"$ {answer} $",
         answer.replace("-", "\u2212"),
         f"\\color{{red}}{{{answer}}}",
+        re.sub(r"(?<=[\^_}a-z])\{([0-9A-Za-z])\}", r" \1", answer),  # \frac 1 2, x^ 2, \text A
     ]
     if _NUMBER.fullmatch(answer):
         value = int(answer)

@@ -16,29 +16,24 @@ from antlr4.atn.PredictionMode import PredictionMode
 from latex2sympy2_extended import NormalizationConfig, latex2sympy, normalize_latex
 from latex2sympy2_extended.latex2sympy2 import ConversionConfig, _Latex2Sympy
 
+from oblr_megatron.rewards.verifier.tex import FUNCTIONS
+
 _NORMALIZATION = NormalizationConfig(
-    basic_latex=True, units=False, malformed_operators=True, nits=False, boxed="none", equations=False
+    basic_latex=True, units=False, malformed_operators=False, nits=False, boxed="none", equations=False
 )
 _CONVERSION = ConversionConfig(lowercase_symbols=False)
-_FUNCTION = re.compile(
-    r"(?<![A-Za-z\\])(arcsin|arccos|arctan|sinh|cosh|tanh|sin|cos|tan|cot|sec|csc|log|ln|exp)(?![A-Za-z])"
-)
+_FUNCTION = re.compile(rf"(?<![A-Za-z\\])({FUNCTIONS})")
 _DECIMAL = re.compile(r"(?<![0-9.])([0-9]*)\.([0-9]+)(?![0-9.])")
-_SQUARE_ROOT = re.compile(r"\\?sqrt\s*\(([^()]*)\)")
 _FACTORIAL_POWER = re.compile(r"([0-9]+|[A-Za-z])!\s*\^")
 _WHOLE = r"(?:([0-9]+)|\(\s*([0-9]+)\s*\))"
 _FRACTION_TIMES = re.compile(  # 1/2 x and 1/2\pi are x/2 and \pi/2; the grammar reads a product below the line
     rf"((?:^|[-+=<>(\[{{,])\s*){_WHOLE}\s*/\s*{_WHOLE}(?=\s+[A-Za-z(\\]|\\(?:sqrt|pi)(?![A-Za-z]))"
 )
-_ROOT = re.compile(r"\\sqrt\s*\[([^\[\]]*)\]\s*([0-9A-Za-z])")
 _TRIGONOMETRIC = re.compile(r"\\(?:sin|cos|tan|cot|sec|csc)")
-_TIMES_BRACKET = re.compile(r"(?<![_0-9.])([0-9.]+)\s*\(")  # the grammar reads 2(\frac12) as a mixed number
-_ARGUMENT = r"\s*(?:\{\s*([0-9]+)\s*\}|([0-9]))"
-_WHOLE_AND_FRACTION = re.compile(rf"(?<![_^0-9.])([0-9]+)\s*(\\frac{_ARGUMENT}{_ARGUMENT})")
-_SYMBOL = r"\\(?:pi|alpha|beta|gamma|delta|theta|lambda|mu|omega|phi|varphi)(?![A-Za-z])"
-_BARE_ARGUMENT = re.compile(rf"\\(frac|sqrt)\s*({_SYMBOL}|(?<=frac)[0-9](?=\s*{_SYMBOL}))\s*")
-_BARE_DENOMINATOR = re.compile(rf"(\\frac\{{[^{{}}]*\}})\s*({_SYMBOL})")
-_BARE_DIGIT = re.compile(rf"(\\frac\{{{_SYMBOL}\}})\s*([0-9A-Za-z])")
+_TIMES_BRACKET = re.compile(r"(?<![0-9.])([0-9.]+)\s*\(")  # the grammar reads 2(\frac{1}{2}) as a mixed number
+_GAMMA = re.compile(r"\\gamma(?![A-Za-z])")  # to the grammar a function and Euler's constant; no answer has \varsigma
+_FUNCTION_ARGUMENT = re.compile(rf"({FUNCTIONS})\s*\{{(\([^{{}}]*\))\}}")  # \sin{(x)}^{2} is \sin(x)^{2}
+_WHOLE_AND_FRACTION = re.compile(r"(?<![0-9.])([0-9]+)\s*(\\frac\{\s*([0-9]+)\s*\}\{\s*([0-9]+)\s*\})")
 _ANGLE = re.compile(r"([0-9]+|\\[A-Za-z]+|[A-Za-z])\s*°")
 
 
@@ -49,14 +44,11 @@ def read(text: str) -> Any:
     Raises:
         Exception: of any class, if the text cannot be parsed.
     """
-    text = _FUNCTION.sub(r"\\\1", _SQUARE_ROOT.sub(r"\\sqrt{\1}", text))
+    text = _FUNCTION_ARGUMENT.sub(r"\1\2", _FUNCTION.sub(r"\\\1", text))
     text = _FACTORIAL_POWER.sub(r"(\1!)^", text)
     text = _FRACTION_TIMES.sub(r"\1\\frac{\2\3}{\4\5}", text)
-    text = _ROOT.sub(r"\\sqrt[\1]{\2}", text)
     text = _ANGLE.sub(r"(\\frac{\1 \\pi}{180})", text) if _TRIGONOMETRIC.search(text) else text.replace("°", "")
-    text = _DECIMAL.sub(_as_fraction, text)
-    text = _BARE_DENOMINATOR.sub(r"\1{\2}", _BARE_ARGUMENT.sub(r"\\\1{\2}", text))
-    text = _BARE_DIGIT.sub(r"\1{\2}", text)
+    text = _GAMMA.sub(r"\\varsigma", _DECIMAL.sub(_as_fraction, text))
     text = _TIMES_BRACKET.sub(r"\1 \\cdot (", text)
     text = _WHOLE_AND_FRACTION.sub(_mixed_or_product, text)
     text = normalize_latex(text, _NORMALIZATION)
@@ -84,8 +76,8 @@ def _as_fraction(match: re.Match[str]) -> str:
 
 def _mixed_or_product(match: re.Match[str]) -> str:
     """The grammar reads every fraction after a whole number as a mixed number; an improper one makes a product."""
-    whole, fraction, *digits = match.groups(default="")
-    proper = int(digits[0] + digits[1]) < int(digits[2] + digits[3])
+    whole, fraction, above, below = match.groups()
+    proper = int(above) < int(below)
     return match.group() if proper else f"{whole} \\cdot {fraction}"
 
 

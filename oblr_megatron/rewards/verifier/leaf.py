@@ -15,7 +15,7 @@ _OPERATORS = re.compile(
     r"\\(sum|prod|coprod|i{0,3}nt|oint|lim|limsup|liminf|gcd|lcm|max|min|sup|inf|det|dim|deg|b?mod|pmod|pod|bigcup|bigcap|ldots)"
     r"(?![A-Za-z])|\\text\{\s*(lcm|gcd|max|min|mod|rank|tr|det|lim|sum|prod|gdc|hcf)\s*\}"
     r"|(?<![A-Za-z\\])(gcd|lcm|max|min|sum|prod|mod|lim|int|det|hcf)(?![A-Za-z])"
-    r"|\\begin\{(v)matrix\}|\\frac\s*\{\s*(?:d|\\partial)[^{}]{0,40}\}\s*\{\s*(d|\\partial)"
+    r"|\\begin\{(v)matrix\}|\\frac\{\s*(?:d|\\partial)(?:[^{}]|\{[^{}]*\}){0,40}\}\{\s*(d|\\partial)"
 )
 _TEXT = re.compile(r"\\text\{([^{}]*)\}")
 _TEXT_LETTER = re.compile(r"\\text\{\s*[A-Za-z]\s*\}")
@@ -29,7 +29,7 @@ _CONSTANTS = {"e", "i"}
 _PLAIN_WORDS = {"yes", "no", "odd", "even", "true", "false", "none", "all", "dne"}
 _TIME = re.compile(r"([0-9]{1,2}:[0-9]{2})\s*([ap])\.?\s*m")
 _LETTER_UNIT = re.compile(rf"(?<=[0-9}}]) [msghNCJWVKLTA]{POWER}$")  # after a space alone: "5N" may be a product
-_APART = re.compile(r"(?<![_^0-9.])(?<!frac )[0-9.]+ [0-9.]")  # two numbers with nothing between them
+_APART = re.compile(r"(?<![0-9.])[0-9.]+ [0-9.]")  # two numbers with nothing between them
 
 
 def equal_leaves(gold: str, given: str, symbolic: Symbolic) -> bool:

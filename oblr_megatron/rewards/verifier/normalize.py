@@ -10,6 +10,8 @@ from __future__ import annotations
 import re
 import unicodedata
 
+from oblr_megatron.rewards.verifier.tex import FUNCTIONS, braced
+
 _SYMBOLS = {
     "−": "-", "–": "-", "—": "-", "‐": "-", "‑": "-", "×": r"\times ", "⋅": r"\cdot ", "·": r"\cdot ", "•": r"\cdot ",
     "∗": "*", "÷": "/", "∞": r"\infty ", "≤": r"\le ", "≥": r"\ge ", "⩽": r"\le ", "⩾": r"\ge ", "≠": r"\ne ",
@@ -46,16 +48,19 @@ _BEFORE = re.compile(
 )
 _AFTER = re.compile(r"\s*(?:\\\\|\\(?:checkmark|blacksquare|qed))$")
 _GROUP_MARK = re.compile(r"(?<=[0-9])(?:\{,\}|,\s*\\!|\\,|\\!|\\ |~)\s*(?=[0-9]{3}(?![0-9]))")
-_TEXT = re.compile(r"\\(?:text(?:rm|bf|it|normal|sf|tt)?|mbox|hbox|emph|operatorname\*?)\s*\{")
+_TEXT = re.compile(r"\\(?:text(?:rm|bf|it|normal|sf|tt)?|mbox|hbox|emph|operatorname\*?|mathrm)\s*\{")
 _UPRIGHT_LETTER = re.compile(r"\\mathrm\s*\{\s*([dei])\s*\}")
-_UPRIGHT = re.compile(r"\\mathrm\s*\{")
-_FACE = re.compile(r"\\(?:mathbf|mathit|mathsf|boldsymbol|bm|mathnormal)\s*(?=\{)")
+_FACE = re.compile(r"\\(?:mathbf|mathit|mathsf|boldsymbol|bm|mathnormal)(?=\{)")
+_NAMED_FUNCTION = re.compile(  # sec in \text are seconds
+    rf"\\(?:operatorname\*?|(?:text\w*|mbox|mathrm)(?!\s*\{{\s*sec))\s*\{{\s*((?:arc)?c?tg|cosec|{FUNCTIONS})\s*\}}"
+)
+_BARE_ROOT = re.compile(r"(?<![A-Za-z\\])sqrt(?=\s*[(\[{])")
 _ROMAN_SWITCH = re.compile(r"\{\s*\\(?:rm|bf|it)\s+([A-Za-z ]+)\}")
 _TEXT_NUMBER = re.compile(r"\\text\{\s*([+-]?[0-9][0-9.,/]*)\s*\}")
 _AND_OR_TEXT = re.compile(r"\s*\\text\{\s*,?\s*(?:and|or|或|和)\s*\}\s*")
 _AND_OR = re.compile(r"(?<![A-Za-z\\])(?:and|or)(?![A-Za-z])|[或和]|\\l?or(?![A-Za-z])|\\vee(?![A-Za-z])")
 _DEGREE = re.compile(
-    r"\^\s*\{\s*(?:\\circ|°)\s*\}|\^\s*(?:\\circ(?![A-Za-z])|°)|\\degree(?![A-Za-z])"
+    r"\^\{\s*(?:\\circ|°)\s*\}|\\degree(?![A-Za-z])"
     r"|\\text\{\s*deg(?:rees?)?\.?\s*\}|(?<![A-Za-z\\])deg(?:rees?)?(?![A-Za-z])"
 )
 _PERCENT = re.compile(r"\\%|\\text\{\s*(?:percent|\\?%)\s*\}|(?<![A-Za-z\\])percent(?![A-Za-z])")
@@ -72,10 +77,12 @@ _RENAMED = {
     "neq": r"\\ne", "lt": "<", "gt": ">", "lbrace": r"\\{", "rbrace": r"\\}", "lbrack": "[", "rbrack": "]",
     "[lr]?vert": "|", "infin": r"\\infty", "varnothing": r"\\emptyset", "lg": r"\\log_{10}", "land": r"\\wedge",
     "(?:euro|pounds|yen)": "", "backslash": r"\\setminus", "cdotp": r"\\cdot", "i(?:math)": "i", "space": " ",
+    "tg": r"\\tan", "ctg": r"\\cot", "arctg": r"\\arctan", "arcctg": r"\\arccot", "cosec": r"\\csc",
 }  # fmt: skip
 _RENAMES = [(re.compile(rf"\\{name}(?![A-Za-z])"), new) for name, new in _RENAMED.items()]
 _BRACE = re.compile(r"\\.|[{}]", re.DOTALL)
-_EXPONENT = re.compile(r"(?:\^|\*\*)\s*([+-]?[0-9]{2,}|[+-][0-9])")  # 10^-19 is read as 10^{-19}, unlike in TeX
+_EXPONENT = re.compile(r"\^\s*([+-]?[0-9]{2,}|[+-][0-9])")  # 10^-19 is read as 10^{-19}, unlike in TeX
+_FUNCTION_POWER = re.compile(rf"({FUNCTIONS}\s*\^)\s*([2-9])(?=[1-9])")  # \sin^22x has the power 2, as in TeX
 _EMPTY_SET = re.compile(r"\\\{\s*\\\}")
 _APART = re.compile(r"(?<=[0-9}])\s*(?:\\q?quad(?![A-Za-z])|\n)\s*(?=[0-9])")  # two numbers, not one
 _CURRENCY = re.compile(r"[€£¥₹₽]")
@@ -92,11 +99,12 @@ def normalize(text: str) -> str:
     text = _CURRENCY.sub("", _DELIMITER.sub("", text))
     text = _GROUP_MARK.sub("", text)
     text = _EMPTY_SET.sub(r"\\emptyset", _DROPPED.sub("", text))
-    text = _EXPONENT.sub(r"^{\1}", text).replace("**", "^")
+    text = _EXPONENT.sub(r"^{\1}", _FUNCTION_POWER.sub(r"\1{\2}", text.replace("**", "^")))
+    text = _NAMED_FUNCTION.sub(r"\\\1 ", text)
     for pattern, new in _RENAMES:
         text = pattern.sub(new, text)
-    text = _UPRIGHT_LETTER.sub(r"\1", text)
-    text = _UPRIGHT.sub(r"\\text{", _TEXT.sub(r"\\text{", _FACE.sub("", text)))
+    text = _UPRIGHT_LETTER.sub(r"\1", braced(_BARE_ROOT.sub(r"\\sqrt", text)))
+    text = _TEXT.sub(r"\\text{", _FACE.sub("", text))
     text = _ROMAN_SWITCH.sub(r"\\text{\1}", text)
     text = _PERCENT.sub("%", _DEGREE.sub("°", text))
     text = _AND_OR.sub(" ; ", _AND_OR_TEXT.sub(" ; ", text)) if not _is_text(text) else text

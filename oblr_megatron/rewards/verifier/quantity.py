@@ -14,17 +14,14 @@ MAX_SCALE = 10**100  # "trillion" 430 times in a row is no number
 
 _DECIMAL = r"(?:[0-9]+(?:\.[0-9]*)?|\.[0-9]+)"
 _PLAIN = re.compile(_DECIMAL)
-E_NOTATION = re.compile(rf"({_DECIMAL})[eE]([+-]?[0-9]{{1,4}})()")
-_POWER_OF_TEN = re.compile(
-    rf"(?:({_DECIMAL})\s*(?:\\times|\\cdot|\*|[xX])\s*)?10\s*\^\s*(?:\{{\s*([+-]?[0-9]{{1,4}})\s*\}}|([0-9]))"
-)
+E_NOTATION = re.compile(rf"({_DECIMAL})[eE]([+-]?[0-9]{{1,4}})")
+_POWER_OF_TEN = re.compile(rf"(?:({_DECIMAL})\s*(?:\\times|\\cdot|\*|[xX])\s*)?10\s*\^\{{\s*([+-]?[0-9]{{1,4}})\s*\}}")
 _REPEATING = re.compile(
-    r"([0-9]*)\.([0-9]*)(?:\\(?:overline|bar)\s*(?:\{([0-9]+)\}|([0-9]))|\(([0-9]+)\)"
-    r"|\\dot\s*\{?([0-9])\}?(?:([0-9]*)\\dot\s*\{?([0-9])\}?)?)"
+    r"([0-9]*)\.([0-9]*)(?:\\(?:overline|bar)\{([0-9]+)\}|\(([0-9]+)\)|\\dot\{([0-9])\}(?:([0-9]*)\\dot\{([0-9])\})?)"
 )
 _SPACED = re.compile(r"[1-9][0-9]{0,2}(?: [0-9]{3})+(?:\.[0-9]*)?")
 _MIXED = re.compile(r"([0-9]+)\s*(\\frac.*)|([0-9]+) ([0-9]+/[0-9]+)")
-_FRAC_ARGUMENT = re.compile(r"\s*(?:\{([^{}]*)\}|([0-9]))")
+_FRACTION = re.compile(r"\\frac\{([^{}]*)\}\{([^{}]*)\}|([^/]+)/([^/]+)")
 
 _SCALES = {
     "dozen": 12, "hundred": 100, "thousand": 10**3, "million": 10**6, "billion": 10**9, "trillion": 10**12,
@@ -43,10 +40,10 @@ _SHORT_UNITS = {
     "hours", "minutes", "seconds", "days", "weeks", "months", "years", "dollars", "euros", "pounds", "unit", "units",
     "square", "cubic", "cup", "cups", "liter", "liters", "litre", "litres", "gallon", "gallons", "gram", "grams",
 }  # fmt: skip
-POWER = r"(?:\s*\^\s*\{?\s*-?\s*[1-9]\s*\}?)?"
+POWER = r"(?:\s*\^\{\s*-?\s*[1-9]\s*\})?"
 _TEXT_UNIT = rf"\s*\\text\{{((?:[^{{}}\\0-9;:=<>|&+*?!]|\\cdot|\\\s|\^\s*-?[1-9]|\^\s*\{{-?[1-9]\}})*)\}}{POWER}"
 _UNIT_END = re.compile(
-    rf"(?:\s*(?:/|\\cdot(?![A-Za-z]))\s*)?(?:{_TEXT_UNIT}|\s*\\frac\s*\{{\s*{_TEXT_UNIT}\s*\}}\s*\{{\s*{_TEXT_UNIT}\s*\}}"
+    rf"(?:\s*(?:/|\\cdot(?![A-Za-z]))\s*)?(?:{_TEXT_UNIT}|\s*\\frac\{{{_TEXT_UNIT}\s*\}}\{{{_TEXT_UNIT}\s*\}}"
     rf"|\s*(?<![A-Za-z\\{{])(?<=[0-9}}\s])([A-Za-z]{{2,}}(?:[ /][A-Za-z]+)*|m/s|[\u4e00-\u9fff]+){POWER})$"
 )
 _CELSIUS = re.compile(r"°\s*(?:[CF]|\\text\{\s*[CF]\s*\})$")
@@ -55,7 +52,7 @@ _TRIGONOMETRIC = re.compile(r"(?:sin|cos|tan|cot|sec|csc)(?![a-z])")
 _UNIT_PREFIX = re.compile(r"^(?:USD|EUR|GBP|Rs\.?|INR)\s*(?=[0-9.])")
 _BASE = re.compile(
     r"\(?\s*(-?[0-9A-Z]+)\s*\)?\s*"
-    r"(?:_\s*(?:\{?\s*(?:\\text\s*\{)?\s*\(?([0-9]{1,2}|[a-z]{3,7})\)?\s*\}?\s*\}|([0-9]))"
+    r"(?:_\{\s*(?:\\text\s*\{)?\s*\(?([0-9]{1,2}|[a-z]{3,7})\)?\s*\}?\s*\}"
     r"|(?:\\text\{)?\s*(?:in )?base\s*(?:\})?\s*([0-9]{1,2}|[a-z]{3,7})\s*\}?)"
 )
 _BASE_WORDS = {
@@ -126,7 +123,7 @@ def read_base(text: str) -> tuple[str, int] | None:
     match = _BASE.fullmatch(text.strip())
     if match is None:
         return None
-    digits, named = match.group(1), match.group(2) or match.group(3) or match.group(4)
+    digits, named = match.group(1), match.group(2) or match.group(3)
     base = _BASE_WORDS.get(named, 0) if named.isalpha() else int(named)
     if base == 0 or (len(digits) == 1 and digits.isalpha()):
         return None  # a variable with an index, such as A_1
@@ -138,9 +135,9 @@ def read_base(text: str) -> tuple[str, int] | None:
 
 
 def read_number(text: str) -> Fraction | None:
-    r"""The exact value of a number; None for anything else.
+    r"""The exact value of a normalized number; None for anything else.
 
-    Examples: "1.50" -> 3/2; r"-\frac12" -> -1/2; "1 3/4" -> 7/4; "2.88e-3" -> 0.00288; r"0.\overline{3}" -> 1/3.
+    Examples: "1.50" -> 3/2; r"-\frac{1}{2}" -> -1/2; "1 3/4" -> 7/4; "2.88e-3" -> 0.00288; r"0.\overline{3}" -> 1/3.
     """
     text = text.strip()
     if not text or len(text) > MAX_DIGITS:
@@ -163,7 +160,7 @@ def _unsigned(text: str) -> Fraction | None:
 
 
 def _power_of_ten(match: re.Match[str]) -> Fraction:
-    return Fraction(match.group(1) or 1) * Fraction(10) ** int(match.group(2) or match.group(3))
+    return Fraction(match.group(1) or 1) * Fraction(10) ** int(match.group(2))
 
 
 def _repeating(match: re.Match[str]) -> Fraction:
@@ -173,18 +170,11 @@ def _repeating(match: re.Match[str]) -> Fraction:
 
 
 def _fraction(text: str) -> Fraction | None:
-    r"""The value of \frac{a}{b} in any spelling, or of a/b."""
-    if text.startswith("\\frac"):
-        first = _FRAC_ARGUMENT.match(text, 5)
-        second = _FRAC_ARGUMENT.match(text, first.end()) if first else None
-        if first is None or second is None or second.end() != len(text):
-            return None
-        above, below = ((match.group(1) or match.group(2) or "") for match in (first, second))
-    elif text.count("/") == 1:
-        above, below = text.split("/")
-    else:
+    r"""The value of \frac{a}{b}, or of a/b."""
+    match = _FRACTION.fullmatch(text)
+    if match is None:
         return None
-    numerator, denominator = read_number(above), read_number(below)
+    numerator, denominator = (read_number(part) for part in match.groups() if part is not None)
     return numerator / denominator if numerator is not None and denominator else None
 
 

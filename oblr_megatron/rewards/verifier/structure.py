@@ -62,14 +62,14 @@ MAX_PARTS = 16  # relations of more parts are not parsed; every name before "=" 
 _RELATIONS = {"=", "<", ">", "\\le", "\\ge", "\\ne", "\\in", "\\approx", "\\equiv"}
 _FLIPPED = {"<": ">", ">": "<", "\\le": "\\ge", "\\ge": "\\le"}
 _NAME = re.compile(
-    r"(?:\\(?!pi|frac|sqrt|sin|cos|tan|log|ln|infty|left|text)[A-Za-z]+|[A-Za-z])(?:_(?:[A-Za-z0-9]|\{[^{}=]*\}))?'*"
+    r"(?:\\(?!pi|frac|sqrt|sin|cos|tan|log|ln|infty|left|text)[A-Za-z]+|[A-Za-z])(?:_\{[^{}=]*\})?'*"
     r"(?:\s*\(\s*[A-Za-z0-9]\s*(?:,\s*[A-Za-z]\s*)*\))?"
-    r"|\\angle\s*[A-Za-z0-9_{} ]+|\\text\{[^{}]*\}|\(\s*[A-Za-z](?:_[0-9])?\s*(?:,\s*[A-Za-z](?:_[0-9])?\s*)+\)"
+    r"|\\angle\s*[A-Za-z0-9_{} ]+|\\text\{[^{}]*\}|\(\s*[A-Za-z](?:_\{[0-9]\})?\s*(?:,\s*[A-Za-z](?:_\{[0-9]\})?\s*)+\)"
 )
 _MATRIX = re.compile(
     r"\\begin\{([pbvBV]?|small)matrix\}(.*)\\end\{\1matrix\}|\\begin\{(array)\}\{[lcr|]*\}(.*)\\end\{array\}", re.S
 )
-_DOMAIN = re.compile(r"[A-Za-z]\s*\\in\s*\\mathbb\s*(?:\{[A-Z]\}|[A-Z])")
+_DOMAIN = re.compile(r"[A-Za-z]\s*\\in\s*\\mathbb\{[A-Z]\}")
 _SUCH_THAT = re.compile(r"[A-Za-z]\s*(?:\\in\s*\\mathbb\{R\}\s*)?(?:\\mid(?![A-Za-z])|\||:)")
 _GROUPED = re.compile(  # group 1: no grouping, since brackets around nothing else make a point or a set
     r"((?:[(\[]|\\\{) ?[-+]? ?[0-9,]+ ?\\?[)\]}])|(?<![0-9.,])[1-9][0-9]{0,2}(?:,[0-9]{3})+(?![0-9]|,[0-9])"

@@ -21,7 +21,7 @@ from oblr_megatron.rewards.verifier.latex import read
 MAX_LOG10 = 2e5  # expressions that contain numbers with more digits are not evaluated
 DIGITS = 300
 MIN_POINTS = 3
-_UNREAD = re.compile(r"[^\s']'+|(?<![\^0-9.])[0-9.]+\s*_\s*(?:\{(?:[^{}]|\{[^{}]*\})*\}|\S)")
+_UNREAD = re.compile(r"[^\s']'+|(?<![0-9.])[0-9.]+\s*_\{(?:[^{}]|\{[^{}]*\})*\}")
 """Primes, and indices of numbers: the grammar leaves them out."""
 
 

@@ -18,7 +18,7 @@ from oblr_megatron.rewards.votes import answer_classes
         (["3", "3.0", "4"], [0, 0, 0], [0, 0, 1]),
         ([r"\sqrt{8}", r"2\sqrt{2}"], [1, 1], [0, 0]),  # computer algebra found both right
         ([r"\sqrt{8}", r"2\sqrt{2}"], [0, 0], [0, 1]),  # not used here
-        ([r"\sqrt{8} ", r"\sqrt 8", "$\\sqrt{8}$."], [0, 0, 0], [0, 1, 0]),
+        ([r"\sqrt{8} ", r"\sqrt 8", "$\\sqrt{8}$."], [0, 0, 0], [0, 0, 0]),
         (["50", "50%"], [1, 0], [0, 1]),  # a wrong answer never joins the right answers
         (["1, 2", "2,1", "(1,2)", "(2,1)"], [0, 0, 0, 0], [0, 0, 1, 2]),
         (["", "", "x"], [0, 0, 0], [0, 0, 1]),
