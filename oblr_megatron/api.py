@@ -170,9 +170,9 @@ def _run(arguments: Sequence[str]) -> None:
     while True:
         try:
             for line in _lines(child, child.stdout):
-                found = line.startswith(ERROR)
-                print(reason if found else line, end="", flush=True)  # an earlier error is not the last line
-                reason = line.removeprefix(ERROR) if found else reason
+                is_error = line.startswith(ERROR)
+                print(reason if is_error else line, end="", flush=True)  # an earlier error is not the last line
+                reason = line.removeprefix(ERROR) if is_error else reason
             status = child.wait()
             break
         except KeyboardInterrupt:

@@ -155,7 +155,7 @@ def _train(options: argparse.Namespace) -> int:
 
 
 def _check_first(config: Config, ranks: int, port: int | None) -> None:
-    """What needs neither torch nor rows, so that common mistakes end at once; `preflight` repeats it.
+    """Run the checks that need neither torch nor rows, so that common mistakes end at once; `preflight` repeats them.
 
     Raises:
         UserError: the first problem.

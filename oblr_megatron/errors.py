@@ -15,10 +15,10 @@ EXIT_USER = 2
 EXIT_SIGNAL = 128  # plus the signal number, as in a shell
 
 NO_SPACE = (errno.ENOSPC, errno.EDQUOT)
-"""Of an OSError: the disk or the quota is full."""
+"""Numbers of an OSError: the disk or the quota is full."""
 
 Problem = tuple[str, str]
-"""What is wrong, and the fix; a check that knows no `where` returns it."""
+"""A fault and its fix; a check that knows no `where` returns it."""
 
 
 class UserError(ValueError):
@@ -42,7 +42,7 @@ class UserError(ValueError):
 class RunError(RuntimeError):
     """The run cannot continue. The message names what failed, or who waited for what."""
 
-    agreed = False
+    raised_on_all_ranks = False
     """Whether all ranks raise this error together. Then the run saves its state, and one rank prints it."""
 
 
@@ -61,13 +61,13 @@ class UnwrittenError(RunError):
 class BrokenStepError(RunError):
     """The samples or the gradient of a step cannot be used: they are not finite, or of other weights."""
 
-    agreed = True  # every rank has the same samples and sums
+    raised_on_all_ranks = True  # every rank has the same samples and sums
 
 
 class BrokenWeightsError(RunError):
     """The weights are not finite. Nothing saves them: a checkpoint would replace those from which a run can resume."""
 
-    agreed = True
+    raised_on_all_ranks = True
 
 
 class DeadlineError(RunError):

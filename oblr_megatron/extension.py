@@ -30,7 +30,7 @@ EXTENSIONS = {
     "log.trackers mlflow": "oblr_megatron.extras.mlflow:MlflowTracker",
     "log.trackers trackio": "oblr_megatron.extras.trackio:TrackioTracker",
 }
-"""What a user asks for -> the module, or "module:attribute", that provides it."""
+"""A user's option -> the module, or "module:attribute", that provides it."""
 
 
 def available(name: str) -> bool:
@@ -59,9 +59,9 @@ def check_extension(name: str) -> None:
 
 def _reach_studies() -> None:
     roots = (Path(__file__).resolve().parents[1], Path())
-    found = next((str(root.absolute()) for root in roots if (root / "studies" / "study_command.py").is_file()), None)
-    if found is not None and found not in sys.path:
-        sys.path.append(found)
+    clone = next((str(root.absolute()) for root in roots if (root / "studies" / "study_command.py").is_file()), None)
+    if clone is not None and clone not in sys.path:
+        sys.path.append(clone)
 
 
 def extension(name: str) -> Any:
@@ -72,5 +72,5 @@ def extension(name: str) -> Any:
     """
     check_extension(name)
     module, _, attribute = EXTENSIONS[name].partition(":")
-    found = import_module(module)
-    return getattr(found, attribute) if attribute else found
+    imported = import_module(module)
+    return getattr(imported, attribute) if attribute else imported

@@ -72,15 +72,15 @@ def open_sampling(config: Config) -> Iterator[Sampling]:
         collectives = Collectives(rank)
         collectives.settle(own, what="their checks", seconds=config.parallel.distributed_timeout_s)
         inputs: Inputs = own.value
-        found = (inputs.rows(), inputs.norms)
-        shared = collectives.objects(found, what="rows", seconds=config.parallel.distributed_timeout_s)
+        facts = (inputs.rows(), inputs.norms)
+        shared = collectives.objects(facts, what="rows", seconds=config.parallel.distributed_timeout_s)
         check_same_rows([rows for rows, _ in shared])
         norms: ModeChoice | None = shared[0][1]  # ranks may see different amounts of free memory, so rank 0 decides
         parallel = layout.initialize(config.parallel, seed=config.seed)
         resumed = choose(inputs.checkpoints, parallel.rank, world_size)
         if norms is not None:
             config = with_mode(config, norms.mode)
-        first = parallel.tp_rank == parallel.pp_rank == parallel.cp_rank == 0  # of the ranks of a replica
+        first = parallel.tp_rank == parallel.pp_rank == parallel.cp_rank == 0  # the first rank of a replica
         share = parallel.dp_rank if first else None
         scoring = build_reward(config.reward, max_response_tokens=config.rollout.max_response_tokens)
         reward = stack.enter_context(SharedReward(scoring, share, parallel.dp_size))
@@ -148,7 +148,7 @@ def started(sampling: Sampling) -> Iterator[None]:
         with recorded(sampling):
             yield
     except (RunError, KeyboardInterrupt):
-        _report(sampling)  # of the steps so far
+        _report(sampling)  # about the steps so far
         raise
     _report(sampling)
 

@@ -51,13 +51,13 @@ class Run:
     saver: Saver
     noise: NoiseSplit
     pools: Pools | None = None  # rewards of earlier steps, for the baselines that read them
-    momentum: GradientMomentum | None = None  # of the estimator with this name
-    running_mean_norm: float = 0.0  # of w, over the steps so far
-    updates: int = 0  # of the optimizer so far
+    momentum: GradientMomentum | None = None  # for the estimator with this name
+    running_mean_norm: float = 0.0  # mean of w over the steps so far
+    updates: int = 0  # updates of the optimizer so far
     facts: Facts = field(default_factory=dict)  # what a checkpoint records, as of the last step boundary
-    logged: StepRecord = field(default_factory=lambda: StepRecord(done=0))  # of the step before that boundary
+    logged: StepRecord = field(default_factory=lambda: StepRecord(done=0))  # the step before that boundary
     unsaved: str | None = None  # why the latest save failed
-    updated: StepRecord | None = None  # of a step with an update that is not logged yet
+    updated: StepRecord | None = None  # a step with an update that is not logged yet
 
     @property
     def config(self) -> Config:
@@ -116,7 +116,7 @@ class Run:
             record.metrics |= self.pools.metrics()
 
     def history(self, prompts: Sequence[Prompt]) -> History:
-        """What earlier steps tell: the mean norm; about these prompts nothing unless the baseline reads it."""
+        """Knowledge from earlier steps: the mean norm, and about these prompts what the baseline reads."""
         history = History() if self.pools is None else self.pools.history(prompts)
         return replace(history, running_mean_norm=self.running_mean_norm)
 
@@ -233,7 +233,7 @@ class Run:
             self.sampling.display.message(str(saved))
 
     def _facts(self) -> Facts:
-        """What a resumed run needs in addition to tensors and configuration; see `restore`."""
+        """State that a resumed run needs in addition to tensors and configuration; see `restore`."""
         return {
             "step": self.sampling.version,
             "data": self.sampling.position,
@@ -331,7 +331,7 @@ def open_run(config: Config) -> Iterator[Run]:
         try:
             yield run
         except RunError as error:
-            if error.agreed and not isinstance(error, BrokenWeightsError):
+            if error.raised_on_all_ranks and not isinstance(error, BrokenWeightsError):
                 run.rescue()
             raise
         finally:

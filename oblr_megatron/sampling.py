@@ -70,7 +70,7 @@ class Sampling:
     metrics: MetricsWriter
     trackers: Trackers
     display: Display
-    alarms: LiveAlarms | None  # of the first rank
+    alarms: LiveAlarms | None  # on the first rank
     timer: PhaseTimer
     profiler: Profiler | None
     utilization: Utilization
@@ -78,11 +78,11 @@ class Sampling:
     failed_steps: FailedSteps
     stop: StopRequest
     collectives: Collectives
-    control_group: ProcessGroup  # of all ranks, on the CPU
+    control_group: ProcessGroup  # all ranks, on the CPU
     resumed: Checkpoint | None  # the checkpoint that the run continues from
     streams: Callable[[Sequence[Prompt]], bool] = lambda _: False
     """Whether the gradient of a step may begin before all its prompts are finished; a run that trains sets it."""
-    version: int = 0  # of the trainer's weights: steps done
+    version: int = 0  # version of the trainer's weights: steps done
     longest_step_s: float = 0.0
     done: int = 0  # the last step in metrics.jsonl
     stopped_by: str | None = None  # why the run ends before its last step
@@ -187,7 +187,7 @@ class Sampling:
         waves = 1  # with the last one
         while len(collected) < len(prompts):
             with self.timer("rollout"):
-                groups = flight.take(tokens)
+                groups = flight.next_groups(tokens)
             positions, samples = list(groups), [sample for group in groups.values() for sample in group]
             self._check_age(samples, record)
             taken = [prompts[position] for position in positions]
@@ -316,12 +316,12 @@ class Sampling:
         self.longest_step_s = max(self.longest_step_s, timing["timing_s/step"])
         samples, scored = record.samples, record.scored
         assert scored is not None, "a step has rewards"
-        found = step_metrics.of_step(samples, scored, record.stats, timing) | step_metrics.of_scoring(record.rewards)
+        metrics = step_metrics.of_step(samples, scored, record.stats, timing) | step_metrics.of_scoring(record.rewards)
         if self.config.rollout.environment.function:
-            found |= step_metrics.of_episodes(samples)
-        found |= self.utilization.metrics(samples, scored, timing)
-        found |= self.ranks.take(record.done, timing, self.timer.own)
-        record.metrics = found | record.metrics | self.engines.metrics()
+            metrics |= step_metrics.of_episodes(samples)
+        metrics |= self.utilization.metrics(samples, scored, timing)
+        metrics |= self.ranks.gather(record.done, timing, self.timer.own)
+        record.metrics = metrics | record.metrics | self.engines.metrics()
         record.metrics |= {"data/epoch": self.stream.epoch, "data/skipped": self.stream.num_skipped}
         self.write(record)
         for line in step_metrics.sample_lines(record, self.config.log.samples):
@@ -334,13 +334,13 @@ class Sampling:
         self.display.step(record.done, record.metrics)
         if self.alarms is not None:
             cause = next((result.cause for result in record.rewards if result.error), "")
-            for alarm in self.alarms.take(written, cause):
+            for alarm in self.alarms.check(written, cause):
                 self.trackers.alarm(alarm)
         self.done = record.done
 
     def stopped(self, step: int) -> bool:
         """Whether the run ends after `step` steps, before its last one; if so, a message says why."""
-        reason = self.stop.agreed(self.longest_step_s, self.control_group)
+        reason = self.stop.shared_reason(self.longest_step_s, self.control_group)
         if reason is None or step == self.config.num_steps:
             return False
         self.stopped_by, self.trackers.state = reason, "stopped"

@@ -200,7 +200,7 @@ class RouterMetrics:
 
 @dataclass(frozen=True, slots=True)
 class RejectionMetrics:
-    """What `rollout.rejection` left out of a gradient, under verl's names.
+    """Tokens and samples that `rollout.rejection` left out of a gradient, under verl's names.
 
     Example: RejectionMetrics(rollout_rs_masked_fraction=2e-4, rollout_rs_seq_masked_fraction=0.03, kl=1e-4)
     """
@@ -241,6 +241,6 @@ class GradientStats:
     kl: float | None = None  # mean over them of k3 (algo/kl.py), nats: KL(pi || pi_ref); None without a penalty
     momentum_dot: float = math.nan  # <g, m>, m the average of earlier raw gradients; NaN without one
     sample_sq_norm: float = math.nan  # sum_n coefficient_n^2 w_n; NaN where norms are not measured
-    routers: RouterMetrics | None = None  # of a mixture, when router losses have a pass
+    routers: RouterMetrics | None = None  # for a mixture, when router losses have a pass
     rejection: RejectionMetrics | None = None  # with rollout.rejection
     clipping: ClipMetrics | None = None  # with algo.updates_per_batch

@@ -45,10 +45,10 @@ def resolve(target: str) -> Any:
         ImportError, AttributeError, OSError: it does not exist.
     """
     module, _, name = target.partition(":")
-    found: Any = _from_file(Path(module).resolve()) if module.endswith(".py") else importlib.import_module(module)
+    imported: Any = _from_file(Path(module).resolve()) if module.endswith(".py") else importlib.import_module(module)
     for part in name.split("."):
-        found = getattr(found, part)
-    return found
+        imported = getattr(imported, part)
+    return imported
 
 
 def _from_file(path: Path) -> ModuleType:

@@ -33,7 +33,7 @@ from oblr_megatron.extras.planner.calibration import (
     root_mean_square,
     write_constants,
 )
-from oblr_megatron.extras.planner.constants import Machine, cpu_machine
+from oblr_megatron.extras.planner.constants import PlannerMachine, cpu_machine
 from oblr_megatron.extras.planner.setting import Setting
 from studies.jobs import child_environment
 from studies.scaling_cases import CASES, Case, case_named
@@ -159,7 +159,7 @@ def on_ranks(ranks: int, cases: Sequence[Case], file: Path, *, steps: int, memor
     return found
 
 
-def rows_of(records: dict[str, list[dict[str, Any]]], machine: Machine) -> tuple[list[Row], Fitted]:
+def rows_of(records: dict[str, list[dict[str, Any]]], machine: PlannerMachine) -> tuple[list[Row], Fitted]:
     """One row per case, each predicted with constants fitted to the others; and the fit to all."""
     observations = [observation(name, found, machine) for name, found in records.items()]
     every = fit(observations, machine.constants, CPU_TRAINING)
@@ -183,7 +183,7 @@ def rows_of(records: dict[str, list[dict[str, Any]]], machine: Machine) -> tuple
     return rows, every
 
 
-def observation(name: str, found: Sequence[dict[str, Any]], machine: Machine) -> Observation:
+def observation(name: str, found: Sequence[dict[str, Any]], machine: PlannerMachine) -> Observation:
     """The fastest time of each phase over all rounds."""
     case = case_named(name)
     seconds = {phase: min(value for one in found for value in one[phase]) for phase in PHASES}

@@ -25,23 +25,23 @@ from rich.table import Table
 from oblr_megatron.config import Config, load_config
 from oblr_megatron.memory.pass_plan import Layout
 from oblr_megatron.observe.performance.hardware import device_named
-from oblr_megatron.preflight.device_memory import Device
-from oblr_megatron.preflight.examine import Found, check_fits, examine, model_of
+from oblr_megatron.preflight.device_memory import RankDevice
+from oblr_megatron.preflight.examine import DryRun, check_fits, examine, model_of
 from oblr_megatron.runtime.command_line import guarded
 
 PRESETS = Path(__file__).parent.parent / "slurm" / "configs"
 PER_NODE = 8
-DEVICE = Device(on_gpu=True, num_bytes=80 * 10**9, transformer_engine=True)
+DEVICE = RankDevice(on_gpu=True, num_bytes=80 * 10**9, transformer_engine=True)
 LARGER = (16, 128)  # nodes: 128 and 1,024 ranks
 
 
 @dataclass(frozen=True, slots=True)
 class Row:
-    """One dry run. Example: Row("qwen3_8b", nodes=1, found=Found(...), seconds=1.2, core_seconds=1.1)"""
+    """One dry run. Example: Row("qwen3_8b", nodes=1, found=DryRun(...), seconds=1.2, core_seconds=1.1)"""
 
     preset: str
     nodes: int
-    found: Found
+    found: DryRun
     seconds: float
     core_seconds: float
 
@@ -64,14 +64,14 @@ def at_size(preset: Path, nodes: int, changes: Sequence[str] = ()) -> Config:
     return load_config(preset, [*changes, f"algo.snr.num_folds={folds}", f"num_prompts={prompts}"])
 
 
-def step_seconds(found: Found) -> float:
+def step_seconds(found: DryRun) -> float:
     """The planner's seconds of a step, with responses of half the longest length."""
-    from oblr_megatron.extras.planner.constants import Machine
+    from oblr_megatron.extras.planner.constants import PlannerMachine
     from oblr_megatron.extras.planner.cost import predict
     from oblr_megatron.extras.planner.setting import Setting
 
     mean = found.config.rollout.max_response_tokens // 2
-    machine = Machine(device_named("h100"))
+    machine = PlannerMachine(device_named("h100"))
     setting = Setting(found.hf_config, found.config, found.world_size, machine, mean_response_tokens=mean)
     return predict(setting).seconds
 

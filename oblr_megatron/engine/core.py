@@ -22,7 +22,7 @@ from typing import Any
 from oblr_megatron.checkpoint.hf_dir import checkpoint_shapes
 from oblr_megatron.engine.arguments import vllm_arguments
 from oblr_megatron.engine.channel import Call, Reply
-from oblr_megatron.engine.http_messages import PROTOCOL, Holding, Info, Report, shapes_digest
+from oblr_megatron.engine.http_messages import PROTOCOL, DraftReport, Holding, Info, shapes_digest
 from oblr_megatron.engine.protocol import EngineSpec, PromptRequest, SamplingRequest
 from oblr_megatron.engine.samples import sampling_params, to_sample
 from oblr_megatron.engine.state import InvalidRequest, Refusal, WeightState, check_reset
@@ -215,7 +215,7 @@ class EngineServer:
 
         return self._llm.apply_model(read_back)
 
-    def speculation(self) -> Report:
+    def speculation(self) -> DraftReport:
         """Drafts since the last call, and the bound; a `Refusal` if the engine does not speculate."""
         if self._spec.speculation == "none":
             raise Refusal("it was started without --speculation")

@@ -26,7 +26,7 @@ from typing import IO, Any
 import torch
 
 from oblr_megatron.engine.channel import CHECK_SECONDS, Call, Channel, PeerGone, Reply
-from oblr_megatron.engine.http_messages import Report
+from oblr_megatron.engine.http_messages import DraftReport
 from oblr_megatron.engine.protocol import EngineSpec, PromptRequest, SamplingRequest
 from oblr_megatron.engine.turns import Answered, Turn
 from oblr_megatron.errors import EngineDeadlineError, EngineLostError, RunError
@@ -155,11 +155,11 @@ class VllmEngine:
         self._lost: str | None = None
         self._closed = False
         self._wait_for: tuple[str, float, float] | None = None  # what, begin, seconds
-        self._number = 0  # of the last call; of the start before the first
+        self._number = 0  # number of the last call; 0 is the start
         self._ready = False
         self._started_at = time.monotonic()
         self._channel, self._process = self._launch()
-        self._writer, self._turns_end = self._channel.writer(), 0.0  # of `ask`
+        self._writer, self._turns_end = self._channel.writer(), 0.0  # both for `ask`
 
     @property
     def lost(self) -> bool:
@@ -281,7 +281,7 @@ class VllmEngine:
         with suppress(OSError):
             self._writer.send(call, self._turns_end)
 
-    def speculation(self) -> Report:
+    def speculation(self) -> DraftReport:
         """Drafts since the last call, and the bound; see `EngineServer.speculation`."""
         return self.call("speculation", {}, what=f"{self.spec.name}'s speculation", seconds=self.deadlines.sleep)
 

@@ -163,15 +163,15 @@ def to_response(sample: Sample) -> Response:
     )
 
 
-class Report(Message):
+class DraftReport(Message):
     """Drafts of an engine since the last report, and the bound.
 
-    Example: Report(drafts=120, proposed=540, accepted=310, below=7)
+    Example: DraftReport(drafts=120, proposed=540, accepted=310, below=7)
     """
 
-    drafts: int  # of one sequence in one step
+    drafts: int  # a draft is for one sequence in one step
     proposed: int  # tokens in them
-    accepted: int  # of these tokens
+    accepted: int  # tokens among these
     below: int  # see `BreakEven.below`
 
 

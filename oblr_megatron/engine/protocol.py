@@ -41,7 +41,7 @@ class SamplingRequest:
     """
 
     group_size: int  # G, responses per prompt; greedy ones are equal and computed once
-    temperature: float  # of the log-probs, too; 0 decodes greedily with log-probs of temperature 1
+    temperature: float  # also that of the log-probs; 0 decodes greedily with log-probs of temperature 1
     max_tokens: int  # of a response; prompt and response together have at most max_model_len
     seed: int  # each call of a run has its own: equal seeds give equal samples
     top_p: float = 1.0
@@ -191,7 +191,7 @@ class BatchInFlight(Protocol):
         """Of all groups that were taken, by position, if `begin` was given a reward; {} in a replay."""
         ...
 
-    def take(self, tokens: float) -> dict[int, list[Sample]]:
+    def next_groups(self, tokens: float) -> dict[int, list[Sample]]:
         """Wait for finished prompts with at least `tokens` tokens, or for the rest of the batch.
 
         Returns the group of responses of each finished prompt, by its position in the batch. Each group comes once; {}

@@ -67,7 +67,7 @@ class WeightState:
     def bucket(self, parts: Sequence[Part], holding: Holding) -> Iterator[None]:
         """Load one bucket of the push `holding`."""
         with self._fails(self._open(holding)):
-            self._ledger.take(parts)
+            self._ledger.count(parts)
             yield
 
     @contextmanager

@@ -53,7 +53,7 @@ class _Process:
     worker: Worker
     channel: Channel  # to read from
     writer: Channel
-    seen: tuple[int, float] = (NOBODY, 0.0)  # of the watch, at the last look
+    seen: tuple[int, float] = (NOBODY, 0.0)  # the watch's value at the last look
 
 
 @dataclass(slots=True)
@@ -233,7 +233,7 @@ class EpisodeHost:
         if sender is None:
             self._answer(batch, message)
         elif sender is not self._process:
-            return  # of a process that was killed
+            return  # its process was killed
         elif message is None:
             self._lost(batch, "the environment process ended", "failed")
         elif isinstance(message, SampleCall):
@@ -244,7 +244,7 @@ class EpisodeHost:
     def _note_call(self, batch: _Batch, call: SampleCall) -> None:
         running = batch.running.get(call.number)
         if running is None:
-            return  # of a task that an episode left behind
+            return  # an episode left its task behind
         running.spent_s = running.seconds()
         running.waits += 1
         batch.calls.append(call)

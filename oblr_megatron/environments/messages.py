@@ -59,4 +59,4 @@ class Ended:
     text: str = ""
     finish_reason: FinishReason = "stop"
     reward: float | None = None
-    error: str = ""  # of one that failed or was late
+    error: str = ""  # why it failed or was late

@@ -133,7 +133,7 @@ class Episodes:
                 if future is not None and not future.done():
                     future.set_result(message.turn)
             elif isinstance(message, Begin):
-                JOB.set(message.number)  # of this callback's context alone; the task copies it
+                JOB.set(message.number)  # in this callback's context alone; the task copies it
                 self.running[message.number] = loop.create_task(self._episode(message))
             elif (task := self.running.get(message.number)) is not None:
                 self.late.add(message.number)

@@ -38,7 +38,7 @@ CHUNK = 2**22  # prompts drawn at once, summed over resamples
 
 @dataclass(frozen=True, slots=True)
 class Grade:
-    """What metrics need of a response. Example: Grade(verdict=1.0, answer="4", tokens=31, truncated=False)"""
+    """Facts about a response that metrics need. Example: Grade(verdict=1.0, answer="4", tokens=31, truncated=False)"""
 
     verdict: float  # score by the main reward, unweighted
     answer: str | None  # None: no answer found

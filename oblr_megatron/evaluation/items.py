@@ -22,7 +22,7 @@ Sink = Callable[[int, Sequence["Item"]], None]
 """Takes the position of a block's first response in the set, and the block's items."""
 COLUMNS = ("id", "kind", "prompt", "response", "gold", "answer", "verdict", "tokens")
 """Columns of the table that trackers get."""
-ROWS = 100  # of that table
+ROWS = 100  # in that table
 LONGEST_TEXT = 2000  # characters in it
 
 

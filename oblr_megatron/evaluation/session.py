@@ -32,7 +32,7 @@ if TYPE_CHECKING:
 
 
 @dataclass(frozen=True, slots=True)
-class Task:
+class EvalTask:
     """A checked evaluation."""
 
     model: HFDir
@@ -47,7 +47,7 @@ class Task:
         return self.config.evaluate.samples_per_prompt
 
 
-def check(options: argparse.Namespace) -> Task:
+def check(options: argparse.Namespace) -> EvalTask:
     """Check the input before an engine starts. Creates OUT.
 
     Raises:
@@ -75,7 +75,7 @@ def check(options: argparse.Namespace) -> Task:
     sets = load_sets(sources, config, model.tokenizer())
     if options.out is not None:
         _create(options.out)
-    return Task(model, config, sets, options.out, file)
+    return EvalTask(model, config, sets, options.out, file)
 
 
 def _create(out: Path) -> None:
@@ -94,7 +94,7 @@ def _create(out: Path) -> None:
         raise UserError("the directory holds something", where=str(out), fix="give a new or an empty --out")
 
 
-def run(task: Task) -> list[SetReport]:
+def run(task: EvalTask) -> list[SetReport]:
     """Sample the responses of each set, print its line, and write the metrics.
 
     Raises:
@@ -115,7 +115,7 @@ def run(task: Task) -> list[SetReport]:
 def _sink(out: Path | None, name: str, advance: Callable[[int], None]) -> Sink:
     """A function that appends a block to its file and advances the progress bar."""
 
-    def take(first: int, items: Sequence[Item]) -> None:
+    def append_block(first: int, items: Sequence[Item]) -> None:
         if out is not None:
             try:
                 append(items_path(out, name), items)
@@ -123,10 +123,10 @@ def _sink(out: Path | None, name: str, advance: Callable[[int], None]) -> Sink:
                 raise RunError(f"cannot write to {out}: {error.strerror}") from error
         advance(len(items))
 
-    return take
+    return append_block
 
 
-def _write_metrics(task: Task, reports: Sequence[SetReport]) -> None:
+def _write_metrics(task: EvalTask, reports: Sequence[SetReport]) -> None:
     """Write the metrics of all finished sets as JSON.
 
     Raises:

@@ -73,7 +73,7 @@ class _Rows:
 
 
 @dataclass(slots=True)
-class _Vectors:
+class _KeptVectors:
     """A small parameter's gradients [n, ...], one for each sample."""
 
     weight: Parameter
@@ -86,7 +86,7 @@ class BookkeepSink(NormSink):
 
     def __init__(self, rules: Sequence[Rule], accumulator: NormAccumulator) -> None:
         super().__init__(rules, accumulator)
-        self._kept: list[_Product | _Rows | _Vectors] = []
+        self._kept: list[_Product | _Rows | _KeptVectors] = []
 
     def linear(self, weight: Parameter, x: Tensor, dy: Tensor, splits: Splits | None = None) -> None:
         """Keep x and dy without copying."""
@@ -101,13 +101,13 @@ class BookkeepSink(NormSink):
     def vector(self, rule: Rule, grads: Tensor) -> None:
         """Keep each sample's small gradient."""
         super().vector(rule, grads)
-        self._kept.append(_Vectors(rule.param, self.slot, grads))
+        self._kept.append(_KeptVectors(rule.param, self.slot, grads))
 
     def end(self, position: int, chunk: int) -> None:
         """Keep a copy of the untapped gradients."""
         for rule in self.untapped:
             if rule.chunk == chunk:
-                self._kept.append(_Vectors(rule.param, self.slot, rule.grad.clone()[None]))
+                self._kept.append(_KeptVectors(rule.param, self.slot, rule.grad.clone()[None]))
         super().end(position, chunk)
 
     @torch.no_grad()
@@ -119,7 +119,7 @@ class BookkeepSink(NormSink):
         coefficients = coefficients.cpu()
         while self._kept:  # pop, to free each factor as soon as it is used
             kept = self._kept.pop()
-            if isinstance(kept, _Vectors):
+            if isinstance(kept, _KeptVectors):
                 add_sample_vectors(kept.weight, kept.grads, coefficients[kept.slot : kept.slot + len(kept.grads)])
                 continue
             own = coefficients[kept.slot : kept.slot + kept.segments.num_samples]

@@ -1,4 +1,4 @@
-"""What the checks of alarms.py see of a run: counters, and the first and last values of each metric."""
+"""A run as the checks of alarms.py see it: counters, and the first and last values of each metric."""
 
 from __future__ import annotations
 
@@ -75,7 +75,7 @@ class Planned:
 
 @dataclass(slots=True)
 class Window:
-    """What the checks know about the run so far."""
+    """The run so far, as far as the checks need it."""
 
     planned: Planned
     step: int = 0
@@ -87,7 +87,7 @@ class Window:
     laggard: float = -1.0  # that rank
     cause: str = ""  # first error of the reward
 
-    def take(self, record: Record) -> None:
+    def add(self, record: Record) -> None:
         """Add one record of metrics.jsonl."""
         self.step = int(record["step"] or 0)
         for name, value in record.items():
@@ -113,7 +113,7 @@ class Window:
 
 
 def planned(setting: Callable[[str], Any]) -> Planned:
-    """What the checks need of a configuration, given as a function from dotted keys to values (None: not known).
+    """The settings that the checks need, from a function of dotted keys to values (None: not known).
 
     With several updates on a batch, the signal and noise are those of the first update, on a part of the prompts. So
     num_prompts is not compared with them. The group size needs no such exception: the split of the noise needs norms.

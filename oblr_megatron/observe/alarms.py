@@ -1,8 +1,8 @@
 """Detects problems in a run's metrics: each alarm is one line with a number and a remedy, reported once.
 
-    watch = Watch(Planned(num_prompts=64, group_size=8))
-    for record in records:                 # as logged, or from metrics.jsonl
-        for alarm in watch.take(record):   # alarms raised for the first time
+    watch = AlarmWatch(Planned(num_prompts=64, group_size=8))
+    for record in records:                  # as logged, or from metrics.jsonl
+        for alarm in watch.check(record):   # alarms raised for the first time
             ...
 
 The running trainer (`LiveAlarms`, used by sampling.py) and the report apply the same CHECKS. A check sees the first and
@@ -158,22 +158,22 @@ def _spread(window: Window) -> str:
     spread, rewards = (list(window.courses[name].recent) for name in ("baseline/spread", "reward/std"))
     if len(spread) < EDGE or len(rewards) < EDGE:
         return ""
-    found, usual = statistics.median(spread), statistics.median(rewards)
-    if found <= max(1.5 * usual, 1e-9):
+    baseline_std, reward_std = statistics.median(spread), statistics.median(rewards)
+    if baseline_std <= max(1.5 * reward_std, 1e-9):
         return ""
     return (
-        f"The baseline's standard deviation over prompts is {number(found, 2)}, the rewards' is {number(usual, 2)}: "
-        "single responses with very large norms dominate their groups; check gradnorm/sq_max, or set algo.baseline to "
-        "pooled."
+        f"The baseline's standard deviation over prompts is {number(baseline_std, 2)}, the rewards' is "
+        f"{number(reward_std, 2)}: single responses with very large norms dominate their groups; check "
+        "gradnorm/sq_max, or set algo.baseline to pooled."
     )
 
 
 def _self_dependence(window: Window) -> str:
-    found = [0.0, *window.courses["baseline/self_dependence"].recent][-1]
-    if found <= 1e-6:
+    slope = [0.0, *window.courses["baseline/self_dependence"].recent][-1]
+    if slope <= 1e-6:
         return ""
     return (
-        f"A response's baseline moves by {number(found, 2)} per unit of its own reward, so the gradient is scaled or "
+        f"A response's baseline moves by {number(slope, 2)} per unit of its own reward, so the gradient is scaled or "
         "biased; set algo.baseline to rloo or pooled."
     )
 
@@ -239,23 +239,23 @@ BY_SETTINGS = ("rate", "group_size", "batch_size", "spread", "mixed")
 """Checks that read Planned. Records before a resume may have had other settings, so they raise no such alarm later."""
 
 
-class Watch:
+class AlarmWatch:
     """Applies the checks to a run, record by record."""
 
     def __init__(self, planned: Planned) -> None:
         self._window = Window(planned)
         self._first: dict[str, Alarm] = {}  # by check, as first raised
 
-    def take(self, record: Record, cause: str = "") -> list[Alarm]:
+    def check(self, record: Record, cause: str = "") -> list[Alarm]:
         """The alarms that this record raises for the first time; `cause` is an error of the step's reward."""
         self._window.cause = self._window.cause or cause
-        self._window.take(record)
-        found = []
+        self._window.add(record)
+        new = []
         for name, check in CHECKS.items():
             if name not in self._first and (text := check(self._window)):
                 self._first[name] = Alarm(name, self._window.step, text)
-                found.append(self._first[name])
-        return found
+                new.append(self._first[name])
+        return new
 
     def resume(self, settings: Planned, said: Iterable[Alarm]) -> None:
         """Continue after the records so far, perhaps with other settings. Alarms in `said` are not raised again."""
@@ -272,12 +272,12 @@ class Watch:
 
 def alarms_of(run_dir: Path, settings: Planned, records: Sequence[Record]) -> list[Alarm]:
     """The alarms of a run for its report, most severe first; those of BY_SETTINGS as the run itself raised them."""
-    watch = Watch(settings)
+    watch = AlarmWatch(settings)
     for record in records:
-        watch.take(record)
-    found = {alarm.name: alarm for alarm in watch.all() if alarm.name not in BY_SETTINGS}
-    found |= {alarm.name: alarm for alarm in _written(run_dir / ALARMS_FILE) if alarm.name in BY_SETTINGS}
-    return [found[name] for name in CHECKS if name in found]
+        watch.check(record)
+    alarms = {alarm.name: alarm for alarm in watch.all() if alarm.name not in BY_SETTINGS}
+    alarms |= {alarm.name: alarm for alarm in _written(run_dir / ALARMS_FILE) if alarm.name in BY_SETTINGS}
+    return [alarms[name] for name in CHECKS if name in alarms]
 
 
 def _written(path: Path) -> list[Alarm]:
@@ -307,17 +307,17 @@ class LiveAlarms:
         past: Sequence[Record] = (),
         past_settings: Planned | None = None,
     ) -> None:
-        path, self._say, self._watch = run_dir / ALARMS_FILE, say, Watch(past_settings or settings)
+        path, self._say, self._watch = run_dir / ALARMS_FILE, say, AlarmWatch(past_settings or settings)
         self._lines = KeptLines(path)
         if not past:
             path.unlink(missing_ok=True)
         for record in past:
-            self._watch.take(record)
+            self._watch.check(record)
         self._watch.resume(settings, _written(path))
 
-    def take(self, record: Record, cause: str = "") -> list[Alarm]:
+    def check(self, record: Record, cause: str = "") -> list[Alarm]:
         """Check the record of a logged step; `cause` is an error of its reward. The new alarms."""
-        new = self._watch.take(record, cause)
+        new = self._watch.check(record, cause)
         for alarm in new:
             self._say(f"alarm at step {alarm.step}: {alarm.text}")
             self._lines.write(json.dumps(asdict(alarm)) + "\n")

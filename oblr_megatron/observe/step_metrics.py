@@ -22,14 +22,14 @@ MAX_SHOWN = 200  # characters of a text on the console
 
 @dataclass(slots=True)
 class StepRecord:
-    """What one step produced. The arrows of the step loop fill it in; `Sampling.log` completes and writes it.
+    """Results of one step. The arrows of the step loop fill it in; `Sampling.log` completes and writes it.
 
     Example: StepRecord(done=12, metrics={"lr": 1e-6, ...}, rewards=[RewardResult(...)], samples=[...])
     """
 
     done: int  # steps of the run that are done when this one ends; 0: the evaluation before the first step
     metrics: dict[str, float] = field(default_factory=dict)
-    rewards: list[RewardResult] = field(default_factory=list)  # of each batch that was scored
+    rewards: list[RewardResult] = field(default_factory=list)  # one for each batch that was scored
     prompts: Sequence[Prompt] = ()  # Q, those that the step trains on
     samples: Sequence[Sample] = ()  # N, their responses
     scored: Scored | None = None  # their rewards
@@ -98,19 +98,19 @@ def of_baseline(
     weights = norms_sq if weights is None else weights
     measured = norms_sq.sum(-1) > 0  # groups with skipped passes have zeros
     values = baseline_values(algo.baseline, rewards, weights, lengths, history)
-    found = {
+    metrics = {
         "baseline/spread": panel.spread(values),
         "baseline/self_dependence": panel.self_dependence(algo.baseline, values, rewards, weights, lengths, history),
     }
     if not measured.any():
-        return found
+        return metrics
     if exact:
         ratio = variance_ratio_vs_rloo(rewards[measured], norms_sq[measured], values[measured])
-        found["baseline/variance_ratio_vs_rloo"] = ratio
+        metrics["baseline/variance_ratio_vs_rloo"] = ratio
         ratios = panel.variance_ratios(rewards, norms_sq, lengths, algo.baseline, history)
-        found |= {f"baseline/{name}/variance_ratio": ratio for name, ratio in ratios.items()}
+        metrics |= {f"baseline/{name}/variance_ratio": ratio for name, ratio in ratios.items()}
     flat = norms_sq[measured].flatten()
-    return found | {
+    return metrics | {
         "gradnorm/sq_mean": float(flat.mean()),
         "gradnorm/sq_max": float(flat.max()),
         "gradnorm/length_corr": correlation(flat, lengths[measured].flatten()),
@@ -129,11 +129,11 @@ def of_rewards(rewards: Tensor) -> dict[str, float]:
 
 def of_scoring(results: Sequence[RewardResult]) -> dict[str, float]:
     """Timeouts of a step's rewards; where reward terms are added, mean and standard deviation of each term."""
-    found: dict[str, float] = {"reward/timeouts": sum(result.timeouts for result in results)}
+    metrics: dict[str, float] = {"reward/timeouts": sum(result.timeouts for result in results)}
     for name in results[0].terms if results else ():
         values = [value for result in results for value in result.terms[name]]
-        found |= {f"rewards/{name}/mean": statistics.fmean(values), f"rewards/{name}/std": statistics.pstdev(values)}
-    return found
+        metrics |= {f"rewards/{name}/mean": statistics.fmean(values), f"rewards/{name}/std": statistics.pstdev(values)}
+    return metrics
 
 
 def of_step(
@@ -142,7 +142,7 @@ def of_step(
     """Rewards, lengths, gradient (if there is one) and speed of a step."""
     tokens = int(scored.lengths.sum())
     working = working_s(timing)
-    found = of_rewards(scored.rewards) | {
+    metrics = of_rewards(scored.rewards) | {
         "reward/failures": scored.failures,
         "response_length/mean": float(scored.lengths.double().mean()),
         "response_length/truncated_fraction": statistics.fmean(s.finish_reason == "length" for s in samples),
@@ -150,7 +150,7 @@ def of_step(
         "perf/tokens_per_s": tokens / working,
         "perf/samples_per_s": len(samples) / working,
     }
-    return found if stats is None else found | _of_gradient(stats)
+    return metrics if stats is None else metrics | _of_gradient(stats)
 
 
 def of_episodes(samples: Sequence[Sample]) -> dict[str, float]:
@@ -165,22 +165,22 @@ def of_episodes(samples: Sequence[Sample]) -> dict[str, float]:
 
 
 def _of_gradient(stats: GradientStats) -> dict[str, float]:
-    found = {"loss": stats.loss, "grad_norm": stats.sq_norm**0.5}
+    metrics = {"loss": stats.loss, "grad_norm": stats.sq_norm**0.5}
     if stats.num_tokens:  # 0: no sample had a gradient, so its pass measured nothing
-        found |= {
+        metrics |= {
             "entropy": stats.entropy,
             "rollout/logprob_abs_diff": stats.logprob_abs_diff,
             "rollout/truncated_ratio_fraction": stats.truncated_ratio_fraction,
         }
         if stats.kl is not None:
-            found["kl/mean"] = stats.kl
+            metrics["kl/mean"] = stats.kl
         if stats.rejection is not None:
-            found |= {f"rollout_corr/{name}": value for name, value in asdict(stats.rejection).items()}
+            metrics |= {f"rollout_corr/{name}": value for name, value in asdict(stats.rejection).items()}
         if stats.clipping is not None:
-            found |= {f"actor/{name}": value for name, value in asdict(stats.clipping).items()}
+            metrics |= {f"actor/{name}": value for name, value in asdict(stats.clipping).items()}
     if stats.routers is not None:
-        found |= {f"moe/{name}": value for name, value in asdict(stats.routers).items() if value is not None}
-    return found
+        metrics |= {f"moe/{name}": value for name, value in asdict(stats.routers).items() if value is not None}
+    return metrics
 
 
 def correlation(x: Tensor, y: Tensor) -> float:

@@ -1,4 +1,4 @@
-"""What can be checked before processes start: a run, a dry run, this machine (`doctor`), a first config.
+"""Checks before processes start, of a run, a dry run and this machine (`doctor`); and a first config.
 
 checklist.py inputs.py                        the one list of checks of a run; its opened inputs
 examine.py models.py fake_ranks.py            a dry run: the models of all ranks on meta devices

@@ -37,7 +37,7 @@ if TYPE_CHECKING:
     from oblr_megatron.config.data import SourceConfig
 
 Need = Literal["layout", "here", "device", "owner"]
-"""What a check reads besides the settings of the run: its layout, this machine's files and packages, its device, which
+"""Inputs of a check besides the settings of the run: its layout, this machine's files and packages, its device, which
 only torch knows, and what only one rank uses.
 """
 

@@ -1,7 +1,7 @@
 """Memory of a rank's device during training, while its engine sleeps, and during sampling. Imports no torch.
 
-found = rank_memory(hf_config, config, world_size, device)
-found[0].training, found[0].rollout, found[0].peak        # of a rank of the first pipeline stage, bytes
+memory = rank_memory(hf_config, config, world_size, device)
+memory[0].training, memory[0].rollout, memory[0].peak     # bytes of a rank of the first pipeline stage
 """
 
 from __future__ import annotations
@@ -18,8 +18,8 @@ from oblr_megatron.memory.training import MemoryEstimate, estimate_stage, reside
 
 
 @dataclass(frozen=True, slots=True)
-class Device:
-    """The device of a rank. Example: Device(on_gpu=True, num_bytes=80_000_000_000, transformer_engine=True)"""
+class RankDevice:
+    """The device of a rank. Example: RankDevice(on_gpu=True, num_bytes=80_000_000_000, transformer_engine=True)"""
 
     on_gpu: bool
     num_bytes: int | None  # memory that a rank may use; None: unknown
@@ -64,23 +64,23 @@ class RankMemory:
 
     def parts(self) -> dict[str, int]:
         """Bytes of each part."""
-        found = {name: num_bytes for name, num_bytes in self.step.rows() if num_bytes}
-        found["trainer's context"] = self.context
+        parts = {name: num_bytes for name, num_bytes in self.step.rows() if num_bytes}
+        parts["trainer's context"] = self.context
         if self.engine:
-            found["engine asleep"] = self._part(self.engine.asleep(self.sleep_level))
-            found["kept between steps"] = self.step.between_steps
-            found["engine's weights"] = self._part(self.engine.weights)
-            found["engine's other"] = self._part(self.engine.other)
-            found["KV cache"] = self._part(self.engine.kv_cache)
-            found |= {"push buffers": self.push} if self.push else {}
-        return found
+            parts["engine asleep"] = self._part(self.engine.asleep(self.sleep_level))
+            parts["kept between steps"] = self.step.between_steps
+            parts["engine's weights"] = self._part(self.engine.weights)
+            parts["engine's other"] = self._part(self.engine.other)
+            parts["KV cache"] = self._part(self.engine.kv_cache)
+            parts |= {"push buffers": self.push} if self.push else {}
+        return parts
 
     def _part(self, of_engine: int) -> int:
         """Bytes of an engine that count for the rank."""
         return ceil(of_engine * self.engines)
 
 
-def rank_memory(hf_config: Mapping[str, Any], config: Config, world_size: int, device: Device) -> list[RankMemory]:
+def rank_memory(hf_config: Mapping[str, Any], config: Config, world_size: int, device: RankDevice) -> list[RankMemory]:
     """Memory of one rank of each pipeline stage, for a config with its `gradnorm.mode` chosen."""
     engine = None
     if config.rollout.own_engines:

@@ -39,7 +39,7 @@ class Gpu:
 
 @dataclass(frozen=True, slots=True)
 class Finding:
-    """What one part of a run uses on this machine.
+    """The implementation of one part of a run on this machine.
 
     Example: Finding("optimizer", "torch", "several kernels per step, same result", "transformer-engine or apex")
     """
@@ -51,7 +51,7 @@ class Finding:
 
 
 @dataclass(frozen=True, slots=True)
-class Report:
+class DoctorReport:
     """The whole report. With `problems` the command ends with status 2."""
 
     packages: dict[str, str | None]
@@ -85,7 +85,7 @@ def run(options: argparse.Namespace) -> int:
     return EXIT_USER if report.problems else EXIT_OK
 
 
-def examine(locks: Sequence[Path] = ()) -> Report:
+def examine(locks: Sequence[Path] = ()) -> DoctorReport:
     """Examine this machine; imports the installed packages. Each package that differs from a lock is a problem.
 
     Raises:
@@ -101,12 +101,12 @@ def examine(locks: Sequence[Path] = ()) -> Report:
         total = len(pins(lock))
         compared[str(lock)] = f"{total - len(differing)} of {total} packages are installed as locked"
     if packages["torch"] is None:
-        return Report(packages, _platform(), [], [], wrong, compared)
+        return DoctorReport(packages, _platform(), [], [], wrong, compared)
     try:
         from oblr_megatron.model.precision import this_machine
     except (ImportError, OSError) as error:  # a package or a shared library that torch needs is missing
         wrong.append(_fault("torch", error))
-        return Report(packages, _platform(), [], [], wrong, compared)
+        return DoctorReport(packages, _platform(), [], [], wrong, compared)
     machine = this_machine()
     if machine.engine_fault:
         wrong.append(f"Transformer Engine cannot be imported: {machine.engine_fault}. Build it against this torch")
@@ -115,16 +115,16 @@ def examine(locks: Sequence[Path] = ()) -> Report:
     fault = compiler_problem() if on_gpu else driver_problem(around["driver"], around["CUDA of torch"])
     if fault is not None:
         wrong.append(f"{fault[0]}. Fix: {fault[1]}")
-    found = findings(machine, packages)
+    used = findings(machine, packages)
     others: dict[str, Callable[[], Finding]] = {"pydantic": _rewards}
     if packages["megatron-core"] is not None and not machine.engine_fault:  # which may break megatron-core's import
         others["megatron-core"] = lambda: _optimizer(machine)
     for name, part in others.items():
         try:
-            found.append(part())
+            used.append(part())
         except (ImportError, OSError) as error:  # e.g. transformers is missing
             wrong.append(_fault(name, error))
-    return Report(packages, around, _gpus(), found, wrong, compared)
+    return DoctorReport(packages, around, _gpus(), used, wrong, compared)
 
 
 def _fault(name: str, error: Exception) -> str:
@@ -132,7 +132,7 @@ def _fault(name: str, error: Exception) -> str:
 
 
 def findings(machine: Machine, packages: dict[str, str | None]) -> list[Finding]:
-    """What a run with the default configuration uses on a machine, as far as it is known without further imports."""
+    """Parts that a run with the default configuration uses on a machine, as far as known without further imports."""
     return [*_layers(machine, packages), _fp8(machine), *_devices(machine, packages), _quantize(packages)]
 
 
@@ -179,24 +179,24 @@ def _optimizer(machine: Machine) -> Finding:
 
 
 def _devices(machine: Machine, packages: dict[str, str | None]) -> list[Finding]:
-    """What depends on GPUs: collectives, engines, the push of weights."""
+    """Parts that depend on GPUs: collectives, engines, the push of weights."""
     vllm = f"vLLM {packages['vllm']}"
     if machine.capability is None:
-        found = [
+        parts = [
             Finding("ranks", "gloo", "all parallelism works, with processes on CPU cores", "GPUs"),
             Finding("rollouts", f"{vllm} on CPU cores", "eager mode, no sleep mode, no FP8", "GPUs"),
             Finding("weight push", "shared memory", "to engines and servers on this machine"),
         ]
     else:
         graphs = 'CUDA graphs, sleep mode; rollout.quantization = "fp8" on request'
-        found = [
+        parts = [
             Finding("ranks", "NCCL", "collectives between GPUs"),
             Finding("rollouts", f"{vllm} on GPUs", graphs),
             Finding("weight push", "CUDA IPC; NCCL to servers", "to engines on the trainer's GPUs and on other GPUs"),
         ]
     if packages["vllm"] is None:
-        found[1] = Finding("rollouts", "none", "only saved samples can be replayed", "install vllm")
-    return found
+        parts[1] = Finding("rollouts", "none", "only saved samples can be replayed", "install vllm")
+    return parts
 
 
 def _rewards() -> Finding:
@@ -239,8 +239,8 @@ def driver_version(file: Path) -> str | None:
         text = file.read_text(encoding="ascii", errors="replace")
     except OSError:
         return None
-    found = re.search(r"Kernel Module.*?\s(\d+\.\d+(?:\.\d+)?)\s", text)
-    return found[1] if found else None
+    match = re.search(r"Kernel Module.*?\s(\d+\.\d+(?:\.\d+)?)\s", text)
+    return match[1] if match else None
 
 
 def _gpus() -> list[Gpu]:
@@ -250,7 +250,7 @@ def _gpus() -> list[Gpu]:
     return [Gpu(one.name, f"{one.major}.{one.minor}", round(one.total_memory / 2**30, 1)) for one in properties]
 
 
-def tables(report: Report) -> dict[str, list[tuple[str, ...]]]:
+def tables(report: DoctorReport) -> dict[str, list[tuple[str, ...]]]:
     """Three tables by title; the first row has the names of the columns."""
     accepted = {package.name: package for package in PACKAGES}
     rows = [
@@ -269,7 +269,7 @@ def tables(report: Report) -> dict[str, list[tuple[str, ...]]]:
     }
 
 
-def show(report: Report, console: Console) -> None:
+def show(report: DoctorReport, console: Console) -> None:
     """Print three tables and the problems."""
     from rich.table import Table
 
@@ -286,7 +286,7 @@ def show(report: Report, console: Console) -> None:
         console.print(f"problem: {problem}", style="red", highlight=False, markup=False)
 
 
-def show_plain(report: Report) -> None:
+def show_plain(report: DoctorReport) -> None:
     """Print the same without rich."""
     for title, rows in tables(report).items():
         if len(rows) == 1:

@@ -15,8 +15,8 @@ from oblr_megatron.runtime.command_line import amount, count
 
 if TYPE_CHECKING:
     from oblr_megatron.config import Config
-    from oblr_megatron.preflight.device_memory import Device
-    from oblr_megatron.preflight.examine import Found
+    from oblr_megatron.preflight.device_memory import RankDevice
+    from oblr_megatron.preflight.examine import DryRun
 
 TABLE_WIDTH = 120  # minimum; a log file has no terminal width
 
@@ -46,8 +46,8 @@ def dry_run(config: Config, ranks: int) -> int:
 
     norms = preflight(config, ranks).norms
     decided = config if norms is None else with_mode(config, norms.mode)  # a resumed run keeps its mode
-    found = examine(decided, ranks, ranks, device_of(config, ranks, None))
-    return _show(found, [])
+    result = examine(decided, ranks, ranks, device_of(config, ranks, None))
+    return _show(result, [])
 
 
 def dry_run_elsewhere(config: Config, nnodes: int, per_node: int, gpu_memory_gb: float | None) -> int:
@@ -58,35 +58,35 @@ def dry_run_elsewhere(config: Config, nnodes: int, per_node: int, gpu_memory_gb:
     """
     from oblr_megatron.preflight.examine import check_files, examine
 
-    found = examine(config, nnodes * per_node, per_node, device_of(config, per_node, gpu_memory_gb))
-    return _show(found, check_files(config, found.hf_config))
+    result = examine(config, nnodes * per_node, per_node, device_of(config, per_node, gpu_memory_gb))
+    return _show(result, check_files(config, result.hf_config))
 
 
-def _show(found: Found, unchecked: Sequence[str]) -> int:
+def _show(result: DryRun, unchecked: Sequence[str]) -> int:
     """Print model, memory, and what was not checked; the last line is JSON."""
     from rich.console import Console
 
     from oblr_megatron.preflight.examine import check_fits
     from oblr_megatron.preflight.table import json_line, kinds_of, memory_table
 
-    models, memory = found.models, found.memory
-    print(found.model)
-    norms = "" if found.config.rollout.only else f"; norms: {found.config.gradnorm.mode}"
-    print(f"{found.world_size} ranks, each on {found.device.text}{norms}")
+    models, memory = result.models, result.memory
+    print(result.model)
+    norms = "" if result.config.rollout.only else f"; norms: {result.config.gradnorm.mode}"
+    print(f"{result.world_size} ranks, each on {result.device.text}{norms}")
     print(f"{models.total:,} parameters; models built: {len(models.holdings)}, with megatron-core's own layers")
-    if found.idle:
-        print(found.idle)
+    if result.idle:
+        print(result.idle)
     console = Console()
     console.width = max(console.width, TABLE_WIDTH)
-    console.print(memory_table(kinds_of(models, memory), found.device.num_bytes))
+    console.print(memory_table(kinds_of(models, memory), result.device.num_bytes))
     for line in unchecked or ["checked: everything that the run checks before it starts an engine"]:
         print(f"not checked: {line}" if unchecked else line)
-    check_fits(memory, found.config, found.device)
-    print(json_line(models, memory, found.world_size, unchecked))
+    check_fits(memory, result.config, result.device)
+    print(json_line(models, memory, result.world_size, unchecked))
     return EXIT_OK
 
 
-def device_of(config: Config, per_node: int, gpu_memory_gb: float | None) -> Device:
+def device_of(config: Config, per_node: int, gpu_memory_gb: float | None) -> RankDevice:
     """GPUs of the given size, else this machine's GPU, else its CPU with memory divided over the ranks of a node.
 
     On GPUs that are not here, Transformer Engine counts as installed unless the configuration excludes it.
@@ -95,13 +95,13 @@ def device_of(config: Config, per_node: int, gpu_memory_gb: float | None) -> Dev
 
     from oblr_megatron.memory.select_mode import free_memory
     from oblr_megatron.model.precision import this_machine
-    from oblr_megatron.preflight.device_memory import Device
+    from oblr_megatron.preflight.device_memory import RankDevice
 
     wanted = config.model.transformer_impl != "local"
     here = torch.cuda.is_available()
     if gpu_memory_gb is None and not here:
-        return Device(on_gpu=False, num_bytes=free_memory(per_node), transformer_engine=False)
+        return RankDevice(on_gpu=False, num_bytes=free_memory(per_node), transformer_engine=False)
     installed = this_machine().transformer_engine is not None
     if gpu_memory_gb is not None:
-        return Device(True, int(gpu_memory_gb * 1e9), wanted and (installed or not here))
-    return Device(True, torch.cuda.get_device_properties(0).total_memory, wanted and installed)
+        return RankDevice(True, int(gpu_memory_gb * 1e9), wanted and (installed or not here))
+    return RankDevice(True, torch.cuda.get_device_properties(0).total_memory, wanted and installed)

@@ -1,7 +1,7 @@
 """A dry run: check the run, build its models, count its memory.
 
-    found = examine(config, world_size=1024, per_node=8, device=Device(on_gpu=True, num_bytes=80 * 10**9, ...))
-    found.models.total, found.peak
+    result = examine(config, world_size=1024, per_node=8, device=RankDevice(on_gpu=True, num_bytes=80 * 10**9, ...))
+    result.models.total, result.peak
 
 The machines may be elsewhere. The checks are those of checklist.py; the run checks the rest when it starts.
 """
@@ -27,23 +27,23 @@ from oblr_megatron.memory.select_mode import resolve, with_mode
 from oblr_megatron.model.published import published
 from oblr_megatron.observe.performance.flops import total_parameters
 from oblr_megatron.preflight.checklist import Proposed, check
-from oblr_megatron.preflight.device_memory import Device, RankMemory, rank_memory
+from oblr_megatron.preflight.device_memory import RankDevice, RankMemory, rank_memory
 from oblr_megatron.preflight.inputs import check_dealing, find_saved, open_inputs
 from oblr_megatron.preflight.models import Models, build_models
 from oblr_megatron.rollout.replay import check_replay
 
 
 @dataclass(frozen=True, slots=True)
-class Found:
+class DryRun:
     """Result of a dry run.
 
-    Example: Found(Config(...), {...}, 8, Device(...), "models/Q: complete", None, Models(...), (RankMemory(...),))
+    Example: DryRun(Config(...), {...}, 8, RankDevice(...), "models/Q: complete", None, Models(...), (RankMemory(...),))
     """
 
     config: Config  # with its norm mode chosen
     hf_config: Mapping[str, Any]
     world_size: int
-    device: Device  # of each rank
+    device: RankDevice  # of each rank
     model: str  # a line that names the source of the model's configuration
     idle: str | None  # a warning if replicas wait for one another
     models: Models
@@ -55,7 +55,7 @@ class Found:
         return max(one.peak for one in self.memory)
 
 
-def examine(config: Config, world_size: int, per_node: int, device: Device) -> Found:
+def examine(config: Config, world_size: int, per_node: int, device: RankDevice) -> DryRun:
     """Check a run, build the model of every rank and count its memory.
 
     Raises:
@@ -67,7 +67,7 @@ def examine(config: Config, world_size: int, per_node: int, device: Device) -> F
     models = build_models(hf_config, decided, world_size)
     _check_counts(hf_config, decided, models)
     idle = None if config.rollout.only else idle_replicas(decided, Layout.of(hf_config, decided, world_size))
-    return Found(decided, hf_config, world_size, device, line, idle, models, memory)
+    return DryRun(decided, hf_config, world_size, device, line, idle, models, memory)
 
 
 def _check_counts(hf_config: Mapping[str, Any], config: Config, models: Models) -> None:
@@ -95,7 +95,9 @@ def model_of(path: Path) -> tuple[dict[str, Any], str]:
     return check_hf_files(path), f"{path} has no weights: only its config.json and tokenizer were checked"
 
 
-def check_run(hf_config: Mapping[str, Any], config: Config, world_size: int, per_node: int, device: Device) -> Config:
+def check_run(
+    hf_config: Mapping[str, Any], config: Config, world_size: int, per_node: int, device: RankDevice
+) -> Config:
     """Check a run; returns it with its norm mode chosen.
 
     Raises:
@@ -117,7 +119,7 @@ def check_run(hf_config: Mapping[str, Any], config: Config, world_size: int, per
     return decided
 
 
-def check_fits(memory: Sequence[RankMemory], config: Config, device: Device) -> None:
+def check_fits(memory: Sequence[RankMemory], config: Config, device: RankDevice) -> None:
     """Refuse a rank that needs more memory than its device has, and an engine with a KV cache below one sequence.
 
     Raises:

@@ -153,7 +153,7 @@ def with_saved_mode(config: Config, checkpoints: Sequence[Checkpoint]) -> Config
 
 
 def find_saved(config: Config, model: HFDir) -> list[Checkpoint]:
-    """What a resumed run continues from, newest first: checkpoints, or the saved steps of a run that only samples."""
+    """Saved states to continue from, newest first: checkpoints, or the saved steps of a run that only samples."""
     return (resume_sampling if config.rollout.only else resume).find(config, model)
 
 

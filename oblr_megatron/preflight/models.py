@@ -1,7 +1,7 @@
 """The model of every rank, built on meta devices, and its parameters.
 
-    found = build_models(hf_config, config, world_size)
-    found.total, found.holdings[0].ranks, found.holdings[0].parameters
+    models = build_models(hf_config, config, world_size)
+    models.total, models.holdings[0].ranks, models.holdings[0].parameters
 
 Ranks that differ only in their samples hold the same model, so one of them is built. The layers are megatron-core's
 own; Transformer Engine's have equally many parameters under other names.
@@ -31,14 +31,14 @@ KERNELS_OFF = {"recompute_granularity": "none"}
 
 
 @dataclass(frozen=True, slots=True)
-class Holding:
+class RankParameters:
     """The parameters on ranks with the same position in the model, in elements.
 
     Example, Qwen3-0.6B under TP2 on 4 ranks:
-        Holding(position=Position(tp=0, ...), ranks=(0, 2), dense=298043392, experts=0, counted_dense=298043392, ...)
+        RankParameters(position=Position(tp=0, ...), ranks=(0, 2), dense=298043392, experts=0, counted_dense=..., ...)
     """
 
-    position: Position  # of the first rank
+    position: Position  # position of the first rank
     ranks: tuple[int, ...]
     dense: int
     experts: int
@@ -53,9 +53,9 @@ class Holding:
 
 @dataclass(frozen=True, slots=True)
 class Models:
-    """The models of all ranks. Example: Models(holdings=(Holding(...), ...), total=596049920)"""
+    """The models of all ranks. Example: Models(holdings=(RankParameters(...), ...), total=596049920)"""
 
-    holdings: tuple[Holding, ...]
+    holdings: tuple[RankParameters, ...]
     total: int  # parameters of the model without vocabulary padding
 
 
@@ -69,13 +69,13 @@ def build_models(hf_config: Mapping[str, Any], config: Config, world_size: int) 
     """
     model = hf_config_of(hf_config)
     places = rank_positions(config.parallel, world_size)
-    found = []
+    holdings = []
     for ranks in _same_model(places, experts=bool(num_experts(hf_config))):
         with standing_as(ranks[0], world_size, config.parallel) as parallel:
             _check_position(parallel, places[ranks[0]])
             dense, experts, counted_dense, counted_experts = _count(model, config, parallel)
-        found.append(Holding(places[ranks[0]], ranks, dense, experts, counted_dense, counted_experts))
-    return Models(tuple(found), _total(found, model, config))
+        holdings.append(RankParameters(places[ranks[0]], ranks, dense, experts, counted_dense, counted_experts))
+    return Models(tuple(holdings), _total(holdings, model, config))
 
 
 def rank_positions(parallel: ParallelConfig, world_size: int) -> list[Position]:
@@ -133,7 +133,7 @@ def _chunks(
             yield build_model(hf_config, transformer_config, local, parallel, padded, chunk)
 
 
-def _total(holdings: list[Holding], hf_config: HFConfig, config: Config) -> int:
+def _total(holdings: list[RankParameters], hf_config: HFConfig, config: Config) -> int:
     """Count each shard once: the dense weights of one replica and one copy of the experts."""
     dense = {(held.position.pp, held.position.tp): held.counted_dense for held in reversed(holdings)}
     experts = {

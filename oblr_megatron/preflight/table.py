@@ -11,14 +11,14 @@ from rich.table import Table
 
 from oblr_megatron.formatting import fixed, number
 from oblr_megatron.preflight.device_memory import RankMemory
-from oblr_megatron.preflight.models import Holding, Models
+from oblr_megatron.preflight.models import Models, RankParameters
 
 GB = 1e9
 
 
 @dataclass(frozen=True, slots=True)
-class Kind:
-    """Ranks with equal memory. Example: Kind(stages=(0,), ranks=(0, 1), parameters=298043392, memory)"""
+class RankKind:
+    """Ranks with equal memory. Example: RankKind(stages=(0,), ranks=(0, 1), parameters=298043392, memory)"""
 
     stages: tuple[int, ...]
     ranks: tuple[int, ...]
@@ -26,27 +26,27 @@ class Kind:
     memory: RankMemory
 
 
-def kinds_of(models: Models, memory: Sequence[RankMemory]) -> list[Kind]:
+def kinds_of(models: Models, memory: Sequence[RankMemory]) -> list[RankKind]:
     """Group ranks by memory; pipeline stages with equal parts are one kind."""
-    found: dict[tuple[Any, ...], tuple[list[int], list[Holding]]] = {}
+    groups: dict[tuple[Any, ...], tuple[list[int], list[RankParameters]]] = {}
     for held in models.holdings:
         of_stage = memory[held.position.pp]
         key = (held.parameters, *of_stage.parts().items(), of_stage.peak)
-        stages, holdings = found.setdefault(key, ([], []))
+        stages, holdings = groups.setdefault(key, ([], []))
         stages.append(held.position.pp)
         holdings.append(held)
     return [
-        Kind(
+        RankKind(
             stages=tuple(dict.fromkeys(stages)),
             ranks=tuple(sorted(rank for held in holdings for rank in held.ranks)),
             parameters=key[0],
             memory=memory[stages[0]],
         )
-        for key, (stages, holdings) in found.items()
+        for key, (stages, holdings) in groups.items()
     ]
 
 
-def memory_table(kinds: Sequence[Kind], device_bytes: int | None) -> Table:
+def memory_table(kinds: Sequence[RankKind], device_bytes: int | None) -> Table:
     """GB (1e9 bytes) per rank and part; one column per kind of rank."""
     table = Table(title="memory per rank, GB (1e9 bytes)")
     table.add_column("")
@@ -56,11 +56,11 @@ def memory_table(kinds: Sequence[Kind], device_bytes: int | None) -> Table:
     table.add_row("parameters", *(number(kind.parameters) for kind in kinds), end_section=True)
     parts = [kind.memory.parts() for kind in kinds]
     training = [name for name, _ in kinds[0].memory.step.rows()]  # first, also those that the first stage lacks
-    names = list(dict.fromkeys(name for found in parts for name in found))
+    names = list(dict.fromkeys(name for part_bytes in parts for name in part_bytes))
     for name in sorted(names, key=lambda name: training.index(name) if name in training else len(training)):
         if name == "kept between steps":
             _add_training(table, kinds)
-        table.add_row(name, *(fixed(found.get(name, 0) / GB, 2) for found in parts))
+        table.add_row(name, *(fixed(part_bytes.get(name, 0) / GB, 2) for part_bytes in parts))
     if kinds[0].memory.engine is None:
         _add_training(table, kinds)
     else:
@@ -72,7 +72,7 @@ def memory_table(kinds: Sequence[Kind], device_bytes: int | None) -> Table:
     return table
 
 
-def _add_training(table: Table, kinds: Sequence[Kind]) -> None:
+def _add_training(table: Table, kinds: Sequence[RankKind]) -> None:
     if not kinds[0].memory.step.moment:  # rollout.only
         return
     moments = [f"{kind.memory.training / GB:.2f}" for kind in kinds]

@@ -42,20 +42,20 @@ class Score:
     value: float | None = None
     error: str = ""  # traceback or message
     timed_out: bool = False
-    text: str | None = None  # of a function that returns text (`returns_text`)
+    text: str | None = None  # result of a function that returns text (`returns_text`)
 
 
 @dataclass(slots=True)
-class Reply:
-    """Answer of a worker, sent as JSON. Example: Reply(scores=[Score(value=1.0)])."""
+class WorkerReply:
+    """Answer of a worker, sent as JSON. Example: WorkerReply(scores=[Score(value=1.0)])."""
 
     scores: list[Score]  # in the order of the rows
     leaving: bool = False  # the worker exits after this reply
 
 
 @dataclass(frozen=True, slots=True)
-class Kind:
-    """Kind of a reward function. Example, an async batch function: Kind(batch=True, awaited=True)."""
+class FunctionKind:
+    """Kind of a reward function. Example, an async batch function: FunctionKind(batch=True, awaited=True)."""
 
     batch: bool
     awaited: bool
@@ -73,12 +73,12 @@ class Kind:
         return names if self.takes_row else names[:-1]
 
 
-def kind_of(function: Callable[..., object]) -> Kind:
+def kind_of(function: Callable[..., object]) -> FunctionKind:
     """The kind of a function, from its signature; a builtin without a signature takes one row."""
     call = getattr(function, "__call__", None)  # noqa: B004  for a callable object, only this method is async
     names = parameter_names(function)
     batch = not set(BATCH).isdisjoint(names)
-    return Kind(
+    return FunctionKind(
         batch=batch,
         awaited=inspect.iscoroutinefunction(function) or inspect.iscoroutinefunction(call),
         takes_row=(BATCH if batch else SINGLE)[-1] in names,
@@ -110,7 +110,7 @@ def answers(
 
 
 def _serve(pipe: Connection, caller: Caller, tasks: int) -> None:
-    """Answer requests: rows as JSON. Whatever the function starts ends before the answer, a `Reply` as JSON."""
+    """Answer requests: rows as JSON. Whatever the function starts ends before the answer, a `WorkerReply` as JSON."""
     _limit_memory()
     worker = os.getpid()
     for count in range(1, tasks + 1):
@@ -150,7 +150,7 @@ class Caller:
         self._score_of = (lambda value: Score(text=str(value))) if returns_text else score_of
         self._runner = asyncio.Runner()
 
-    def answer(self, rows: Sequence[Sequence[str]]) -> Reply:
+    def answer(self, rows: Sequence[Sequence[str]]) -> WorkerReply:
         """Score all rows, each the arguments of a call; a data row is JSON. Raises nothing."""
         try:
             calls: list[list[Any]] = [list(row) for row in rows]
@@ -158,10 +158,10 @@ class Caller:
                 calls = [[*texts, json.loads(row)] for *texts, row in calls]
             if self._kind.batch:
                 columns = [list(column) for column in zip(*calls, strict=True)]
-                return Reply(_batch_scores(self._result(self._function(*columns)), len(rows)))
+                return WorkerReply(_batch_scores(self._result(self._function(*columns)), len(rows)))
             if self._kind.awaited:
                 return self._runner.run(self._concurrently(calls))
-            return Reply([self._score_of(self._result(self._function(*call))) for call in calls])
+            return WorkerReply([self._score_of(self._result(self._function(*call))) for call in calls])
         except BaseException as error:  # noqa: BLE001  a reward function may raise anything, SystemExit included
             return _failure(error, len(rows))
 
@@ -176,17 +176,19 @@ class Caller:
             raise LateError
         return task.result()
 
-    async def _concurrently(self, calls: Sequence[Sequence[Any]]) -> Reply:
+    async def _concurrently(self, calls: Sequence[Sequence[Any]]) -> WorkerReply:
         """Run all calls at once. Late calls stay in the event loop, so the worker must exit."""
         tasks = [asyncio.ensure_future(self._attempt(call)) for call in calls]
         done, _ = await asyncio.wait(tasks, timeout=self._deadline_s)
         replies = [task.result() if task in done else _failure(LateError()) for task in tasks]
-        return Reply([score for reply in replies for score in reply.scores], any(reply.leaving for reply in replies))
+        return WorkerReply(
+            [score for reply in replies for score in reply.scores], any(reply.leaving for reply in replies)
+        )
 
-    async def _attempt(self, arguments: Sequence[Any]) -> Reply:
+    async def _attempt(self, arguments: Sequence[Any]) -> WorkerReply:
         try:
             value = self._function(*arguments)
-            return Reply([self._score_of(await value if inspect.isawaitable(value) else value)])
+            return WorkerReply([self._score_of(await value if inspect.isawaitable(value) else value)])
         except BaseException as error:  # noqa: BLE001  as in `answer`; the other calls must go on
             return _failure(error)
 
@@ -216,7 +218,7 @@ def _batch_scores(value: object, count: int) -> list[Score]:
     return [score_of(one) for one in values]
 
 
-def _failure(error: BaseException, count: int = 1) -> Reply:
+def _failure(error: BaseException, count: int = 1) -> WorkerReply:
     """The same error for `count` rows. The worker leaves if its state may be damaged."""
     if isinstance(error, LateError):
         score = Score(timed_out=True)
@@ -225,4 +227,4 @@ def _failure(error: BaseException, count: int = 1) -> Reply:
     else:
         score = Score(error="".join(traceback.format_exception(error))[-4000:])
     leaving = isinstance(error, (LateError, MemoryError)) or not isinstance(error, Exception)
-    return Reply([score] * count, leaving)
+    return WorkerReply([score] * count, leaving)

@@ -105,7 +105,7 @@ def _serve(control: socket.socket, supervisor: int, serve: Serve) -> NoReturn:
     workers: set[int] = set()
     while True:
         workers -= {pid for pid in workers if has_ended(pid)}
-        end_children(workers | helpers)  # of workers that have ended
+        end_children(workers | helpers)  # children that ended workers left behind
         message: bytes | None = None
         try:
             message, descriptors, _, _ = socket.recv_fds(control, 1 + PID_BYTES, 1)

@@ -168,7 +168,7 @@ class Pool:
             if not pipe.poll(self.limit_s):
                 self._end_worker(place)
                 return [Score(timed_out=True)] * len(rows)
-            reply = json.loads(pipe.recv_bytes())  # a `Reply`
+            reply = json.loads(pipe.recv_bytes())  # a `WorkerReply`
             if reply["leaving"]:
                 self._end_worker(place)
             return [Score(**score) for score in reply["scores"]]

@@ -14,7 +14,7 @@ from collections.abc import Sequence
 
 from oblr_megatron.config.reward import RewardConfig
 from oblr_megatron.errors import UserError
-from oblr_megatron.processes.calls import BATCH, SINGLE, Kind, kind_of, parameter_names
+from oblr_megatron.processes.calls import BATCH, SINGLE, FunctionKind, kind_of, parameter_names
 from oblr_megatron.processes.pool import Pool
 from oblr_megatron.rewards.base import PooledReward, RewardResult, collect, group_size, texts, whole_groups
 from oblr_megatron.types import Prompt, Sample
@@ -41,7 +41,7 @@ class FunctionReward(PooledReward):
         return collect(self.pool.map(texts(prompts, samples, with_row=self._kind.takes_row), together))
 
 
-def check_function(name: str, where: str) -> Kind:
+def check_function(name: str, where: str) -> FunctionKind:
     """Import the function, also from the current directory, and check its parameters.
 
     It checks their number, and the order of those with reserved names, because arguments are positional.

@@ -77,7 +77,7 @@ class SharedReward(Reward):
 class NoRewardError(RunError):
     """The reward has failed for every response of several steps, after it had worked."""
 
-    agreed = True  # every rank counts the same results
+    raised_on_all_ranks = True  # every rank counts the same results
 
 
 class FailedSteps:

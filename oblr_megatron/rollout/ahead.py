@@ -39,8 +39,8 @@ class Ahead:
         self._samples: list[Sample] | None = None
 
     def finish(self) -> list[Sample]:
-        """Wait for the rest, and return all samples: N = Q * G, prompt-major. Raises as `InFlight.take`."""
+        """Wait for the rest, and return all samples: N = Q * G, prompt-major. Raises as `InFlight.next_groups`."""
         if self._samples is None:
-            groups = self._flight.take(math.inf)
+            groups = self._flight.next_groups(math.inf)
             self._samples = [sample for group in groups.values() for sample in group]
         return self._samples

@@ -21,8 +21,8 @@ since each request costs time."""
 
 
 @dataclass(frozen=True, slots=True)
-class Task:
-    """One request: prompts for one server. Example: Task(server=0, items=(4, 5, 6, 7))"""
+class ServerTask:
+    """One request: prompts for one server. Example: ServerTask(server=0, items=(4, 5, 6, 7))"""
 
     server: int
     items: tuple[int, ...]
@@ -43,7 +43,7 @@ class Balance:
         self._costs, self._capacities, self._sequences = costs, list(capacities), sequences
         self._together = together
         self._pending = list(range(len(costs)))
-        self._running: list[set[Task]] = [set() for _ in capacities]
+        self._running: list[set[ServerTask]] = [set() for _ in capacities]
         self._left = len(costs)
 
     @property
@@ -51,7 +51,7 @@ class Balance:
         """Whether every prompt is finished."""
         return self._left == 0
 
-    def next(self) -> Task | None:
+    def next(self) -> ServerTask | None:
         """The next request; None while every server is full, or if no prompt is left."""
         room = [server for server in range(len(self._capacities)) if self._room(server) > 0]
         if not room or not self._pending:
@@ -60,12 +60,12 @@ class Balance:
         servers = sum(capacity > 0 for capacity in self._capacities)
         fair = -(-len(self._pending) // (2 * servers))  # otherwise a short batch would be one request to one server
         count = max(1, min(self._together, fair, self._room(server)))
-        task = Task(server, tuple(self._pending[:count]))
+        task = ServerTask(server, tuple(self._pending[:count]))
         del self._pending[:count]
         self._running[server].add(task)
         return task
 
-    def finish(self, task: Task) -> None:
+    def finish(self, task: ServerTask) -> None:
         """Note that a request was answered; a KeyError if its server was lost."""
         self._running[task.server].remove(task)
         self._left -= len(task.items)

@@ -24,7 +24,7 @@ import torch
 
 from oblr_megatron.checks.run_dir import LOGS
 from oblr_megatron.engine.handle import Deadlines, VllmEngine
-from oblr_megatron.engine.http_messages import Report
+from oblr_megatron.engine.http_messages import DraftReport
 from oblr_megatron.engine.protocol import PushStats, SamplingRequest
 from oblr_megatron.environments.host import EpisodeHost
 from oblr_megatron.errors import EngineLostError, RunError
@@ -181,10 +181,10 @@ class ColocatedEngines(RecoveringEngines):
 
         return run
 
-    def reports(self) -> list[Report]:
+    def reports(self) -> list[DraftReport]:
         """See `RecoveringEngines.reports`. An engine that was lost says nothing; the next call restarts it."""
 
-        def told(engine: VllmEngine) -> Report | None:
+        def told(engine: VllmEngine) -> DraftReport | None:
             try:
                 return engine.speculation()
             except RunError:

@@ -8,7 +8,7 @@ from collections.abc import Awaitable, Callable, Sequence
 from typing import Any
 
 from oblr_megatron.errors import DeadlineError, EngineLostError, EnginesGoneError
-from oblr_megatron.rollout.balance import Balance, Task
+from oblr_megatron.rollout.balance import Balance, ServerTask
 from oblr_megatron.rollout.server_client import ServerLostError, ServerRefusedError, VllmServer, reasons
 
 LATE_SECONDS = 5.0
@@ -32,7 +32,7 @@ async def dispatch(
         RunError: a server cannot answer such a request.
     """
     deadline = time.monotonic() + seconds
-    waits: dict[asyncio.Future[Any], tuple[int, Task | None]] = {  # (server, its request; None: its health)
+    waits: dict[asyncio.Future[Any], tuple[int, ServerTask | None]] = {  # (server, its request; None: its health)
         asyncio.ensure_future(server.watch()): (number, None)
         for number, server in enumerate(servers)
         if server.lost is None
@@ -50,7 +50,7 @@ async def dispatch(
                 raise EnginesGoneError(str(DeadlineError("rank 0", what, seconds)))
             for future in done:
                 if future not in waits:
-                    continue  # of a server that was lost in this round
+                    continue  # its server was lost in this round
                 number, task = waits.pop(future)
                 try:
                     results = future.result()

@@ -56,7 +56,7 @@ class Refilled:
     rewards: Tensor  # [S, G] fp64 of all S prompts sampled
     batches: int
     dropped: int  # groups of equal rewards that are not in the step
-    unused: int  # mixed groups that are not in the step: the last batch found more than were missing
+    unused: int  # mixed groups that are not in the step: the last batch had more than were missing
 
     def metrics(self) -> dict[str, float]:
         """Metrics for the step's record."""
@@ -75,15 +75,15 @@ def refill(first: Batch, draw: Callable[[int, int], Batch], *, max_batches: int,
     places = (~is_mixed).nonzero().flatten().tolist()
     random.Random(seed).shuffle(places)
     batches = [first]
-    found: list[tuple[Batch, int]] = []
-    while len(found) < len(places) and len(batches) < max_batches:
+    replacements: list[tuple[Batch, int]] = []
+    while len(replacements) < len(places) and len(batches) < max_batches:
         sampled = sum(len(batch.prompts) for batch in batches)
-        known = int(is_mixed.sum()) + len(found)
-        size = next_size(len(places) - len(found), mixed=known, sampled=sampled, most=len(first.prompts))
+        known = int(is_mixed.sum()) + len(replacements)
+        size = next_size(len(places) - len(replacements), mixed=known, sampled=sampled, most=len(first.prompts))
         batch = draw(size, len(batches))
         batches.append(batch)
-        found += [(batch, group) for group in mixed_groups(batch.scored.rewards).nonzero().flatten().tolist()]
-    used = dict(zip(places, found, strict=False))
+        replacements += [(batch, group) for group in mixed_groups(batch.scored.rewards).nonzero().flatten().tolist()]
+    used = dict(zip(places, replacements, strict=False))
     equal = sum(int((~mixed_groups(batch.scored.rewards)).sum()) for batch in batches)
     return Refilled(
         step=assembled(
@@ -93,7 +93,7 @@ def refill(first: Batch, draw: Callable[[int, int], Batch], *, max_batches: int,
         rewards=torch.cat([batch.scored.rewards for batch in batches]),
         batches=len(batches),
         dropped=equal - (len(places) - len(used)),
-        unused=len(found) - len(used),
+        unused=len(replacements) - len(used),
     )
 
 

@@ -1,7 +1,7 @@
 """Prompts that engines have finished, on their way from a sampling thread to the step loop.
 
     feed = Feed(lambda put: engine_samples(put))     # put(position, group) for each finished prompt, in a thread
-    arrived = feed.take(tokens=4096, seconds=0.2)    # at least so many tokens, or what came in time
+    arrived = feed.collect(tokens=4096, seconds=0.2) # at least so many tokens, or what came in time
 
 With a score, a second thread scores the groups on their way, all that have come in one call. So rewards that take long,
 such as those of a judge, are computed while the trainer works and the engines sample the rest.
@@ -34,11 +34,11 @@ Put = Callable[[int, list[Sample]], None]
 
 @dataclass(slots=True)
 class Arrived:
-    """What a feed has brought since the last call. Example: Arrived(groups={3: [sample, sample]})"""
+    """Results that a feed has brought since the last call. Example: Arrived(groups={3: [sample, sample]})"""
 
     groups: Groups = field(default_factory=dict)
-    rewards: dict[int, RewardResult] = field(default_factory=dict)  # of the groups, if the feed scores
-    end: Outcome[Any] | None = None  # of the threads, once they have ended: nothing further comes
+    rewards: dict[int, RewardResult] = field(default_factory=dict)  # rewards of the groups, if the feed scores
+    end: Outcome[Any] | None = None  # the threads' end: nothing further comes
 
     def add(self, later: Arrived) -> None:
         """Append what came later."""
@@ -63,10 +63,10 @@ class Feed:
         if score is not None:
             threading.Thread(target=_score, args=(score, sampled, self._ready), name="score", daemon=True).start()
 
-    def take(self, tokens: float, seconds: float) -> Arrived:
+    def collect(self, tokens: float, seconds: float) -> Arrived:
         """Wait for groups with at least `tokens` tokens, for the end of the thread, or for `seconds`.
 
-        Everything that has come by then is taken: the more responses share a pass, the less is padded.
+        Everything that has come by then is returned: the more responses share a pass, the less is padded.
         """
         arrived, size, deadline = Arrived(), 0, time.monotonic() + seconds
         while arrived.end is None:
@@ -93,11 +93,11 @@ def _score(score: Score, sampled: queue.SimpleQueue[Arrived], ready: queue.Simpl
         while part.end is None and not sampled.empty():  # no other thread takes from it
             part.add(sampled.get())
         if part.groups:
-            found = attempt(partial(score, part.groups))
-            if found.exception is None:
-                part.rewards = dict(zip(part.groups, found.value, strict=True))
+            outcome = attempt(partial(score, part.groups))
+            if outcome.exception is None:
+                part.rewards = dict(zip(part.groups, outcome.value, strict=True))
             else:
-                part = Arrived(end=found)
+                part = Arrived(end=outcome)
         ready.put(part)
 
 

@@ -1,7 +1,7 @@
 """A batch that engines are sampling: every rank takes the finished prompts together.
 
     batch = engines.begin(prompts, request)              # the engines sample in the background
-    while groups := batch.take(tokens=16_384):           # the same groups on every rank
+    while groups := batch.next_groups(tokens=16_384):    # the same groups on every rank
         ...                                              # use them while the other prompts are sampled
 
 When an engine is lost, the others finish their prompts. Then the engine is restarted and samples what is missing.
@@ -36,12 +36,12 @@ class Complete:
         longest = {position: max(len(one.response_ids) for one in group) for position, group in groups.items()}
         self._groups, self._left = groups, sorted(sorted(groups), key=longest.__getitem__)
 
-    def take(self, tokens: float) -> Groups:
-        found: Groups = {}
-        while self._left and sum(map(num_tokens, found.values())) < tokens:
+    def next_groups(self, tokens: float) -> Groups:
+        groups: Groups = {}
+        while self._left and sum(map(num_tokens, groups.values())) < tokens:
             position = self._left.pop(0)
-            found[position] = self._groups[position]
-        return dict(sorted(found.items()))
+            groups[position] = self._groups[position]
+        return dict(sorted(groups.items()))
 
 
 class InFlight:
@@ -74,7 +74,7 @@ class InFlight:
         self._running = False
         engines.until_done(self._start)
 
-    def take(self, tokens: float, *, seconds: float = POLL_SECONDS) -> Groups:
+    def next_groups(self, tokens: float, *, seconds: float = POLL_SECONDS) -> Groups:
         """Wait for finished prompts with at least `tokens` tokens, or for the rest of the batch; {} after its end.
 
         Ranks share what has come every `seconds`.
@@ -83,22 +83,22 @@ class InFlight:
             EngineLostError: engines were lost, and restarted as often as `rollout.max_restarts` allows.
             RunError: an engine refused.
         """
-        found: Groups = {}
+        groups: Groups = {}
 
         def more() -> None:
-            while self._left and (missing := tokens - sum(map(num_tokens, found.values()))) > 0:
+            while self._left and (missing := tokens - sum(map(num_tokens, groups.values()))) > 0:
                 self._start()
-                self._round(found, missing, seconds)
+                self._round(groups, missing, seconds)
             while self._running and not self._left:  # an engine takes the next call only after the end of this one
-                self._round(found, tokens, seconds)
+                self._round(groups, tokens, seconds)
 
         if self._left:
             self._engines.until_done(more)
-            samples = [sample for group in found.values() for sample in group]
-            check_batch(samples, len(found) * self._request.group_size, self._engines.version)
+            samples = [sample for group in groups.values() for sample in group]
+            check_batch(samples, len(groups) * self._request.group_size, self._engines.version)
             if not self._left:
                 self._engines.recovery.sampled()
-        return dict(sorted(found.items()))
+        return dict(sorted(groups.items()))
 
     def _start(self) -> None:
         """Let the engines sample what is missing, unless they do."""
@@ -116,10 +116,10 @@ class InFlight:
         samples = [sample for group in groups.values() for sample in group]
         return divided(self._reward.score([self._prompts[position] for position in groups], samples), len(groups))
 
-    def _round(self, found: Groups, tokens: float, seconds: float) -> None:
-        """Add to `found` what has arrived on any rank; raise the errors of engines when all of them have ended."""
+    def _round(self, groups: Groups, tokens: float, seconds: float) -> None:
+        """Add to `groups` what has arrived on any rank; raise the errors of engines when all of them have ended."""
         feed = self._feed
-        own: Outcome[Arrived | None] = attempt(lambda: None if feed is None else feed.take(tokens, seconds))
+        own: Outcome[Arrived | None] = attempt(lambda: None if feed is None else feed.collect(tokens, seconds))
         arrived: Arrived | None = own.value
         if arrived is not None:
             own = Outcome(value=arrived.sent())
@@ -128,13 +128,13 @@ class InFlight:
         outcomes = self._engines.gather(own, self._what, seconds)
         arrivals = {rank: outcome.value for rank, outcome in enumerate(outcomes) if outcome.value is not None}
         for rank, part in arrivals.items():
-            found |= part.groups
+            groups |= part.groups
             self.rewards |= part.rewards
             self._left -= part.groups.keys()
             if part.end is not None:
                 self._ends[rank] = part.end
         if arrived is not None:
-            found |= arrived.groups  # with their routes
+            groups |= arrived.groups  # with their routes
         if any(part.end is None for part in arrivals.values()):
             return
         self._running = False

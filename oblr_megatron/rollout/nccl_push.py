@@ -110,7 +110,7 @@ def _join(rendezvous: dict[str, Any], device: torch.device) -> Any:
     """Rank 0's end of the communicator."""
     from vllm.distributed.weight_transfer.nccl_common import trainer_init
 
-    torch.cuda.set_device(device)  # of this thread
+    torch.cuda.set_device(device)  # for this thread
     return trainer_init(rendezvous)
 
 

@@ -12,7 +12,7 @@ from collections.abc import Callable, Sequence
 from typing import Any, TypeVar
 
 from oblr_megatron.config import Config
-from oblr_megatron.engine.http_messages import Report
+from oblr_megatron.engine.http_messages import DraftReport
 from oblr_megatron.engine.protocol import PushStats, RolloutEngine, SamplingRequest
 from oblr_megatron.errors import DamagedError, EngineLostError, RunError
 from oblr_megatron.extension import extension
@@ -61,7 +61,7 @@ class Recovery:
                 f"{error}\nThis came after {self._limit} restarts without a completed rollout in between "
                 "(rollout.max_restarts)"
             )
-            last.agreed = error.agreed
+            last.raised_on_all_ranks = error.raised_on_all_ranks
             raise last from error
         self._in_row += 1
         if self._logs:
@@ -82,7 +82,7 @@ class RecoveringEngines(RolloutEngine):
         self._config, self._rank = config, rank
         self._collectives = Collectives(rank)
         self.recovery = Recovery(config.rollout.max_restarts, logs=rank == 0)
-        self._source: Source | None = None  # of the weights being served; None: the checkpoint
+        self._source: Source | None = None  # source of the weights being served; None: the checkpoint
         self._version = self._restarts = 0
         self._behind = False  # an engine does not hold the weights being served
         self._unusable: str | None = None
@@ -95,7 +95,7 @@ class RecoveringEngines(RolloutEngine):
         if self._unusable is not None:
             raise RunError(self._unusable)
         flight = InFlight(self, prompts, request, whole=True)
-        groups = flight.take(math.inf, seconds=self._config.rollout.generate_timeout_s)
+        groups = flight.next_groups(math.inf, seconds=self._config.rollout.generate_timeout_s)
         return [sample for group in groups.values() for sample in group]
 
     def begin(self, prompts: Sequence[Prompt], request: SamplingRequest, reward: Reward | None = None) -> InFlight:
@@ -118,8 +118,8 @@ class RecoveringEngines(RolloutEngine):
         return {"rollout/restarts": restarts, **speculated}
 
     @abstractmethod
-    def reports(self) -> list[Report]:
-        """What speculation did since the last call, one report for each engine that answers; collective."""
+    def reports(self) -> list[DraftReport]:
+        """Reports about speculation since the last call, one for each engine that answers; collective."""
 
     @abstractmethod
     def ready(self) -> None:
@@ -129,7 +129,7 @@ class RecoveringEngines(RolloutEngine):
     def sampler(
         self, prompts: Sequence[Prompt], positions: Sequence[int], request: SamplingRequest, *, whole: bool
     ) -> Callable[[Put], None] | None:
-        """What samples this rank's share of the prompts at some positions; None on a rank without an engine.
+        """A function that samples this rank's share of the prompts at these positions; None without an engine.
 
         `positions` are sorted. `whole` says that nobody needs a prompt before all of them are complete.
         """

@@ -152,13 +152,13 @@ def check_replay(config: Config, vocab_size: int, model: str = "") -> None:
 
 def other_settings(saved: SavedStep, config: Config) -> Iterator[Problem]:
     """Settings of the saved run that this run must have, and has not."""
-    for name, found, wanted in (
+    for name, stored, wanted in (
         ("num_prompts", len(saved.prompts), config.num_prompts),
         ("group_size", saved.group_size, config.group_size),
         ("rollout.temperature", saved.temperature, config.rollout.temperature),
     ):
-        if found != wanted:
-            yield f"the samples were saved with {name} {found}, but the run has {wanted}", f"set {name} to {found}"
+        if stored != wanted:
+            yield f"the samples were saved with {name} {stored}, but the run has {wanted}", f"set {name} to {stored}"
 
 
 def _problems(saved: SavedStep, config: Config, vocab_size: int, model: str) -> Iterator[Problem]:

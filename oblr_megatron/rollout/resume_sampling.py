@@ -71,8 +71,8 @@ def _config_of(run_dir: Path) -> dict[str, Any] | None:
     """The configuration of the run so far; None before its first start."""
     path = run_dir / CONFIG_FILE
     try:
-        found: dict[str, Any] = json.loads(path.read_text(encoding="utf-8"))
-        return found if isinstance(found["rollout"]["only"], bool) else None
+        config: dict[str, Any] = json.loads(path.read_text(encoding="utf-8"))
+        return config if isinstance(config["rollout"]["only"], bool) else None
     except FileNotFoundError:
         return None
     except (OSError, ValueError, LookupError, TypeError) as error:

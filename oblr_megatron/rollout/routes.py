@@ -46,7 +46,7 @@ def with_routes(
     asked: list[tuple[NDArray[np.int32], NDArray[np.int32], set[tuple[int, ...]]]] = collectives.objects(
         (held, lacked, shapes), what=what, seconds=seconds
     )
-    shapes = set().union(*(found for _, _, found in asked))
+    shapes = set().union(*(own_shapes for _, _, own_shapes in asked))
     owners = {n: rank for rank, (has, _, _) in reversed(list(enumerate(asked))) for n in has.tolist()}
     missing = sorted({n for _, lacks, _ in asked for n in lacks.tolist()} - owners.keys())
     if missing or len(shapes) > 1:

@@ -90,9 +90,9 @@ class VllmServer:
         """Digests of the weights that its workers hold; see `weights.verify`."""
         return await self._ask(list[dict[str, str]], "digests", {}, f"{self.name} to read its weights back", seconds)
 
-    async def speculation(self, seconds: float) -> http.Report:
+    async def speculation(self, seconds: float) -> http.DraftReport:
         """Its drafts since the last call, and the bound."""
-        return await self._ask(http.Report, "speculation", {}, f"{self.name}'s speculation", seconds)
+        return await self._ask(http.DraftReport, "speculation", {}, f"{self.name}'s speculation", seconds)
 
     async def tell(self, method: str, arguments: dict[str, Any], what: str, seconds: float) -> None:
         """Send a step of a push. It is not retried: a server that received it would refuse it the second time.

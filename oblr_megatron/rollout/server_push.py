@@ -113,7 +113,7 @@ class ServerReceiver(LockstepReceiver):
         self._holding, self._model = holding, model
         self._loop, self._transport, self._seconds = loop, transport, seconds
         self._unanswered: Future[list[BaseException | None]] | None = None
-        self.checksums: list[int | None] = []  # of the buckets
+        self.checksums: list[int | None] = []  # one for each bucket
 
     def start(self, capacity: int) -> SharedBuffer | None:
         buffer: SharedBuffer | None = None

@@ -20,7 +20,7 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, TypeVar
 
-from oblr_megatron.engine.http_messages import Holding, Report
+from oblr_megatron.engine.http_messages import DraftReport, Holding
 from oblr_megatron.engine.protocol import API_KEY, PromptRequest, PushStats, SamplingRequest
 from oblr_megatron.errors import DeadlineError, EngineLostError, EnginesGoneError, RunError
 from oblr_megatron.memory.buffer_sizes import BUCKET_BYTES
@@ -98,7 +98,7 @@ class ServerEngines(RecoveringEngines):
         seconds = self._config.rollout.generate_timeout_s
         return lambda put: servers.sample(ids, request, holding, put, whole=whole, seconds=seconds)
 
-    def reports(self) -> list[Report]:
+    def reports(self) -> list[DraftReport]:
         return self._from_first_rank(
             lambda servers: servers.loop.run(servers.reports()), "the servers' speculation", PROBE_SECONDS
         )
@@ -198,7 +198,7 @@ class _Servers:
             logger.warning("%s is back, and gets the weights again", server.name)
         return returns
 
-    async def reports(self) -> list[Report]:
+    async def reports(self) -> list[DraftReport]:
         """One report from each server that answers; the next batch notices those that do not."""
         reports = []
         for server in self.present():

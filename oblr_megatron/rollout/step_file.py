@@ -77,7 +77,7 @@ class SavedStep:
 
     step: int  # counted from 1, as in metrics.jsonl
     temperature: float
-    epoch: int  # of the data, after the step
+    epoch: int  # the data's epoch after the step
     skipped: int  # rows of the data that were skipped
     prompts: list[Prompt]  # Q
     samples: list[Sample]  # N = Q * G

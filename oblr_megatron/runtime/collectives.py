@@ -85,7 +85,7 @@ def raise_first(outcomes: Sequence[Outcome[Any]], own: Outcome[Any]) -> None:
     error = own.exception if own.kind is worst.kind else None
     error = worst.kind(worst.error) if error is None else error
     if isinstance(error, RunError):
-        error.agreed = True
+        error.raised_on_all_ranks = True
     raise error
 
 
@@ -148,9 +148,9 @@ class Collectives:
             return [value]
         deadline = time.monotonic() + seconds
         payload = torch.frombuffer(bytearray(pickle.dumps(value)), dtype=torch.uint8)
-        found = [torch.zeros(1, dtype=torch.int64) for _ in range(dist.get_world_size(self._group))]
-        self._all_gather(found, torch.tensor([payload.numel()]), what, seconds)
-        sizes = [int(size) for size in found]
+        counts = [torch.zeros(1, dtype=torch.int64) for _ in range(dist.get_world_size(self._group))]
+        self._all_gather(counts, torch.tensor([payload.numel()]), what, seconds)
+        sizes = [int(size) for size in counts]
         uneven = len(sizes) * (max(sizes) - SHORT) > 2 * sum(sizes)
         broadcast = [rank for rank, size in enumerate(sizes) if uneven and size > SHORT]
         width = max((size for rank, size in enumerate(sizes) if rank not in broadcast), default=0)

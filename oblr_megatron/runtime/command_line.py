@@ -115,7 +115,7 @@ def guarded(command: Callable[[], int]) -> int:
         reason = reason_of(error)
         if reason is None:
             raise
-        if os.environ.get("LOCAL_RANK", "0") == "0" or not getattr(error, "agreed", False):
+        if os.environ.get("LOCAL_RANK", "0") == "0" or not getattr(error, "raised_on_all_ranks", False):
             print(f"error: rank {os.environ.get('RANK', '0')}: {reason}", file=sys.stderr)
         return EXIT_RUN
 

@@ -148,7 +148,7 @@ class _Log(logging.Handler):
                 logging.getLogger(name).handlers.clear()
         top = logging.getLogger("torch.distributed")
         top.handlers, top.propagate = [self], False
-        sys.unraisablehook = lambda found: self._lines.append(f"ignored in {found.object!r}: {found.exc_value!r}")
+        sys.unraisablehook = lambda event: self._lines.append(f"ignored in {event.object!r}: {event.exc_value!r}")
 
     def emit(self, record: logging.LogRecord) -> None:
         self._lines.append(self.format(record))

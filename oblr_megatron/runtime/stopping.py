@@ -4,7 +4,7 @@
         for step in ...:
             stop.stepping = True
             ...
-            reason = stop.agreed(longest_step_s, group)  # at the step boundary; the same on every rank
+            reason = stop.shared_reason(longest_step_s, group)  # at the step boundary; the same on every rank
             if reason:                                   # "SIGUSR1", "SIGINT", ... or "the time limit"
                 save and end
 
@@ -104,7 +104,7 @@ class StopRequest:
             return "the time limit"
         return None
 
-    def agreed(self, longest_step_s: float, group: ProcessGroup | None) -> str | None:
+    def shared_reason(self, longest_step_s: float, group: ProcessGroup | None) -> str | None:
         """Reason for the run to stop now, or None; the same on every rank if any rank has a reason.
 
         The group has all ranks and reduces CPU tensors; None for a single rank.

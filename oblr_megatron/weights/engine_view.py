@@ -24,11 +24,11 @@ def engine_tensors(model: nn.Module) -> dict[str, Tensor]:
         WeightError: vLLM keeps a parameter in a layout of its own, in which the tensors cannot be found.
     """
     modules = dict(model.named_modules())
-    found: dict[str, Tensor] = {}
+    tensors: dict[str, Tensor] = {}
     for path, parameter in model.named_parameters():  # a tied parameter is listed once, as the embedding
         prefix, _, name = path.rpartition(".")
-        found |= dict(_unfused(prefix, modules[prefix], name, parameter.detach(), model))
-    return found
+        tensors |= dict(_unfused(prefix, modules[prefix], name, parameter.detach(), model))
+    return tensors
 
 
 def _unfused(prefix: str, module: nn.Module, name: str, parameter: Tensor, model: Any) -> Iterator[tuple[str, Tensor]]:

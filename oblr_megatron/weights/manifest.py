@@ -139,11 +139,11 @@ def check_manifest(manifest: Manifest, model: Mapping[str, tuple[int, ...]], dty
             f"{spec.name} {spec.dtype}, the model has {dtype}" for spec in known if dtype not in (None, spec.dtype)
         ],
     }
-    found = [
+    lines = [
         f"{_first(names)} {'is' if len(names) == 1 else 'are'} {what}" for what, names in problems.items() if names
     ]
-    if found:
-        raise WeightError("the push does not match the model: " + "; ".join(found))
+    if lines:
+        raise WeightError("the push does not match the model: " + "; ".join(lines))
 
 
 class Ledger:
@@ -154,7 +154,7 @@ class Ledger:
         self._taken = 0  # whole tensors that have come
         self._next = 0  # the next element of the tensor after them
 
-    def take(self, parts: Sequence[Part]) -> None:
+    def count(self, parts: Sequence[Part]) -> None:
         """Count a bucket.
 
         Raises:

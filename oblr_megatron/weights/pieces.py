@@ -1,8 +1,8 @@
 """Which parameters travel in one message when the weights are gathered. Imports no torch.
 
-    found = pieces(shape, tp=2, ep=8, etp=1, padded_vocab=151936, budget=2**28)
-    found[1].owners[0]        # parameters of layer 0 outside its experts
-    found[2].owners[3]        # experts of layer 0 on expert-parallel rank 3
+    parts = pieces(shape, tp=2, ep=8, etp=1, padded_vocab=151936, budget=2**28)
+    parts[1].owners[0]        # parameters of layer 0 outside its experts
+    parts[2].owners[3]        # experts of layer 0 on expert-parallel rank 3
 
 A layer's parameters outside experts share a piece, and so do its experts, up to `budget` elements. Every rank of a
 piece's group sends equally many elements, which is one all-gather: [ranks, elements]. A layer of experts over the
@@ -33,7 +33,7 @@ class GatherPiece:
 
     owners: tuple[tuple[Entry, ...], ...]  # by expert-parallel rank; a single one outside experts
     shapes: tuple[tuple[int, ...], ...]  # of the shards; the same for every owner
-    ranks: int  # that each owner's parameters are cut over, or copied to
+    ranks: int  # each owner's parameters are cut over so many, or copied to them
 
     @property
     def experts(self) -> bool:

@@ -85,7 +85,7 @@ class Bucket:
     start: int  # of the bucket
     used: int
     checksum: int | None  # None: not taken
-    error: Exception | None = None  # of the checksum; it is kept, so that the rank still gathers with the others
+    error: Exception | None = None  # the checksum's error, kept so that the rank still gathers with the others
 
     def update_info(self) -> dict[str, Any]:
         """The bucket's description as plain lists; the first three keys are those of vLLM's own backends.
@@ -166,15 +166,15 @@ def read_bucket(bucket: Bucket, buffer: SharedBuffer) -> list[tuple[Part, Tensor
     ]
 
 
-def compare_checksums(found: int, sent: int, parts: Sequence[Part]) -> None:
+def compare_checksums(received: int, sent: int, parts: Sequence[Part]) -> None:
     """Compare a bucket's checksum with the trainer's.
 
     Raises:
         DamagedError: they differ. The text starts with `DAMAGED`.
     """
-    if found != sent:
+    if received != sent:
         names = f"{parts[0].spec.name} ... {parts[-1].spec.name}"
-        raise DamagedError(f"{DAMAGED} {found:016x}, the trainer's was {sent:016x} ({names})")
+        raise DamagedError(f"{DAMAGED} {received:016x}, the trainer's was {sent:016x} ({names})")
 
 
 def _pieces(source: Source, capacity: int) -> Iterator[tuple[Part, Tensor]]:
@@ -216,7 +216,7 @@ def _blocks(view: Tensor, most: int) -> Iterator[Tensor]:
 
 def _seal(parts: list[Part], offsets: list[int], start: int, buffer: SharedBuffer | None, checksum: bool) -> Bucket:
     used = offsets[-2] + parts[-1].num_bytes
-    found, failure = None, None
+    digest, failure = None, None
     if buffer is not None and checksum:
         for (begin, end), part in zip(pairwise(offsets), parts, strict=True):
             # Old bytes between the tensors would make the checksum depend on the last push.
@@ -224,10 +224,10 @@ def _seal(parts: list[Part], offsets: list[int], start: int, buffer: SharedBuffe
             if len(gap):
                 gap.zero_()
         try:
-            found = buffer.checksum(start, used)
+            digest = buffer.checksum(start, used)
         except Exception as error:  # noqa: BLE001  any error: a GPU may lack memory; `update_info` raises it
             failure = error
-    return Bucket(tuple(parts), tuple(offsets[:-1]), start, used, found, failure)
+    return Bucket(tuple(parts), tuple(offsets[:-1]), start, used, digest, failure)
 
 
 def _elements(memory: Tensor, offset: int, part: Part) -> Tensor:

@@ -47,13 +47,13 @@ def expected_digests(
         Number of workers -> the digests of each, by rank.
     """
     cuts = {name: (item, part) for item in table(shape) for part, name in enumerate(item.hf)}
-    found: dict[int, list[Digests]] = {workers: [{} for _ in range(workers)] for workers in sizes}
+    by_size: dict[int, list[Digests]] = {workers: [{} for _ in range(workers)] for workers in sizes}
     for name, tensor in source:
         item, part = cuts[name]
-        for workers, digests in found.items():
+        for workers, digests in by_size.items():
             for worker, own in enumerate(digests):
                 own[name] = digest(worker_part(item, part, tensor, shape, worker, workers))
-    return found
+    return by_size
 
 
 def worker_part(item: Entry, part: int, tensor: Tensor, shape: ModelShape, worker: int, workers: int) -> Tensor:
@@ -73,14 +73,14 @@ def worker_part(item: Entry, part: int, tensor: Tensor, shape: ModelShape, worke
     return tensor.chunk(pieces)[worker * pieces // workers]
 
 
-def first_difference(expected: Sequence[Digests], found: Sequence[Mapping[str, str]]) -> str | None:
+def first_difference(expected: Sequence[Digests], actual: Sequence[Mapping[str, str]]) -> str | None:
     """The first tensor, in the order of the push, that differs in a worker; None if all agree.
 
     Example: "model.layers.3.self_attn.k_proj.weight of worker 1"
     """
-    names = list(expected[0]) + sorted({name for worker in found for name in worker} - expected[0].keys())
+    names = list(expected[0]) + sorted({name for worker in actual for name in worker} - expected[0].keys())
     for name in names:
-        for rank, (sent, held) in enumerate(zip(expected, found, strict=True)):
+        for rank, (sent, held) in enumerate(zip(expected, actual, strict=True)):
             if sent.get(name) != held.get(name):
                 return f"{name} of worker {rank}" if len(expected) > 1 else name
     return None

@@ -462,7 +462,7 @@ def losing(config: Config, lost_in: str) -> tuple[int, str]:
     def failing(engine: ReplayEngine, *arguments: Any, **options: Any) -> Any:
         if next(calls) == 6:
             error = EngineLostError("the engine is gone")
-            error.agreed = True  # as `collectives.raise_first` raises it on every rank
+            error.raised_on_all_ranks = True  # as `collectives.raise_first` raises it on every rank
             raise error
         return whole(engine, *arguments, **options)
 

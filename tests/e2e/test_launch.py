@@ -34,7 +34,7 @@ with StopRequest(CheckpointConfig()) as stop:
     reason, stop.stepping = None, True
     while reason is None:
         time.sleep(0.05)
-        reason = stop.agreed(0.0, dist.group.WORLD)
+        reason = stop.shared_reason(0.0, dist.group.WORLD)
     if fate == "slow":
         while stop._ending_at is None:
             time.sleep(0.05)  # until the signal has reached this rank as well

@@ -86,7 +86,7 @@ class Prompts:
 
     epoch = num_skipped = taken = 0
 
-    def take(self, count: int) -> list[Any]:
+    def next_prompts(self, count: int) -> list[Any]:
         self.taken += count
         return make_prompts(count)
 

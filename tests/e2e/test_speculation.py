@@ -18,7 +18,7 @@ import torch
 from scipy.stats import chi2
 from transformers import Qwen3ForCausalLM
 
-from oblr_megatron.engine.http_messages import Report
+from oblr_megatron.engine.http_messages import DraftReport
 from oblr_megatron.engine.protocol import SamplingRequest
 from oblr_megatron.errors import UserError
 from oblr_megatron.extras.speculation.options import METHODS
@@ -72,7 +72,7 @@ def engines(model: Path, request: pytest.FixtureRequest) -> Iterator[ColocatedEn
     made.close()
 
 
-def report(engines: ColocatedEngines) -> Report:
+def report(engines: ColocatedEngines) -> DraftReport:
     (found,) = engines.reports()
     return found
 

@@ -49,7 +49,7 @@ def whole(engines: ColocatedEngines) -> list[Sample]:
 def drained(batch: BatchInFlight, tokens: float = 1) -> dict[int, list[Sample]]:
     """All groups; each comes once."""
     found: dict[int, list[Sample]] = {}
-    while groups := batch.take(tokens):
+    while groups := batch.next_groups(tokens):
         assert found.keys().isdisjoint(groups)
         found |= groups
     return found
@@ -71,12 +71,12 @@ def test_groups_come_as_they_are_finished_and_are_those_of_the_batch(
 ) -> None:
     """Only 16 of 96 sequences run at once, so the first groups come long before the last ones begin."""
     batch = engines.begin(make_prompts(PROMPTS), REQUEST)
-    first = batch.take(tokens=1)
+    first = batch.next_groups(tokens=1)
     assert 0 < len(first) < PROMPTS
     groups = first | drained(batch)
     assert sorted(groups) == list(range(PROMPTS))
     assert flat(groups) == whole, "one engine, the same requests"
-    assert batch.take(tokens=1) == {}
+    assert batch.next_groups(tokens=1) == {}
 
 
 def test_a_killed_engine_is_restarted_and_samples_the_rest(engines: ColocatedEngines) -> None:
@@ -84,7 +84,7 @@ def test_a_killed_engine_is_restarted_and_samples_the_rest(engines: ColocatedEng
     prompts, request = make_prompts(60), replace(REQUEST, group_size=16)
     whole = engines.generate(prompts, request)
     batch = engines.begin(prompts, request)
-    first = batch.take(tokens=1)
+    first = batch.next_groups(tokens=1)
     assert 0 < len(first) < len(prompts)
     kill(engines)
     rest = drained(batch)
@@ -93,7 +93,7 @@ def test_a_killed_engine_is_restarted_and_samples_the_rest(engines: ColocatedEng
     assert engines.metrics()["rollout/restarts"] == 1
     with pytest.raises(EngineLostError):
         batch = engines.begin(prompts, request)
-        while batch.take(tokens=1):
+        while batch.next_groups(tokens=1):
             kill(engines)
 
 
@@ -113,7 +113,7 @@ def test_servers_hand_out_single_prompts(model: Path, whole: list[Sample], monke
         served = ServerEngines(config, ONE_RANK)
         served._holder, served._behind = "", False  # the servers hold the checkpoint
         batch = served.begin(make_prompts(PROMPTS), REQUEST)
-        first = batch.take(tokens=1)
+        first = batch.next_groups(tokens=1)
         servers[0].process.kill()
         groups = first | drained(batch)
         assert same_tokens(groups, whole) > 0.9

@@ -136,7 +136,7 @@ def test_many_norms_that_are_not_finite_end_the_run_and_save_the_samples(tmp_pat
     parts = make_run(tmp_path, baseline="optimal")
     with pytest.raises(RunError, match=r"4 of 4 gradient norms are not finite.*samples are in ") as caught:
         measured.step(parts, NAN, NAN, NAN, NAN)
-    assert caught.value.agreed, "the state is saved"
+    assert caught.value.raised_on_all_ranks, "the state is saved"
     written = (tmp_path / "nonfinite_samples.jsonl").read_text().splitlines()
     assert [len(json.loads(line)["response_ids"]) for line in written] == [2, 3, 4, 5]
 
@@ -147,7 +147,7 @@ def test_a_full_disk_leaves_no_rank_alone_in_the_save(tmp_path: Path, measured: 
     (tmp_path / "nonfinite_samples.jsonl").mkdir()
     with pytest.raises(RunError, match=r"not finite.*cannot be written to .*: Is a directory") as caught:
         measured.step(parts, NAN, NAN, NAN, NAN)
-    assert caught.value.agreed
+    assert caught.value.raised_on_all_ranks
 
 
 def test_log_probs_that_differ_against_the_promise_end_the_run_saved(tmp_path: Path, measured: Measured) -> None:
@@ -156,7 +156,7 @@ def test_log_probs_that_differ_against_the_promise_end_the_run_saved(tmp_path: P
     parts.config = parts.config.model_copy(update={"model": model})
     with pytest.raises(RunError, match="promises 0") as caught:
         measured.step(parts, 1.0, 1.0, 1.0, 1.0)
-    assert caught.value.agreed
+    assert caught.value.raised_on_all_ranks
 
 
 @pytest.mark.parametrize("sq_norm", [NAN, INF])
@@ -166,7 +166,7 @@ def test_a_gradient_that_is_not_finite_ends_the_run_saved(tmp_path: Path, sq_nor
     stats = GradientStats(-0.5, sq_norm, 9.0, 2, 1.5, 1e-6, 0.0, 14)
     with pytest.raises(RunError, match="would destroy the weights") as caught:
         run.Run.update(parts, stats, 1e-3, parts.record)
-    assert caught.value.agreed and parts.updated is None
+    assert caught.value.raised_on_all_ranks and parts.updated is None
 
 
 @pytest.mark.parametrize(

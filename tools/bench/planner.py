@@ -26,7 +26,7 @@ from record import publish
 from scipy.optimize import least_squares
 
 from oblr_megatron.config import Config, parse_config
-from oblr_megatron.extras.planner.constants import DEFAULT, Constants, Machine
+from oblr_megatron.extras.planner.constants import DEFAULT, Constants, PlannerMachine
 from oblr_megatron.extras.planner.cost import hidden_seconds, predict
 from oblr_megatron.extras.planner.sampling_cost import rollout_phase
 from oblr_megatron.extras.planner.setting import Phase, Setting
@@ -77,18 +77,18 @@ def main(arguments: Sequence[str] | None = None) -> None:
         print(f"{name}: median factor {exp(median(errors)):.2f}, largest {exp(max(errors)):.2f}")
 
 
-def machine_of(case: Case, constants: Constants) -> Machine:
+def machine_of(case: Case, constants: Constants) -> PlannerMachine:
     """The machine of a row, with the dispatcher's constants."""
     device = device_named(case.gpu)
     device = replace(device, gpus_per_node=72) if case.gpu == "gb200" else device
     if device.memory_gb == 80:
         device = replace(device, memory_gb=85)  # what CUDA shows of 80 GiB; vLLM takes its share of that
     if case.dispatcher == "plain":
-        return Machine(device, constants)
+        return PlannerMachine(device, constants)
     nodes, chosen = case.nodes_of_experts, case.hf["num_experts_per_tok"]
     reached = (1 - (1 - 1 / nodes) ** chosen) * nodes / chosen  # nodes that a token's experts are on, over experts
     waited = HYBRID_S * constants.mixture_s / DEFAULT.mixture_s
-    return Machine(device, replace(constants, mixture_s=waited, node_copies=reached))
+    return PlannerMachine(device, replace(constants, mixture_s=waited, node_copies=reached))
 
 
 def predicted(case: Case, constants: Constants) -> float:
@@ -106,7 +106,7 @@ def predicted(case: Case, constants: Constants) -> float:
     return setting.tokens / seconds / case.gpus
 
 
-def _step(case: Case, machine: Machine) -> float:
+def _step(case: Case, machine: PlannerMachine) -> float:
     trainers = case.gpus - case.engine_gpus
     rollout: dict[str, Any] = {"tensor_parallel_size": case.width} | ({"quantization": "fp8"} if case.fp8 else {})
     if case.engine_gpus:

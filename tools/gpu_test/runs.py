@@ -19,7 +19,7 @@ import torch.distributed as dist
 from torch import multiprocessing
 
 from oblr_megatron.config import load_config
-from oblr_megatron.extras.planner.constants import Machine
+from oblr_megatron.extras.planner.constants import PlannerMachine
 from oblr_megatron.extras.planner.setting import Setting
 from oblr_megatron.extras.planner.training_cost import training_phases
 from oblr_megatron.model.published import published
@@ -128,7 +128,7 @@ def _compare_with_planner(report: Report, mode: str, arguments: Sequence[str], s
     device = this_device()
     if device is not None:
         config = load_config(Path(arguments[0]), list(arguments[1:]))
-        setting = Setting(published("Qwen3-0.6B"), config, 1, Machine(device), transformer_engine=engine)
+        setting = Setting(published("Qwen3-0.6B"), config, 1, PlannerMachine(device), transformer_engine=engine)
         predicted = sum(phase.seconds for phase in training_phases(setting).values())
         report.put(f"measured / planner, {mode}", seconds / predicted)
 

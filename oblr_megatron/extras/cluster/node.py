@@ -35,10 +35,10 @@ SMI_S = 60.0
 
 
 @dataclass(slots=True)
-class Report:
+class NodeReport:
     """The findings of one node.
 
-    Example: Report(node="gpu-07", facts={"GPUs": "8 x NVIDIA H100 80GB HBM3", "run_dir": "1.2 TiB", ...},
+    Example: NodeReport(node="gpu-07", facts={"GPUs": "8 x NVIDIA H100 80GB HBM3", "run_dir": "1.2 TiB", ...},
                     same={"torch": "2.13.0", "driver": "570.86.15", "code": "5b0c1e...", ...}, problems=[])
     """
 
@@ -52,13 +52,15 @@ class Report:
         self.problems.append((what, fix))
 
     @classmethod
-    def load(cls, text: str) -> Report:
+    def load(cls, text: str) -> NodeReport:
         """The report from the JSON of its fields."""
         content = json.loads(text)
         return cls(**content | {"problems": [(what, fix) for what, fix in content["problems"]]})
 
 
-def examine(node: str, config_file: Path, overrides: list[str], *, expect_gpus: int, ports: tuple[int, ...]) -> Report:
+def examine(
+    node: str, config_file: Path, overrides: list[str], *, expect_gpus: int, ports: tuple[int, ...]
+) -> NodeReport:
     """Examine this node; problems are reported, not raised.
 
     Args:
@@ -68,7 +70,7 @@ def examine(node: str, config_file: Path, overrides: list[str], *, expect_gpus: 
         expect_gpus: number of GPUs the node must have; 0 for CPU ranks.
         ports: must be free on this node.
     """
-    report = Report(node)
+    report = NodeReport(node)
     report.same |= versions()
     for line in problems():
         report.add(line, "install the versions in requirements/")
@@ -95,7 +97,7 @@ def versions() -> dict[str, str]:
     return found
 
 
-def _examine_gpus(report: Report, expected: int) -> None:
+def _examine_gpus(report: NodeReport, expected: int) -> None:
     """Check that nvidia-smi and torch see the expected number of GPUs, and that they are idle."""
     if expected == 0:
         report.facts["GPUs"] = "CPU"
@@ -124,7 +126,7 @@ def _examine_gpus(report: Report, expected: int) -> None:
         report.add(f"GPUs are in use ({', '.join(busy)})", "end the processes on them, or drain the node")
 
 
-def _examine_scratch(report: Report) -> None:
+def _examine_scratch(report: NodeReport) -> None:
     """Check free space in shared memory and in the temporary directory."""
     for name, path in {"/dev/shm": "/dev/shm", "TMPDIR": tempfile.gettempdir()}.items():
         free = shutil.disk_usage(path).free
@@ -134,7 +136,7 @@ def _examine_scratch(report: Report) -> None:
             report.add(what, f"free space in {path}")
 
 
-def _examine_model(report: Report, config: Config) -> None:
+def _examine_model(report: NodeReport, config: Config) -> None:
     """Check the model directory, and that run_dir is writable with room for a checkpoint.
 
     Raises:
@@ -152,7 +154,7 @@ def _examine_model(report: Report, config: Config) -> None:
     check_room(config, model)
 
 
-def _noting(report: Report, check: Callable[[], T]) -> T | None:
+def _noting(report: NodeReport, check: Callable[[], T]) -> T | None:
     """The check's result; a UserError becomes a problem of the node."""
     try:
         return check()

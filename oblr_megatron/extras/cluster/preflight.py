@@ -22,7 +22,7 @@ import torch
 
 from oblr_megatron.errors import EXIT_OK, EXIT_USER, UserError
 from oblr_megatron.extras.cluster.all_reduce import GRACE_S, ReduceError, Speed, measure, measure_gpus
-from oblr_megatron.extras.cluster.node import Report, examine
+from oblr_megatron.extras.cluster.node import NodeReport, examine
 from oblr_megatron.extras.cluster.rendezvous import Rendezvous
 from oblr_megatron.runtime.command_line import guarded, parse
 
@@ -47,7 +47,8 @@ def run(options: argparse.Namespace) -> int:
     with Rendezvous(nodes, index, options.port, options.deadline) as rendezvous:
         report = examine(nodes[index], options.config, options.overrides, expect_gpus=options.expect_gpus, ports=ports)
         found = {
-            node: Report.load(text) for node, text in rendezvous.gather("report", json.dumps(asdict(report))).items()
+            node: NodeReport.load(text)
+            for node, text in rendezvous.gather("report", json.dumps(asdict(report))).items()
         }
         offsets = rendezvous.clock_offsets(found)
         if index == 0:
@@ -91,11 +92,13 @@ def index_of(nodes: Sequence[str], environment: Mapping[str, str]) -> int:
     return nodes.index(name) if name in nodes else int(environment.get("SLURM_NODEID", "0"))
 
 
-def compare(found: dict[int, Report], offsets: Mapping[int, float], nodes: Sequence[str], deadline_s: float) -> None:
+def compare(
+    found: dict[int, NodeReport], offsets: Mapping[int, float], nodes: Sequence[str], deadline_s: float
+) -> None:
     """Add the problems that show only in comparison: missing nodes, differing versions, clock differences."""
     for node, name in enumerate(nodes):
         if node not in found:
-            found[node] = Report(name)
+            found[node] = NodeReport(name)
             _add_silence(found[node], deadline_s)
     for key in {key: None for report in found.values() for key in report.same}:
         values = [(node, report.same[key]) for node, report in sorted(found.items()) if key in report.same]
@@ -112,11 +115,11 @@ def compare(found: dict[int, Report], offsets: Mapping[int, float], nodes: Seque
             found[node].add(what, "synchronise the clocks (chrony, NTP)")
 
 
-def _add_silence(report: Report, deadline_s: float) -> None:
+def _add_silence(report: NodeReport, deadline_s: float) -> None:
     report.add(f"no report within {deadline_s:g} s", "check that the node is up, or exclude it (--exclude)")
 
 
-def _reduce(rendezvous: Rendezvous, found: dict[int, Report], options: argparse.Namespace) -> None:
+def _reduce(rendezvous: Rendezvous, found: dict[int, NodeReport], options: argparse.Namespace) -> None:
     """Run the all-reduces; the first node adds speeds and failures of all nodes to their reports."""
     failures: list[str] = []
     node, nodes, deadline_s = rendezvous.index, len(rendezvous.nodes), options.deadline
@@ -143,12 +146,12 @@ def _reduce(rendezvous: Rendezvous, found: dict[int, Report], options: argparse.
                 report.add(f"all-reduce {name.replace('_', ' ')}: {value:.1f} GB/s, below {options.min_gb_s:g}", fix)
 
 
-def outcome_of(found: Mapping[int, Report]) -> str:
+def outcome_of(found: Mapping[int, NodeReport]) -> str:
     """GOOD if no report has a problem, else BAD."""
     return BAD if any(report.problems for report in found.values()) else GOOD
 
 
-def table(found: Mapping[int, Report], nodes: Sequence[str]) -> str:
+def table(found: Mapping[int, NodeReport], nodes: Sequence[str]) -> str:
     """One row per node; "-" for a missing fact. A last line has the versions."""
     facts = list({fact: None for report in found.values() for fact in report.facts})
     rows = [["node", *facts, ""]]
@@ -161,7 +164,7 @@ def table(found: Mapping[int, Report], nodes: Sequence[str]) -> str:
     return text + "\n" + ", ".join(f"{name} {value}" for name, value in shared.items())
 
 
-def lines(found: Mapping[int, Report], nodes: Sequence[str]) -> list[str]:
+def lines(found: Mapping[int, NodeReport], nodes: Sequence[str]) -> list[str]:
     """One line per problem."""
     return [
         f"node {nodes[node]}: {what}. Fix: {fix}"

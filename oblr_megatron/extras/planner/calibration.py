@@ -25,7 +25,7 @@ from typing import Any
 from oblr_megatron.checkpoint.hf_dir import model_config
 from oblr_megatron.config import parse_config
 from oblr_megatron.errors import UserError
-from oblr_megatron.extras.planner.constants import Constants, Machine, cpu_machine
+from oblr_megatron.extras.planner.constants import Constants, PlannerMachine, cpu_machine
 from oblr_megatron.extras.planner.sampling_cost import push_phase, rollout_phase
 from oblr_megatron.extras.planner.setting import Setting
 from oblr_megatron.extras.planner.training_cost import training_phases
@@ -154,7 +154,7 @@ def observation_of(run_dir: Path, gpu: str) -> Observation:
     if not steps:
         raise UserError("the run has fewer than two steps", where=str(run_dir), fix=fix)
     on_cpu = str(environment["device"]).startswith("CPU")
-    machine = cpu_machine(cores_named(environment["device"])) if on_cpu else Machine(device_named(gpu))
+    machine = cpu_machine(cores_named(environment["device"])) if on_cpu else PlannerMachine(device_named(gpu))
     setting = Setting(
         model_config(config.model.path),
         config,

@@ -1,7 +1,7 @@
 """The constants of the cost model with the sources of their defaults, and the machine. Imports no torch.
 
-    machine = Machine(device_named("h100"))                                # the defaults
-    machine = Machine(device_named("h100"), read_constants(Path("constants.json")))
+    machine = PlannerMachine(device_named("h100"))                                # the defaults
+    machine = PlannerMachine(device_named("h100"), read_constants(Path("constants.json")))
     machine = cpu_machine(cores=2)
 
 A `Device` has the peak numbers of a data sheet. The constants are the share of these peaks that a step reaches, and the
@@ -98,8 +98,8 @@ CPU = Constants(
 
 
 @dataclass(frozen=True, slots=True)
-class Machine:
-    """The machine of a run. Example: Machine(device_named("h100")), with one device per rank."""
+class PlannerMachine:
+    """The machine of a run. Example: PlannerMachine(device_named("h100")), with one device per rank."""
 
     device: Device
     constants: Constants = DEFAULT
@@ -121,7 +121,7 @@ class Machine:
         return 1.0 if self.cores is None else max(1.0, ranks / self.cores)
 
 
-def cpu_machine(cores: int | None = None) -> Machine:
+def cpu_machine(cores: int | None = None) -> PlannerMachine:
     """This CPU as a node with any number of ranks.
 
     Assumed peaks: 150 GFLOP/s per core in fp32, 20 GB/s of memory, 4 GB/s of loopback. They are upper bounds, which the
@@ -129,7 +129,7 @@ def cpu_machine(cores: int | None = None) -> Machine:
     """
     gigabytes = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") / 1e9
     device = Device("cpu", 0.15, None, gigabytes, 20.0, 4.0, 4.0, 1 << 16)
-    return Machine(device, CPU, cores or len(os.sched_getaffinity(0)))
+    return PlannerMachine(device, CPU, cores or len(os.sched_getaffinity(0)))
 
 
 def read_constants(path: Path) -> Constants:

@@ -12,14 +12,14 @@ from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
     from oblr_megatron.config import ParallelConfig
-    from oblr_megatron.extras.planner.constants import Machine
+    from oblr_megatron.extras.planner.constants import PlannerMachine
 
 
 @dataclass(frozen=True, slots=True)
 class Links:
     """Sizes of a layout's groups, and the seconds of their collectives."""
 
-    machine: Machine
+    machine: PlannerMachine
     tp: int
     cp: int
     dp: int
@@ -28,7 +28,7 @@ class Links:
     etp: int
 
     @classmethod
-    def of(cls, machine: Machine, parallel: ParallelConfig, world_size: int) -> Links:
+    def of(cls, machine: PlannerMachine, parallel: ParallelConfig, world_size: int) -> Links:
         """The links of a layout; `checks.layout.check_world_size` must have accepted it."""
         tp, cp, pp = (
             parallel.tensor_model_parallel_size,

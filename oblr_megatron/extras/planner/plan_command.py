@@ -97,7 +97,7 @@ def request_of(options: argparse.Namespace) -> Any:
         UserError: an option is missing or out of bounds.
     """
     from oblr_megatron.checkpoint.hf_dir import model_config
-    from oblr_megatron.extras.planner.constants import Constants, Machine, read_constants
+    from oblr_megatron.extras.planner.constants import Constants, PlannerMachine, read_constants
     from oblr_megatron.extras.planner.setting import Request
     from oblr_megatron.observe.performance.hardware import device_named
 
@@ -112,7 +112,7 @@ def request_of(options: argparse.Namespace) -> Any:
         model=options.model,
         hf_config=model_config(options.model),
         gpus=options.gpus,
-        machine=Machine(device, constants),
+        machine=PlannerMachine(device, constants),
         mean_response_tokens=min(response, options.mean_response_tokens or max(1, response // 2)),
         table=run_table,
         speculation_acceptance=options.speculation_acceptance,

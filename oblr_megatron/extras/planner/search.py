@@ -78,7 +78,7 @@ class Plan:
 
 
 @dataclass(frozen=True, slots=True)
-class Found:
+class SearchResult:
     """The result of a search."""
 
     plans: list[Plan]  # the fastest first
@@ -86,7 +86,7 @@ class Found:
     too_large: int
 
 
-def best_split(request: Request, overlap: str) -> tuple[Found, Request]:
+def best_split(request: Request, overlap: str) -> tuple[SearchResult, Request]:
     """The division of GPUs between engines and trainer with the fastest step, and its layouts.
 
     Args:
@@ -96,7 +96,7 @@ def best_split(request: Request, overlap: str) -> tuple[Found, Request]:
     Raises:
         UserError: no division is possible, or nothing fits in any; the message of the last one.
     """
-    found: list[tuple[Found, Request]] = []
+    found: list[tuple[SearchResult, Request]] = []
     refusal = UserError("one GPU cannot train and sample at the same time", where="plan", fix="use two or more GPUs")
     for split in _splits(request, overlap):
         try:
@@ -121,7 +121,7 @@ def _splits(request: Request, overlap: str) -> Iterator[Request]:
             yield replace(request, gpus=trainer, engine_gpus=engines * unit, table=table)
 
 
-def search(request: Request) -> Found:
+def search(request: Request) -> SearchResult:
     """All layouts that fit, the fastest first.
 
     Raises:
@@ -134,7 +134,7 @@ def search(request: Request) -> Found:
     if not plans:
         raise tally.nothing()
     plans.sort(key=lambda plan: (plan.prediction.seconds, plan.peak_bytes))
-    return Found(plans, tally.refused, tally.too_large)
+    return SearchResult(plans, tally.refused, tally.too_large)
 
 
 def layouts(request: Request) -> Iterator[Sections]:

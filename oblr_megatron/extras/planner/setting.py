@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from oblr_megatron.config import Config, parse_config
-from oblr_megatron.extras.planner.constants import Machine
+from oblr_megatron.extras.planner.constants import PlannerMachine
 from oblr_megatron.extras.planner.stage import Terms
 from oblr_megatron.memory.pass_plan import longest_sample
 from oblr_megatron.observe.performance.flops import training_flops
@@ -20,7 +20,7 @@ class Request:
     model: str
     hf_config: Mapping[str, Any]
     gpus: int  # of the trainer
-    machine: Machine
+    machine: PlannerMachine
     mean_response_tokens: int  # every prompt counts as the longest
     table: Mapping[str, Any]  # the rest of the run, as in a config file
     engine_gpus: int = 0  # that only sample; 0: engines share the trainer's
@@ -57,13 +57,13 @@ def base_table(
 class Setting:
     """A run on a machine.
 
-    Example: Setting(published("Qwen3-8B"), config, 64, Machine(device_named("h100")), mean_response_tokens=2048)
+    Example: Setting(published("Qwen3-8B"), config, 64, PlannerMachine(device_named("h100")), mean_response_tokens=2048)
     """
 
     hf_config: Mapping[str, Any]
     config: Config  # with gradnorm.mode chosen; "auto" counts as "two_pass"
     world_size: int
-    machine: Machine
+    machine: PlannerMachine
     mean_response_tokens: int | None = None  # by default rollout.max_response_tokens
     transformer_engine: bool = False
     engine_gpus: int = 0  # GPUs that only sample; 0: engines share the trainer's

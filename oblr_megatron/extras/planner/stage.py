@@ -13,7 +13,7 @@ from oblr_megatron.memory.rank_shapes import RankSizes, Tokens
 
 if TYPE_CHECKING:
     from oblr_megatron.config import Config
-    from oblr_megatron.extras.planner.constants import Machine
+    from oblr_megatron.extras.planner.constants import PlannerMachine
     from oblr_megatron.extras.planner.exchange import Links
 
 Terms = dict[str, float]
@@ -38,7 +38,7 @@ class Stage:
     sizes: RankSizes
     config: Config
     links: Links
-    machine: Machine
+    machine: PlannerMachine
 
     def forward(self, tokens: Tokens) -> Terms:
         """Seconds of a microbatch's forward pass, output layer and loss included."""
@@ -155,7 +155,7 @@ def scaled(terms: Terms, factor: float) -> Terms:
     return {name: factor * seconds for name, seconds in terms.items()}
 
 
-def device_seconds(terms: Terms, machine: Machine) -> Terms:
+def device_seconds(terms: Terms, machine: PlannerMachine) -> Terms:
     """Count launch time only where it exceeds the other terms, because a GPU's host runs ahead."""
     if not machine.on_gpu:
         return terms

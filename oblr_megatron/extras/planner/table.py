@@ -12,7 +12,7 @@ from rich.table import Table
 from oblr_megatron.formatting import number
 
 if TYPE_CHECKING:
-    from oblr_megatron.extras.planner.search import Found, Plan
+    from oblr_megatron.extras.planner.search import Plan, SearchResult
     from oblr_megatron.extras.planner.setting import Request
 
 PHASES = ("rollout", "norms", "gradient", "optimizer", "push")
@@ -46,12 +46,12 @@ def _machines(request: Request) -> str:
     return f"{request.gpus} x {request.machine.device.name}{engines}"
 
 
-def summary(found: Found) -> str:
+def summary(found: SearchResult) -> str:
     """How many layouts fit, are too large, or are refused."""
     return f"{len(found.plans)} layouts fit; {found.too_large} are too large, {found.refused} are refused"
 
 
-def as_json(plans: Sequence[Plan], found: Found, request: Request) -> str:
+def as_json(plans: Sequence[Plan], found: SearchResult, request: Request) -> str:
     """The plans as one line of JSON."""
     record = {
         "model": request.model,

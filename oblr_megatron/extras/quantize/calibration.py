@@ -66,7 +66,7 @@ def read_rows(config: DataConfig, tokenizer: PreTrainedTokenizerBase, num_sample
 
 
 @dataclass(frozen=True, slots=True)
-class PackedRows:
+class CalibrationBatch:
     """Concatenated rows.
 
     Example for the rows (5, 9, 2) and (7, 1): input_ids [[5, 9, 2, 7, 1]], position_ids [[0, 1, 2, 0, 1]]
@@ -85,7 +85,7 @@ class PackedRows:
         }
 
 
-def pack(rows: Sequence[Ids], batch_tokens: int = BATCH_TOKENS) -> list[PackedRows]:
+def pack(rows: Sequence[Ids], batch_tokens: int = BATCH_TOKENS) -> list[CalibrationBatch]:
     """Batches of at most `batch_tokens` tokens, in order; a longer row gets its own batch."""
     groups: list[list[Ids]] = []
     room = 0
@@ -99,5 +99,5 @@ def pack(rows: Sequence[Ids], batch_tokens: int = BATCH_TOKENS) -> list[PackedRo
     for group in groups:
         ids = torch.tensor([token for row in group for token in row])
         positions = torch.cat([torch.arange(len(row)) for row in group])
-        packed.append(PackedRows(ids[None], positions[None], len(group)))
+        packed.append(CalibrationBatch(ids[None], positions[None], len(group)))
     return packed

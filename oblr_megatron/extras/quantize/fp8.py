@@ -33,7 +33,7 @@ from torch import Tensor, nn
 from oblr_megatron.checkpoint.hf_write import MAX_SHARD_BYTES, copy_description
 from oblr_megatron.checkpoint.store import sync
 from oblr_megatron.errors import RunError, UserError
-from oblr_megatron.extras.quantize.calibration import PackedRows
+from oblr_megatron.extras.quantize.calibration import CalibrationBatch
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -67,7 +67,9 @@ def load_model(source: Path, device: torch.device) -> PreTrainedModel:
 
 
 @torch.no_grad()
-def calibrate(model: PreTrainedModel, batches: Sequence[PackedRows], advance: Advance = lambda rows: None) -> None:
+def calibrate(
+    model: PreTrainedModel, batches: Sequence[CalibrationBatch], advance: Advance = lambda rows: None
+) -> None:
     """Insert quantizers and set their scales from the weights and the calibration rows, of at least one batch.
 
     The model is changed in place. Its output layer, embedding, norms and routers are not quantised.

@@ -16,9 +16,9 @@ from oblr_megatron.checkpoint.hf_write import whole_directory
 from oblr_megatron.checkpoint.store import sync
 from oblr_megatron.extras.quantize import fp8
 from oblr_megatron.extras.quantize.accuracy import Accuracy, with_transformers, with_vllm
-from oblr_megatron.extras.quantize.calibration import PackedRows, Rows, pack
+from oblr_megatron.extras.quantize.calibration import CalibrationBatch, Rows, pack
 from oblr_megatron.extras.quantize.fidelity import LogitComparison, LogitError
-from oblr_megatron.extras.quantize.summary import REPORT, Calibrated, Report
+from oblr_megatron.extras.quantize.summary import REPORT, Calibrated, QuantizeReport
 from oblr_megatron.observe.console import progress
 from oblr_megatron.rewards.registry import build_reward
 from oblr_megatron.types import Prompt
@@ -34,7 +34,7 @@ Accuracies = tuple[dict[str, Accuracy], dict[str, Accuracy]]
 
 
 @dataclass(frozen=True, slots=True)
-class Task:
+class QuantizeTask:
     """The command's checked arguments."""
 
     source: HFDir
@@ -47,7 +47,7 @@ class Task:
     engine: Engine  # answers the sets
 
 
-def run(task: Task) -> Report:
+def run(task: QuantizeTask) -> QuantizeReport:
     """Write task.target and return the measurements.
 
     Raises:
@@ -78,7 +78,7 @@ def run(task: Task) -> Report:
 
 
 @torch.no_grad()
-def _compare(model: PreTrainedModel, batches: Sequence[PackedRows]) -> LogitError:
+def _compare(model: PreTrainedModel, batches: Sequence[CalibrationBatch]) -> LogitError:
     comparison = LogitComparison()
     for batch in batches:
         arguments = batch.arguments(model.device)
@@ -88,7 +88,7 @@ def _compare(model: PreTrainedModel, batches: Sequence[PackedRows]) -> LogitErro
     return comparison.result()
 
 
-def _answer_simulated(model: PreTrainedModel, task: Task) -> Accuracies:
+def _answer_simulated(model: PreTrainedModel, task: QuantizeTask) -> Accuracies:
     max_tokens = task.config.rollout.max_response_tokens
     with build_reward(task.config.reward, max_response_tokens=max_tokens) as reward:
         with fp8.original(model):
@@ -97,8 +97,8 @@ def _answer_simulated(model: PreTrainedModel, task: Task) -> Accuracies:
 
 
 def _report(
-    task: Task, error: LogitError, answers: Accuracies, device: torch.device, written: Path, num_weights: int
-) -> Report:
+    task: QuantizeTask, error: LogitError, answers: Accuracies, device: torch.device, written: Path, num_weights: int
+) -> QuantizeReport:
     simulated = f"transformers in bf16, FP8 simulated on {device.type}"
     engine = f"vLLM on {device.type}" if task.engine == "vllm" else simulated
     calibration = Calibrated(
@@ -108,7 +108,7 @@ def _report(
         skipped_rows=task.rows.skipped,
         held_out_rows=len(task.rows.held_out),
     )
-    return Report(
+    return QuantizeReport(
         source=str(task.source.path),
         format=task.format,
         modelopt=version("nvidia-modelopt"),

@@ -12,7 +12,7 @@ from oblr_megatron.runtime.command_line import count
 
 if TYPE_CHECKING:
     from oblr_megatron.checkpoint.hf_dir import HFDir
-    from oblr_megatron.extras.quantize.pipeline import Task
+    from oblr_megatron.extras.quantize.pipeline import QuantizeTask
 
 MODELOPT = "0.47"
 
@@ -77,7 +77,7 @@ def _check_modelopt() -> None:
         raise UserError(f"nvidia-modelopt is {found}", fix=f'pip install "nvidia-modelopt=={MODELOPT}.*"')
 
 
-def _check_data(options: argparse.Namespace, source: HFDir) -> Task:
+def _check_data(options: argparse.Namespace, source: HFDir) -> QuantizeTask:
     import torch
 
     from oblr_megatron.checkpoint.store import check_space
@@ -88,7 +88,7 @@ def _check_data(options: argparse.Namespace, source: HFDir) -> Task:
     from oblr_megatron.evaluation.setup import config_of, load_sets, named_sets
     from oblr_megatron.extras.quantize.accuracy import vllm_computes_fp8
     from oblr_megatron.extras.quantize.calibration import read_rows
-    from oblr_megatron.extras.quantize.pipeline import Task
+    from oblr_megatron.extras.quantize.pipeline import QuantizeTask
     from oblr_megatron.rewards.registry import check_reward, check_rows
 
     calibration = named_source(options.calibration)[1] if options.calibration else None
@@ -114,4 +114,4 @@ def _check_data(options: argparse.Namespace, source: HFDir) -> Task:
         raise UserError(what, where="--accuracy", fix="add --accuracy-engine vllm, or leave out --accuracy")
     if sets and engine == "vllm":
         check_head_size(source.config, options.source, on_gpu=torch.cuda.is_available())
-    return Task(source, options.target, options.format, rows, config, tokenizer, sets, engine)
+    return QuantizeTask(source, options.target, options.format, rows, config, tokenizer, sets, engine)

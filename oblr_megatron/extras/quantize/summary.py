@@ -30,7 +30,7 @@ class Calibrated:
 
 
 @dataclass(frozen=True, slots=True)
-class Report:
+class QuantizeReport:
     """All measurements of one quantised directory; the fields are the keys of quantize.json."""
 
     source: str

@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any, Literal, get_args
 from oblr_megatron.errors import UserError
 
 if TYPE_CHECKING:
-    from oblr_megatron.engine.http_messages import Report
+    from oblr_megatron.engine.http_messages import DraftReport
 
 Method = Literal["ngram", "suffix"]
 METHODS: tuple[Method, ...] = get_args(Method)
@@ -144,7 +144,7 @@ class BreakEven:
         return all(len(self._steps[size, drafts].seconds) >= ENOUGH for drafts in (True, False))
 
 
-def metrics_of(reports: list[Report]) -> dict[str, float]:
+def metrics_of(reports: list[DraftReport]) -> dict[str, float]:
     """Metrics of all engines together; {} without engines that speculate."""
     if not reports:
         return {}

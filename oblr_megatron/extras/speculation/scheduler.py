@@ -12,7 +12,7 @@ from vllm.v1.core.sched.output import SchedulerOutput
 from vllm.v1.core.sched.scheduler import Scheduler
 from vllm.v1.outputs import DraftTokenIds, ModelRunnerOutput
 
-from oblr_megatron.engine.http_messages import Report
+from oblr_megatron.engine.http_messages import DraftReport
 from oblr_megatron.extras.speculation.options import BELOW, BreakEven
 
 
@@ -63,8 +63,8 @@ class TailScheduler(Scheduler):
             self._break_even.record(sequences, drafts=self._has_drafts, seconds=seconds, tokens=tokens)
         return outputs
 
-    def take_report(self) -> Report:
+    def take_report(self) -> DraftReport:
         """What speculation did since the last call."""
         drafts, proposed, accepted = self._drafts, self._proposed, self._accepted
         self._drafts = self._proposed = self._accepted = 0
-        return Report(drafts=drafts, proposed=proposed, accepted=accepted, below=self._break_even.below)
+        return DraftReport(drafts=drafts, proposed=proposed, accepted=accepted, below=self._break_even.below)

@@ -1,1 +1,1 @@
-"""What a run costs: FLOPs, devices, seconds and memory of every rank, profiles."""
+"""Costs of a run: FLOPs, devices, seconds and memory of every rank, profiles."""

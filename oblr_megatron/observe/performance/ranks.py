@@ -89,21 +89,21 @@ class RankTable:
     def metrics(self) -> dict[str, float]:
         """The perf/ metrics of the table; for a single rank only its memory."""
         peaks = self.memory["peak"]
-        found: dict[str, float] = {"perf/peak_memory_bytes": int(max(peaks))}
+        metrics: dict[str, float] = {"perf/peak_memory_bytes": int(max(peaks))}
         if len(peaks) == 1:
-            return found
-        found["perf/peak_memory_rank"] = peaks.index(max(peaks))
+            return metrics
+        metrics["perf/peak_memory_rank"] = peaks.index(max(peaks))
         for phase, seconds in self.own_s.items():
-            found |= {
+            metrics |= {
                 f"perf/ranks/{phase}/max_s": max(seconds),
                 f"perf/ranks/{phase}/min_s": min(seconds),
                 f"perf/ranks/{phase}/slowest": seconds.index(max(seconds)),
             }
-        slowest, usual = max(self.pace_s), statistics.median(self.pace_s)
-        if usual > 0:
-            found["perf/slowest_rank"] = self.pace_s.index(slowest)
-            found["perf/slowest_rank_ratio"] = slowest / usual
-        return found
+        slowest, median = max(self.pace_s), statistics.median(self.pace_s)
+        if median > 0:
+            metrics["perf/slowest_rank"] = self.pace_s.index(slowest)
+            metrics["perf/slowest_rank_ratio"] = slowest / median
+        return metrics
 
     def line(self, step: int) -> str:
         """One line of ranks.jsonl; seconds with four digits, whole bytes."""
@@ -135,7 +135,7 @@ class RankLog:
         self._path, self._keep_until = run_dir / RANKS_FILE, keep_until
         self._lines = KeptLines(self._path, self._prepare)
 
-    def take(self, step: int, timing: Mapping[str, float], own: Mapping[str, float]) -> dict[str, float]:
+    def gather(self, step: int, timing: Mapping[str, float], own: Mapping[str, float]) -> dict[str, float]:
         """Gather a finished step; collective.
 
         Args:

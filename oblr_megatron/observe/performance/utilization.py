@@ -45,14 +45,14 @@ class Utilization:
             timing: "timing_s/<phase>" of the step, and "timing_s/step".
         """
         tokens = sum(sample.num_tokens for sample in samples)
-        found = {"perf/throughput": tokens / (working_s(timing) * self.world_size)}
+        metrics = {"perf/throughput": tokens / (working_s(timing) * self.world_size)}
         seconds = sum(timing.get(f"timing_s/{phase}", 0.0) for phase in TRAINING)
         if self.peak_flops is None or not seconds:
-            return found
+            return metrics
         flops = training_flops(self.hf_config, self._trained(samples, scored))
-        found["perf/mfu/actor"] = flops / (seconds * self.world_size * self.peak_flops)
-        found["perf/mfu/with_norms"] = found["perf/mfu/actor"] * (1 + self._norms_apart)
-        return found
+        metrics["perf/mfu/actor"] = flops / (seconds * self.world_size * self.peak_flops)
+        metrics["perf/mfu/with_norms"] = metrics["perf/mfu/actor"] * (1 + self._norms_apart)
+        return metrics
 
     def _trained(self, samples: Sequence[Sample], scored: Scored) -> list[int]:
         """Input tokens of the samples that went through a backward pass."""

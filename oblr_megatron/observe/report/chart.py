@@ -18,7 +18,7 @@ import numpy as np
 from oblr_megatron.formatting import duration, number, scientific
 from oblr_megatron.observe.report.axes import Axis, linear_axis, log_axis
 from oblr_megatron.observe.report.history import Array, smooth, thinned
-from oblr_megatron.observe.report.specs import Curve, Panel, Rule
+from oblr_megatron.observe.report.specs import ChartRule, Curve, Panel
 
 CANVAS = 1000.0  # width and height in SVG units
 MOST_BINS = 50  # steps of a stack are averaged in at most this many bins
@@ -53,7 +53,7 @@ class Frame:
 
 
 @dataclass(frozen=True, slots=True)
-class Entry:
+class LegendEntry:
     """A legend entry: its key, the value shown by default, and the values shown under the pointer."""
 
     label: str
@@ -81,7 +81,7 @@ def draw_panel(panel: Panel, horizontal: Axis, step_labels: bool) -> str:
         shapes += _line(curve, steps, values, frame) if curve.kind != "dots" else ""
         texts = [number(float(value)) for value in values]
         key = f"{'dot' if curve.kind in ('marks', 'dots') else 'stroke'} s{curve.colour}"
-        entries.append(Entry(curve.label, key, texts[-1], steps, texts))
+        entries.append(LegendEntry(curve.label, key, texts[-1], steps, texts))
     labels = "".join(_rule_label(rule, frame) for rule in rules)
     return _assembled(frame, panel.unit, entries, shapes, labels, short=panel.short, step_labels=step_labels)
 
@@ -107,7 +107,7 @@ def draw_stack(layers: Mapping[str, Array], steps: Array, horizontal: Axis, *, s
         outline = frame.path(np.append(sides, sides[::-1]), np.append(tops[index + 1], tops[index][::-1]))
         shapes += f'<path class="layer s{index + 1}" d="{outline}Z"/>'
         texts = [duration(float(mean)) for mean in means[index]]
-        entries.append(Entry(label, f"block s{index + 1}", duration(float(seconds[index].mean())), rights, texts))
+        entries.append(LegendEntry(label, f"block s{index + 1}", duration(float(seconds[index].mean())), rights, texts))
     return _assembled(frame, "s", entries, shapes, step_labels=step_labels)
 
 
@@ -173,7 +173,7 @@ def _step_labels(horizontal: Axis) -> str:
     )
 
 
-def _rule_label(rule: Rule, frame: Frame) -> str:
+def _rule_label(rule: ChartRule, frame: Frame) -> str:
     top = frame.top(rule.value)
     side = "under" if top < 12 else "over"
     return f'<span class="rule-label {side}" style="top:{top:.2f}%">{escape(rule.label)}</span>'
@@ -182,7 +182,7 @@ def _rule_label(rule: Rule, frame: Frame) -> str:
 def _assembled(
     frame: Frame,
     unit: str,
-    entries: Sequence[Entry],
+    entries: Sequence[LegendEntry],
     shapes: str,
     labels: str = "",
     *,

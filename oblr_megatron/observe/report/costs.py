@@ -8,7 +8,7 @@ import numpy as np
 
 from oblr_megatron.metrics import RANKS_FILE, intact_lines
 from oblr_megatron.observe.alarm_window import SLOWER
-from oblr_megatron.observe.report.specs import Curve, Panel, Rule, chart, panel, strip
+from oblr_megatron.observe.report.specs import ChartRule, Curve, Panel, chart, panel, strip
 from oblr_megatron.timing import PHASES
 
 TIME = chart(
@@ -41,7 +41,7 @@ RANKS = chart(
         "",
         Curve("perf/slowest_rank_ratio", "slowest over median", "average", 2),
         include=(1.0,),
-        rules=(Rule("slow", SLOWER, forced=True),),
+        rules=(ChartRule("slow", SLOWER, forced=True),),
     ),
     strip("rank", Curve("perf/slowest_rank", "slowest rank", "dots", 2), include=(0.0, 1.0)),
 )

@@ -18,8 +18,8 @@ Array = NDArray[np.float64]
 
 
 @dataclass(frozen=True)
-class History:
-    """What a run has logged so far; only the metrics must exist."""
+class RunHistory:
+    """The logged data of a run so far; only the metrics must exist."""
 
     directory: Path
     records: list[Record]
@@ -60,7 +60,7 @@ class History:
         return table
 
 
-def load_history(run_dir: Path) -> History:
+def load_history(run_dir: Path) -> RunHistory:
     """Read the directory of a finished, running or interrupted run.
 
     Raises:
@@ -71,7 +71,7 @@ def load_history(run_dir: Path) -> History:
     if not records:
         raise UserError("the run has logged no step yet", where=str(directory), fix="wait for the first step")
     config = _read_json(directory / "config.json")
-    return History(directory.resolve(), records, config, _read_json(directory / ENVIRONMENT_FILE))
+    return RunHistory(directory.resolve(), records, config, _read_json(directory / ENVIRONMENT_FILE))
 
 
 def _read_json(path: Path) -> dict[str, Any]:

@@ -17,7 +17,7 @@ from oblr_megatron.metrics import Metric, describe, write_whole
 from oblr_megatron.observe.alarm_window import planned
 from oblr_megatron.observe.alarms import alarms_of
 from oblr_megatron.observe.report.axes import step_axis
-from oblr_megatron.observe.report.history import Array, History, load_history
+from oblr_megatron.observe.report.history import Array, RunHistory, load_history
 from oblr_megatron.observe.report.sections import draw_chart, sections
 
 HERE = Path(__file__).parent
@@ -37,7 +37,7 @@ def write_report(run_dir: str | Path) -> Path:
     return path
 
 
-def render(history: History) -> str:
+def render(history: RunHistory) -> str:
     """The report as HTML."""
     page, style, script = ((HERE / f"page.{kind}").read_text(encoding="utf-8") for kind in ("html", "css", "js"))
     charts, missing = _charts(history)
@@ -58,7 +58,7 @@ def render(history: History) -> str:
     )
 
 
-def _subtitle(history: History) -> Iterable[str]:
+def _subtitle(history: RunHistory) -> Iterable[str]:
     """Model, baseline, schedule and seed, as far as the config records them."""
     model = history.setting("model.path")
     yield Path(model).name if model else "model not recorded"
@@ -70,7 +70,7 @@ def _subtitle(history: History) -> Iterable[str]:
         yield f"seed {seed}"
 
 
-def _headlines(history: History) -> str:
+def _headlines(history: RunHistory) -> str:
     """Tiles with accuracy before and after, reward, steps and time."""
     tiles = []
     for name in history.evaluation_sets():
@@ -107,7 +107,7 @@ def _change(values: Array) -> str:
     return f'<em>{fixed(values[0], 2)}</em><span class="arrow">→</span>{fixed(values[-1], 2)}'
 
 
-def _alarms(history: History) -> str:
+def _alarms(history: RunHistory) -> str:
     """The run's alarms as HTML, with the step at which each was first raised."""
     alarms = alarms_of(history.directory, planned(history.setting), history.records)
     if not alarms:
@@ -116,7 +116,7 @@ def _alarms(history: History) -> str:
     return f'<ul class="alarms">{"".join(lines)}</ul>'
 
 
-def _facts(history: History) -> Iterable[tuple[str, str]]:
+def _facts(history: RunHistory) -> Iterable[tuple[str, str]]:
     """(name, text) of each recorded fact: model, layout, batch, optimizer, data, device, versions."""
     setting, environment = history.setting, history.environment
     if setting("model.path"):
@@ -140,7 +140,7 @@ def _facts(history: History) -> Iterable[tuple[str, str]]:
         yield "versions", ", ".join(f"{name} {version}" for name, version in versions.items())
 
 
-def _layout(history: History) -> str:
+def _layout(history: RunHistory) -> str:
     """Example: "TP 2 x PP 1 x DP 2, 4 ranks". The data-parallel size needs the recorded number of ranks."""
     tensor = history.setting("parallel.tensor_model_parallel_size", 1)
     pipeline = history.setting("parallel.pipeline_model_parallel_size", 1)
@@ -153,7 +153,7 @@ def _layout(history: History) -> str:
     return f"TP {tensor} x PP {pipeline}{f' x CP {context}' if context > 1 else ''}{replicas}{sequence}"
 
 
-def _charts(history: History) -> tuple[str, str]:
+def _charts(history: RunHistory) -> tuple[str, str]:
     """All sections as HTML, and a paragraph that names the charts without logged metrics."""
     horizontal = step_axis(history.last_step)
     html, missing = "", []
@@ -174,11 +174,11 @@ def _charts(history: History) -> tuple[str, str]:
     return html, f'<p class="missing">Not logged in this run: {names}.</p>' if missing else ""
 
 
-def _metrics_rows(history: History) -> str:
+def _metrics_rows(history: RunHistory) -> str:
     """The last record, one row per metric."""
     rows = ""
     for name, value in history.records[-1].items():
-        metric = Metric(name, "", "")  # of another version
+        metric = Metric(name, "", "")  # logged by another version
         with suppress(KeyError):
             metric = describe(name)
         unit = "" if metric.unit in ("s", "bytes") else metric.unit

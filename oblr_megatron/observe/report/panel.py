@@ -7,8 +7,8 @@ import numpy as np
 from oblr_megatron.algo.noise_split import compared_with_best
 from oblr_megatron.formatting import number
 from oblr_megatron.observe.alarm_window import planned
-from oblr_megatron.observe.report.history import Array, History
-from oblr_megatron.observe.report.specs import Chart, Curve, Rule, chart, panel, strip
+from oblr_megatron.observe.report.history import Array, RunHistory
+from oblr_megatron.observe.report.specs import Chart, ChartRule, Curve, chart, panel, strip
 
 RATIO = "/variance_ratio"
 ACROSS_PROMPTS = ("none", "batch_mean")  # keep the variance between prompts, so their ratios are much larger
@@ -19,12 +19,12 @@ VARIANCE = chart(
     "same responses. Below 1 the baseline helps. The strip shows the baseline's standard deviation over prompts.",
     "An average that stays above 1: rloo would need fewer samples. A spread well above that of the rewards: single "
     "responses dominate their groups.",
-    panel("", Curve("baseline/variance_ratio_vs_rloo", "variance ratio"), rules=(Rule("rloo", 1.0, forced=True),)),
+    panel("", Curve("baseline/variance_ratio_vs_rloo", "variance ratio"), rules=(ChartRule("rloo", 1.0, forced=True),)),
     strip("", Curve("baseline/spread", "spread", colour=3), include=(0.0,)),
 )
 
 
-def every_baseline(history: History) -> Chart:
+def every_baseline(history: RunHistory) -> Chart:
     """A line for each baseline with a logged variance ratio, and their ranking at the end of the run."""
     names = sorted({name for record in history.records for name in record if name.endswith(RATIO)})
     curves = [Curve(name, _short(name), "average", colour) for colour, name in enumerate(names, start=1)]
@@ -37,21 +37,21 @@ def every_baseline(history: History) -> Chart:
         panel(
             "",
             *(curve for curve in curves if curve.label not in ACROSS_PROMPTS),
-            rules=(Rule("rloo", 1.0, forced=True),),
+            rules=(ChartRule("rloo", 1.0, forced=True),),
         ),
         strip(
             "",
             *(curve for curve in curves if curve.label in ACROSS_PROMPTS),
             log=True,
-            rules=(Rule("rloo", 1.0, forced=True),),
+            rules=(ChartRule("rloo", 1.0, forced=True),),
         ),
     )
 
 
-def batch_size(history: History) -> Chart:
+def batch_size(history: RunHistory) -> Chart:
     """The critical batch size against the run's num_prompts, with advice; not with algo.updates_per_batch."""
     prompts = planned(history.setting).num_prompts
-    rules = (Rule("num_prompts", float(prompts), forced=True),) if prompts else ()
+    rules = (ChartRule("num_prompts", float(prompts), forced=True),) if prompts else ()
     return chart(
         "Batch size",
         "Critical batch size in prompts: running average of the noise over that of the signal. At this batch size half "
@@ -64,10 +64,10 @@ def batch_size(history: History) -> Chart:
     )
 
 
-def group_size(history: History) -> Chart:
+def group_size(history: RunHistory) -> Chart:
     """The noise of one prompt's gradient by cause, with advice on group_size."""
     size = history.setting("group_size")
-    rules = (Rule("group_size", float(size), forced=True),) if size else ()
+    rules = (ChartRule("group_size", float(size), forced=True),) if size else ()
     return chart(
         "Noise by cause",
         "Running averages of the noise of one prompt's gradient: the part that differences between prompts cause, and "
@@ -83,13 +83,13 @@ def group_size(history: History) -> Chart:
     )
 
 
-def pools(history: History) -> list[Chart]:
-    """What pooled baselines predict from earlier steps; [] for other baselines, and for one value for each token."""
+def pools(history: RunHistory) -> list[Chart]:
+    """Predictions of pooled baselines from earlier steps; [] for other baselines, and for one value for each token."""
     names = sorted({name for record in history.records for name in record if name.startswith("pool/")})
     if not {"pool/pull", "pool/trust"} & set(names):
         return []
     means = [name for name in names if name.endswith("/mean")]
-    found = chart(
+    figure = chart(
         "Pools of earlier rewards",
         "Mean reward of each data source over earlier steps, weighted as the baseline asks: the baseline of a prompt "
         "that is new. The strip shows the weight of a prompt's own history, and the pool's weight in optimal_pooled.",
@@ -97,10 +97,10 @@ def pools(history: History) -> list[Chart]:
         panel("", *(Curve(name, name[5:-5], "line", place) for place, name in enumerate(means, 1)), include=(0.0,)),
         strip("", Curve("pool/trust", "history", "line", 2), Curve("pool/pull", "pull", "line", 3)),
     )
-    return [found]
+    return [figure]
 
 
-def batch_advice(history: History) -> str:
+def batch_advice(history: RunHistory) -> str:
     """Advice on num_prompts from the last third of the critical batch sizes; "" without one or with several updates.
 
     A step of Q prompts is worth Q / (Q + B) noiseless steps, where B is the critical size (arXiv 1812.06162, eq. 2.11).
@@ -122,7 +122,7 @@ def batch_advice(history: History) -> str:
     )
 
 
-def group_advice(history: History) -> str:
+def group_advice(history: RunHistory) -> str:
     """Advice on group_size from the last third of the split of the noise (algo/noise_split.py); "" if not logged."""
     names = ("snr/between", "snr/within", "snr/best_group_size")
     courses, size = [history.points(name)[1] for name in names], history.setting("group_size")
@@ -143,10 +143,10 @@ def group_advice(history: History) -> str:
     )
 
 
-def _order(history: History, names: list[str]) -> str:
+def _order(history: RunHistory, names: list[str]) -> str:
     """Means over the last third, smallest first: " Over the last third: optimal 0.93, opo 0.95, ..."."""
-    found = {_short(name): history.points(name)[1] for name in names}
-    means = {name: float(_last_third(values).mean()) for name, values in found.items() if len(values)}
+    logged = {_short(name): history.points(name)[1] for name in names}
+    means = {name: float(_last_third(values).mean()) for name, values in logged.items() if len(values)}
     if not means:
         return ""
     listed = ", ".join(f"{name} {mean:.2f}" for name, mean in sorted(means.items(), key=lambda item: item[1]))

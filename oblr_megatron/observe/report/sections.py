@@ -9,13 +9,13 @@ import numpy as np
 from oblr_megatron.observe.report.axes import Axis
 from oblr_megatron.observe.report.chart import draw_panel, draw_stack, line_of
 from oblr_megatron.observe.report.costs import MARKED, RANKS, THROUGHPUT, TIME, UTILIZATION, memory_of_ranks
-from oblr_megatron.observe.report.history import Array, History
+from oblr_megatron.observe.report.history import Array, RunHistory
 from oblr_megatron.observe.report.panel import VARIANCE, batch_size, every_baseline, group_size, pools
-from oblr_megatron.observe.report.specs import Chart, Curve, Panel, Rule, chart, panel, strip
+from oblr_megatron.observe.report.specs import Chart, ChartRule, Curve, Panel, chart, panel, strip
 from oblr_megatron.timing import PHASES
 
 
-def sections(history: History) -> dict[str, list[Chart]]:
+def sections(history: RunHistory) -> dict[str, list[Chart]]:
     """The charts of the report in order, by the heading of their section."""
     evaluations = [_evaluation_chart(name) for name in history.evaluation_sets()] or [EVALUATION_MISSING]
     return {
@@ -102,7 +102,7 @@ SHRINK = chart(
         Curve("snr/shrink_raw", "single steps", "dots", 5),
         Curve("snr/shrink_ema", "averaged", "line", 1),
         include=(0.0,),
-        rules=(Rule("floor", setting="algo.snr.floor"),),
+        rules=(ChartRule("floor", setting="algo.snr.floor"),),
     ),
 )
 
@@ -111,7 +111,10 @@ LEARNING_RATE = chart(
     "Learning rate of each step, with the warm-up factor and, under the snr schedule, the shrink factor.",
     "A rate at its lower end long before the reward settles, or one that swings from step to step.",
     panel(
-        "", Curve("lr", "learning rate", "line"), include=(0.0,), rules=(Rule("optimizer.lr", setting="optimizer.lr"),)
+        "",
+        Curve("lr", "learning rate", "line"),
+        include=(0.0,),
+        rules=(ChartRule("optimizer.lr", setting="optimizer.lr"),),
     ),
 )
 
@@ -121,7 +124,7 @@ SIGNAL = chart(
     "the estimated variance of one prompt's gradient. With rollout.max_staleness, the second strip is 1 in steps with "
     "stale samples: their importance ratios are cut, and both estimates have a bias.",
     "Noise that grows by orders of magnitude, or signal that vanishes while the reward still changes.",
-    panel("", Curve("snr/signal_sq", "signal, squared norm"), rules=(Rule("", 0.0, forced=True),)),
+    panel("", Curve("snr/signal_sq", "signal, squared norm"), rules=(ChartRule("", 0.0, forced=True),)),
     strip("", Curve("snr/noise_trace", "noise, trace", colour=2), log=True),
     strip("", Curve("snr/biased", "stale samples", "line", 3), include=(0.0, 1.0)),
 )
@@ -132,7 +135,10 @@ GRADIENT = chart(
     "and the factor of the clipping.",
     "Spikes that keep growing, or every step above the clipping threshold: clipping then sets the step size.",
     panel(
-        "", Curve("grad_norm", "gradient norm"), include=(0.0,), rules=(Rule("clip", setting="optimizer.clip_grad"),)
+        "",
+        Curve("grad_norm", "gradient norm"),
+        include=(0.0,),
+        rules=(ChartRule("clip", setting="optimizer.clip_grad"),),
     ),
     strip("", Curve("loss", "loss", colour=3), Curve("optimizer/clip_factor", "clip factor", colour=2)),
 )
@@ -239,7 +245,7 @@ SPECULATION = chart(
 )
 
 
-def draw_chart(spec: Chart, history: History, horizontal: Axis) -> str:
+def draw_chart(spec: Chart, history: RunHistory, horizontal: Axis) -> str:
     """The panels of a chart, from top to bottom; "" if none of its metrics was logged."""
     if spec is TIME:
         return _draw_time(history, horizontal)
@@ -250,7 +256,7 @@ def draw_chart(spec: Chart, history: History, horizontal: Axis) -> str:
     return "".join(draw_panel(panel, horizontal, panel is panels[-1]) for panel in panels)
 
 
-def _filled(panel: Panel, history: History) -> Panel:
+def _filled(panel: Panel, history: RunHistory) -> Panel:
     """The panel with all curves that have a point; on a logarithmic axis, a positive one."""
     curves = []
     for curve in panel.curves:
@@ -261,13 +267,13 @@ def _filled(panel: Panel, history: History) -> Panel:
     return replace(panel, curves=curves, rules=[_with_setting(rule, history) for rule in panel.rules])
 
 
-def _with_setting(rule: Rule, history: History) -> Rule:
+def _with_setting(rule: ChartRule, history: RunHistory) -> ChartRule:
     """The rule at the value of its setting; it stays NaN, and is not drawn, without a positive one."""
     value = history.setting(rule.setting) if rule.setting else None
     return replace(rule, value=float(value)) if isinstance(value, (int, float)) and value > 0 else rule
 
 
-def _draw_time(history: History, horizontal: Axis) -> str:
+def _draw_time(history: RunHistory, horizontal: Axis) -> str:
     """Seconds of the training steps by phase and the rest of each step; the slowest rank of the MARKED phases."""
     trained = np.isfinite(history.values("timing_s/step")) & (history.steps > 0)
     if not trained.any():

@@ -11,7 +11,7 @@ import numpy as np
 
 from oblr_megatron.observe.report.history import Array
 
-Kind = Literal["cloud", "average", "dots", "line", "marks"]
+CurveKind = Literal["cloud", "average", "dots", "line", "marks"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -25,14 +25,14 @@ class Curve:
 
     metric: str
     label: str
-    kind: Kind = "cloud"
+    kind: CurveKind = "cloud"
     colour: int = 1  # palette position
     steps: Array = field(default_factory=lambda: np.empty(0))  # [n], filled in from a run
     values: Array = field(default_factory=lambda: np.empty(0))  # [n], finite
 
 
 @dataclass(frozen=True, slots=True)
-class Rule:
+class ChartRule:
     """A horizontal line with a label; drawn if the axis reaches it, or always if `forced`."""
 
     label: str
@@ -49,7 +49,7 @@ class Panel:
     curves: Sequence[Curve]
     log: bool = False
     include: tuple[float, ...] = ()  # values the axis must reach
-    rules: Sequence[Rule] = ()
+    rules: Sequence[ChartRule] = ()
     short: bool = False  # a low strip below the main panel
     scale: float = 1.0  # from the metric's unit to the panel's
 

@@ -1,4 +1,4 @@
-"""What a tracker is, and what it is told about the run."""
+"""The interface of trackers, and the facts about the run that they get."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from typing import Any, Literal
 
 from oblr_megatron.metrics.files import write_whole
 
-FOLDER = "trackers"  # of the run directory
+FOLDER = "trackers"  # in the run directory
 DEFAULT_PROJECT = "oblr-megatron"
 State = Literal["finished", "stopped", "failed"]
 

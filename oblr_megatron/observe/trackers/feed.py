@@ -51,13 +51,13 @@ class Trackers:
     def __init__(self, config: Config, say: Callable[[str], None], *, rank: int, resume_step: int | None) -> None:
         self.names = config.log.trackers if rank == 0 else ()
         self._config, self._say, self._resume_step = config, say, resume_step
-        self._feeds: list[Feed] = []
+        self._feeds: list[TrackerFeed] = []
         self.state: State = "finished"  # how the run ends, for the trackers
 
     def start(self) -> None:
         """Start the processes. A tracker that cannot be opened says so later and changes nothing else."""
         log, run_dir = self._config.log, self._config.run_dir
-        self._feeds = [Feed(name, run_dir / LOGS / f"tracker-{name}.log") for name in self.names]
+        self._feeds = [TrackerFeed(name, run_dir / LOGS / f"tracker-{name}.log") for name in self.names]
         self._send(
             "open",
             run_dir=str(run_dir),
@@ -111,7 +111,7 @@ class Trackers:
         self._feeds.clear()
 
 
-class Feed:
+class TrackerFeed:
     """One tracker's process, the queue of its messages, and the count of those that it has acknowledged."""
 
     def __init__(self, name: str, log: Path) -> None:
@@ -189,7 +189,7 @@ class Feed:
             with suppress(subprocess.TimeoutExpired):  # a system call on a hanging file system outlasts the signal
                 self._process.wait(DRAIN_S)
             return False
-        self._reader.join(DRAIN_S)  # of replies that are still in the pipe
+        self._reader.join(DRAIN_S)  # for replies that are still in the pipe
         return True
 
 

@@ -49,10 +49,10 @@ def open_tracker(run: TrackedRun) -> Tracker:
         Exception: whatever its package raises.
     """
     if (name := f"log.trackers {run.tracker}") in EXTENSIONS:
-        found: Callable[[TrackedRun], Tracker] = extension(name)
+        factory: Callable[[TrackedRun], Tracker] = extension(name)
     elif run.tracker in TRACKERS:
         module = importlib.import_module(f"oblr_megatron.observe.trackers.{run.tracker}")
-        found = getattr(module, f"{run.tracker.title()}Tracker")
+        factory = getattr(module, f"{run.tracker.title()}Tracker")
     else:
-        found = entry_points(group=GROUP)[run.tracker].load()
-    return found(run)
+        factory = entry_points(group=GROUP)[run.tracker].load()
+    return factory(run)

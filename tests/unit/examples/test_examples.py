@@ -21,7 +21,7 @@ from oblr_megatron.checks.layout import check_layout
 from oblr_megatron.config import load_config
 from oblr_megatron.errors import EXIT_USER
 from oblr_megatron.model.published import published
-from oblr_megatron.preflight.device_memory import Device, rank_memory
+from oblr_megatron.preflight.device_memory import RankDevice, rank_memory
 from oblr_megatron.preflight.examine import check_run
 from oblr_megatron.preflight.inputs import write_config
 from studies.imitate import IGNORED
@@ -225,7 +225,7 @@ def test_a_recipe_fits_its_model_and_states_its_cost(
     config = load_config(folder / "config.toml")
     model = published(size)
     assert config.data.max_prompt_tokens + config.rollout.max_response_tokens <= model["max_position_embeddings"]
-    device = Device(on_gpu=True, num_bytes=80 * 10**9, transformer_engine=True)
+    device = RankDevice(on_gpu=True, num_bytes=80 * 10**9, transformer_engine=True)
     decided = check_run(model, config, 8, 8, device)
     assert (decided.algo.baseline, decided.algo.schedule, decided.gradnorm.mode) == ("pooled", "constant", "inline")
     assert max(one.peak for one in rank_memory(model, decided, 8, device)) < 0.95 * device.num_bytes

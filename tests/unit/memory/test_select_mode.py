@@ -13,7 +13,7 @@ from oblr_megatron.config import Config, parse_config
 from oblr_megatron.errors import UserError
 from oblr_megatron.memory.engine import outside_training
 from oblr_megatron.memory.select_mode import ModeChoice, free_memory, resolve, with_mode
-from oblr_megatron.preflight.device_memory import Device, rank_memory
+from oblr_megatron.preflight.device_memory import RankDevice, rank_memory
 
 DENSE: dict[str, Any] = {
     "model_type": "qwen3",
@@ -86,7 +86,7 @@ def test_a_gpu_is_shared_with_a_context_and_a_sleeping_engine(rollout: dict[str,
     config = config_of(rollout={"max_response_tokens": 2000} | rollout, gradnorm={"mode": "stash"})
     device = 10**11
     free = device - outside(config, device)
-    ranks = rank_memory(DENSE, config, 1, Device(on_gpu=True, num_bytes=device, transformer_engine=False))
+    ranks = rank_memory(DENSE, config, 1, RankDevice(on_gpu=True, num_bytes=device, transformer_engine=False))
     needed = choose(config, on_gpu=True).estimate.total
     assert ranks[0].training - device == needed - free
     least = next(gb for gb in range(1, 999) if needed <= (size := gb * 10**9) - outside(config, size))
@@ -103,7 +103,7 @@ def test_more_memory_of_a_cpu_never_makes_a_run_impossible(world_size: int) -> N
     fits, modes = [], set()
     for gb in range(16, 48, 2):
         choice = choose(config, world_size, free_bytes=gb * 10**9)
-        device = Device(on_gpu=False, num_bytes=gb * 10**9, transformer_engine=False)
+        device = RankDevice(on_gpu=False, num_bytes=gb * 10**9, transformer_engine=False)
         ranks = rank_memory(DENSE, with_mode(config, choice.mode), world_size, device)
         fits.append(ranks[0].peak <= gb * 10**9)
         modes.add(choice.mode)

@@ -16,7 +16,7 @@ import pytest
 
 from oblr_megatron.metrics import Record
 from oblr_megatron.observe.alarm_window import EDGE, Course, Planned, planned
-from oblr_megatron.observe.alarms import ALARMS_FILE, CHECKS, Alarm, LiveAlarms, Watch, _written, alarms_of
+from oblr_megatron.observe.alarms import ALARMS_FILE, CHECKS, Alarm, AlarmWatch, LiveAlarms, _written, alarms_of
 from tests.unit.synthetic_run import synthetic_records
 
 PLANNED = Planned(lr=1e-3, lr_warmup_steps=10, num_prompts=64, group_size=8)
@@ -31,8 +31,8 @@ def records_with(name: str, course: Callable[[int], float | None], num_steps: in
 
 def set_off(records: Iterable[Record], settings: Planned = PLANNED) -> list[Alarm]:
     """All alarms in the order raised."""
-    watch = Watch(settings)
-    return [alarm for record in records for alarm in watch.take(record)]
+    watch = AlarmWatch(settings)
+    return [alarm for record in records for alarm in watch.check(record)]
 
 
 def rising(low: float, high: float) -> Callable[[int], float]:
@@ -87,9 +87,9 @@ def test_a_healthy_run_raises_none(seed: int, num_steps: int) -> None:
 
 
 def test_failures_and_timeouts_have_remedies_of_their_own() -> None:
-    watch = Watch(PLANNED)
-    late = watch.take({"step": 1, "reward/failures": 3, "reward/timeouts": 3})
-    both = watch.take({"step": 2, "reward/failures": 5, "reward/timeouts": 1}, "ValueError: no number in it")
+    watch = AlarmWatch(PLANNED)
+    late = watch.check({"step": 1, "reward/failures": 3, "reward/timeouts": 3})
+    both = watch.check({"step": 2, "reward/failures": 5, "reward/timeouts": 1}, "ValueError: no number in it")
     assert [alarm.name for alarm in (*late, *both)] == ["timeouts", "failures"]
     assert " 3;" in late[0].text and "reward.timeout_s" in late[0].text
     assert " 4;" in both[0].text and "ValueError: no number in it" in both[0].text
@@ -162,13 +162,13 @@ def test_falling_entropy_with_a_flat_reward_is_a_collapse() -> None:
 
 def test_the_report_has_current_numbers_while_an_alarm_holds() -> None:
     """Afterwards it has those of the first step."""
-    watch = Watch(PLANNED)
+    watch = AlarmWatch(PLANNED)
     for record in records_with("reward/failures", lambda step: 1):
-        watch.take(record)
+        watch.check(record)
     assert [(alarm.step, f" {STEPS};" in alarm.text) for alarm in watch.all()] == [(1, True)]
-    watch = Watch(PLANNED)
+    watch = AlarmWatch(PLANNED)
     for record in records_with("baseline/self_dependence", lambda step: 0.5 if step == 3 else 0.0):
-        watch.take(record)
+        watch.check(record)
     assert [(alarm.step, "moves by 0.5" in alarm.text) for alarm in watch.all()] == [(3, True)]
 
 
@@ -190,7 +190,7 @@ def test_a_run_reports_an_alarm_once_and_keeps_it(tmp_path: Path) -> None:
     alarms = live(tmp_path, said)
     records = records_with(*CASES["truncation"][:2])
     for record in records:
-        alarms.take(record)
+        alarms.check(record)
     (found,) = set_off(records)
     assert said == [f"alarm at step {found.step}: {found.text}"]
     kept = [json.loads(line) for line in (tmp_path / ALARMS_FILE).read_text().splitlines()]
@@ -206,12 +206,12 @@ def test_a_resumed_run_does_not_repeat_an_alarm(tmp_path: Path, resumed_at: int)
         path.mkdir(exist_ok=True)
         alarms = live(path, said)
         for record in records[:160]:
-            alarms.take(record)
+            alarms.check(record)
         with (path / ALARMS_FILE).open("a") as file:
             file.write('{"name": "entr')  # cut by a kill
         alarms = live(path, said, records[:resumed_at])
         for record in records[resumed_at:]:
-            alarms.take(record)
+            alarms.check(record)
         assert len(said) == 1, said
         said.clear()
 
@@ -224,7 +224,7 @@ def test_a_resumed_run_with_other_settings_compares_new_steps_with_them(tmp_path
     for record in records[:80]:
         record["groups/mixed_fraction"] = 0.0  # of one response a prompt
     alarms = LiveAlarms(tmp_path, PLANNED, said.append, records[:80], before)
-    raised = [(alarm.name, alarm.step) for record in records[80:] for alarm in alarms.take(record)]
+    raised = [(alarm.name, alarm.step) for record in records[80:] for alarm in alarms.check(record)]
     assert raised == [("rate", 160)]  # a quarter of the run
     assert len(said) == 1
     assert alarms_of(tmp_path, PLANNED, records) == [
@@ -240,17 +240,17 @@ def test_a_resumed_run_with_the_same_settings_counts_on(tmp_path: Path, kept: bo
     if kept:
         alarms = live(tmp_path, said)
         for record in records[:60]:
-            alarms.take(record)
+            alarms.check(record)
     alarms = live(tmp_path, said, records[:60])
     for record in records[60:]:
-        alarms.take(record)
+        alarms.check(record)
     assert [line.partition(":")[0] for line in said] == [f"alarm at step {40 if kept else 61}"]
 
 
 def test_a_new_run_removes_old_alarms(tmp_path: Path) -> None:
     (tmp_path / ALARMS_FILE).write_text('{"name": "failures", "step": 1, "text": ""}\n')
     said: list[str] = []
-    live(tmp_path, said).take({"step": 1, "reward/failures": 1})
+    live(tmp_path, said).check({"step": 1, "reward/failures": 1})
     assert len(said) == 1
 
 

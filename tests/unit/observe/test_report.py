@@ -18,11 +18,11 @@ import pytest
 from oblr_megatron.errors import UserError
 from oblr_megatron.metrics import METRICS
 from oblr_megatron.observe.alarm_window import Planned
-from oblr_megatron.observe.alarms import Watch
+from oblr_megatron.observe.alarms import AlarmWatch
 from oblr_megatron.observe.report import write_report
 from oblr_megatron.observe.report.axes import linear_axis, log_axis, step_axis
 from oblr_megatron.observe.report.costs import RANKED, memory_of_ranks
-from oblr_megatron.observe.report.history import History, load_history, smooth, thinned
+from oblr_megatron.observe.report.history import RunHistory, load_history, smooth, thinned
 from oblr_megatron.observe.report.panel import batch_advice, batch_size, group_advice
 from oblr_megatron.observe.report.sections import sections
 from oblr_megatron.timing import PHASES
@@ -296,11 +296,11 @@ def test_the_pointers_data_match_the_legend(tmp_path):
 
 def test_alarms_are_listed_with_current_numbers_and_their_first_step(tmp_path):
     """What raises which alarm is tested in test_alarms.py."""
-    records, watch = synthetic_records(100, evaluate_every=0), Watch(Planned())
+    records, watch = synthetic_records(100, evaluate_every=0), AlarmWatch(Planned())
     for record in records:
         record["response_length/truncated_fraction"] = record["step"] / 100
         record["reward/failures"] = int(record["step"] < 4)
-        watch.take(record)
+        watch.check(record)
     page = page_of(tmp_path, records)
     assert [item.text.strip() for item in page.all("li")] == [alarm.text for alarm in watch.all()]
     assert [numbers(item.text)[:2] for item in page.all("li")] == [[0, 3], [11, 90]]
@@ -322,8 +322,8 @@ def test_the_order_of_baselines_and_the_advice_on_the_batch_size(tmp_path):
 def test_batch_advice(critical, said):
     """B = 640, Q = 64: 64/704 = 1/11 against 128/768 = 1/6. B = 16: 64/80 against 32/48, which is 5/6 of it."""
     records = [{"step": step, "snr/critical_batch_size": critical} for step in range(1, 9)]
-    assert numbers(batch_advice(History(Path(), records, {"num_prompts": 64}, {}))) == said
-    assert batch_advice(History(Path(), [{"step": 1}], {"num_prompts": 64}, {})) == ""
+    assert numbers(batch_advice(RunHistory(Path(), records, {"num_prompts": 64}, {}))) == said
+    assert batch_advice(RunHistory(Path(), [{"step": 1}], {"num_prompts": 64}, {})) == ""
 
 
 def test_several_updates_on_a_batch_get_no_advice_on_its_size():
@@ -331,7 +331,7 @@ def test_several_updates_on_a_batch_get_no_advice_on_its_size():
     records = [{"step": step, "snr/critical_batch_size": 64.0} for step in range(1, 9)]
     advice = {}
     for updates in (1, 4):
-        spec = batch_size(History(Path(), records, {"num_prompts": 64, "algo": {"updates_per_batch": updates}}, {}))
+        spec = batch_size(RunHistory(Path(), records, {"num_prompts": 64, "algo": {"updates_per_batch": updates}}, {}))
         advice[updates] = "is worth" in spec.caption, len(spec.panels[0].rules)
     assert advice == {1: (True, 1), 4: (False, 0)}
 
@@ -347,8 +347,8 @@ def test_several_updates_on_a_batch_get_no_advice_on_its_size():
 def test_group_advice(size, between, within, best, said):
     split = {"snr/between": between, "snr/within": within, "snr/best_group_size": best}
     records = [{"step": step} | split for step in range(1, 9)]
-    assert numbers(group_advice(History(Path(), records, {"group_size": size}, {}))) == said
-    assert group_advice(History(Path(), [{"step": 1}], {"group_size": size}, {})) == ""
+    assert numbers(group_advice(RunHistory(Path(), records, {"group_size": size}, {}))) == said
+    assert group_advice(RunHistory(Path(), [{"step": 1}], {"group_size": size}, {})) == ""
 
 
 def test_an_alarm_that_depends_on_settings_is_the_runs_own(tmp_path):
@@ -460,7 +460,7 @@ def test_thinning_keeps_the_ends_and_the_extremes():
 
 
 def test_history_reads_dotted_settings():
-    history = History(Path(), [{"step": 1}], {"algo": {"snr": {"floor": 0.1}}, "seed": 3}, {})
+    history = RunHistory(Path(), [{"step": 1}], {"algo": {"snr": {"floor": 0.1}}, "seed": 3}, {})
     assert history.setting("algo.snr.floor") == 0.1
     assert history.setting("seed.more", "none") == "none"
     assert history.setting("algo.absent") is None

@@ -148,7 +148,7 @@ def test_a_process_that_no_signal_ends_does_not_hold_the_run(tmp_path: Path, mon
             raise subprocess.TimeoutExpired(self.args, timeout)
 
     monkeypatch.setattr(feed.subprocess, "Popen", Stuck)
-    stuck = feed.Feed("tensorboard", tmp_path / "log")
+    stuck = feed.TrackerFeed("tensorboard", tmp_path / "log")
     stuck.finish()
     assert not stuck.join(0.0)
     monkeypatch.undo()

@@ -16,11 +16,11 @@ from oblr_megatron.cli import main
 from oblr_megatron.config import Config, parse_config
 from oblr_megatron.errors import UserError
 from oblr_megatron.model.published import published
-from oblr_megatron.preflight.device_memory import Device, RankMemory, rank_memory
+from oblr_megatron.preflight.device_memory import RankDevice, RankMemory, rank_memory
 from oblr_megatron.preflight.examine import check_fits
 from tests.tiny import make_hf_dir
 
-GPU = Device(on_gpu=True, num_bytes=80 * 10**9, transformer_engine=True)
+GPU = RankDevice(on_gpu=True, num_bytes=80 * 10**9, transformer_engine=True)
 CONFIG = """
 run_dir = "{directory}/run"
 num_prompts = 8
@@ -252,7 +252,7 @@ def test_trainer_and_engine_take_turns() -> None:
 @pytest.mark.parametrize("engines", [None, 2])
 def test_ranks_of_a_cpu_share_its_engines(engines: int | None) -> None:
     """The memory of all ranks together is that of their steps and of the engines that are started."""
-    cpu = Device(on_gpu=False, num_bytes=None, transformer_engine=False)
+    cpu = RankDevice(on_gpu=False, num_bytes=None, transformer_engine=False)
     found = rank_memory(published("1.7B"), run(rollout={"num_engines": engines}), 4, cpu)[0]
     assert found.engine is not None
     assert 4 * found.training == pytest.approx(4 * found.step.total + (engines or 1) * found.engine.total, abs=4)
@@ -260,8 +260,8 @@ def test_ranks_of_a_cpu_share_its_engines(engines: int | None) -> None:
     assert sum(found.parts().values()) == pytest.approx(found.training + found.rollout, abs=4)
 
 
-@pytest.mark.parametrize("device", [GPU, Device(on_gpu=False, num_bytes=None, transformer_engine=False)])
-def test_an_engines_cache_holds_the_longest_evaluated_sequence(device: Device) -> None:
+@pytest.mark.parametrize("device", [GPU, RankDevice(on_gpu=False, num_bytes=None, transformer_engine=False)])
+def test_an_engines_cache_holds_the_longest_evaluated_sequence(device: RankDevice) -> None:
     """vLLM refuses to start if one sequence of max_model_len tokens does not fit."""
     rollout = {"max_response_tokens": 1000, "gpu_memory_utilization": 0.2, "kv_cache_gib": 1.0}
     for response, fits in ((2000, True), (10**6, False)):

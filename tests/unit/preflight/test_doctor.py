@@ -143,6 +143,8 @@ def test_tables_show_the_whole_report() -> None:
     gpu = doctor.Gpu("NVIDIA H100 80GB HBM3", "9.0", 79.1)
     found = doctor.findings(HOPPER, NOTHING)
     text = StringIO()
-    doctor.show(doctor.Report(NOTHING, {"NCCL": "2.28"}, [gpu], found, ["a thing"]), Console(file=text, width=250))
+    doctor.show(
+        doctor.DoctorReport(NOTHING, {"NCCL": "2.28"}, [gpu], found, ["a thing"]), Console(file=text, width=250)
+    )
     for expected in ("not installed", gpu.name, "2.28", "problem: a thing", *(finding.means for finding in found)):
         assert expected in text.getvalue(), expected

@@ -23,7 +23,7 @@ from oblr_megatron.model.transformer_config import hf_config_of
 from oblr_megatron.preflight.device_memory import RankMemory
 from oblr_megatron.preflight.fake_ranks import META, standing_as
 from oblr_megatron.preflight.models import Models, build_models, rank_positions
-from oblr_megatron.preflight.table import Kind, memory_table
+from oblr_megatron.preflight.table import RankKind, memory_table
 from tests.tiny import tiny_config, tiny_config_of, tiny_moe_config
 
 WORLD = 16
@@ -148,6 +148,6 @@ def test_parts_that_the_first_stage_lacks_are_listed_with_their_kind() -> None:
     kinds = []
     for stage, logits in enumerate((0, 5)):
         step = MemoryEstimate(**sizes, logits=logits, checkpoint=0, fixed=1, stage=stage, moment="the loss")
-        kinds.append(Kind((stage,), (stage,), 7, RankMemory(step, engine, sleep_level=1, context=1, push=1)))
+        kinds.append(RankKind((stage,), (stage,), 7, RankMemory(step, engine, sleep_level=1, context=1, push=1)))
     names = [str(name) for name in memory_table(kinds, None).columns[0].cells]
     assert names.index("activations") < names.index("logits") < names.index("while training") < names.index("KV cache")

@@ -11,7 +11,7 @@ import pytest
 
 from oblr_megatron.config import RewardConfig
 from oblr_megatron.errors import UserError
-from oblr_megatron.processes.calls import Kind, kind_of
+from oblr_megatron.processes.calls import FunctionKind, kind_of
 from oblr_megatron.rewards.base import RewardResult
 from oblr_megatron.rewards.registry import build_reward, check_reward, takes_rows
 from tests.unit.processes import scorers, scorers_many
@@ -37,19 +37,19 @@ def score_batch(name: str, *groups: list[str], **options: object) -> RewardResul
 @pytest.mark.parametrize(
     ("function", "kind"),
     [
-        (scorers.mixed, Kind(batch=False, awaited=False)),
-        (scorers_many.slow, Kind(batch=False, awaited=True)),
-        (scorers_many.an_object, Kind(batch=False, awaited=True)),
-        (scorers_many.sizes, Kind(batch=True, awaited=False)),
-        (scorers_many.together, Kind(batch=True, awaited=True)),
-        (scorers_many.by_level, Kind(batch=False, awaited=False, takes_row=True)),
-        (scorers_many.by_level_async, Kind(batch=False, awaited=True, takes_row=True)),
-        (scorers_many.by_levels, Kind(batch=True, awaited=False, takes_row=True)),
-        (scorers_many.with_an_option, Kind(batch=False, awaited=False)),
-        (min, Kind(batch=False, awaited=False)),
+        (scorers.mixed, FunctionKind(batch=False, awaited=False)),
+        (scorers_many.slow, FunctionKind(batch=False, awaited=True)),
+        (scorers_many.an_object, FunctionKind(batch=False, awaited=True)),
+        (scorers_many.sizes, FunctionKind(batch=True, awaited=False)),
+        (scorers_many.together, FunctionKind(batch=True, awaited=True)),
+        (scorers_many.by_level, FunctionKind(batch=False, awaited=False, takes_row=True)),
+        (scorers_many.by_level_async, FunctionKind(batch=False, awaited=True, takes_row=True)),
+        (scorers_many.by_levels, FunctionKind(batch=True, awaited=False, takes_row=True)),
+        (scorers_many.with_an_option, FunctionKind(batch=False, awaited=False)),
+        (min, FunctionKind(batch=False, awaited=False)),
     ],
 )
-def test_kinds_of_functions(function: object, kind: Kind) -> None:
+def test_kinds_of_functions(function: object, kind: FunctionKind) -> None:
     assert callable(function) and kind_of(function) == kind
 
 

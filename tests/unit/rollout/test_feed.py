@@ -30,10 +30,10 @@ def test_a_call_takes_everything_that_has_come() -> None:
 
     feed = Feed(run)
     assert put_all.wait(60)
-    assert list(feed.take(tokens=3, seconds=60).groups) == [0, 1, 2, 3, 4]
-    assert feed.take(tokens=3, seconds=0.01).groups == {}, "nothing came in time"
+    assert list(feed.collect(tokens=3, seconds=60).groups) == [0, 1, 2, 3, 4]
+    assert feed.collect(tokens=3, seconds=0.01).groups == {}, "nothing came in time"
     finish.set()
-    arrived = feed.take(tokens=4, seconds=60)
+    arrived = feed.collect(tokens=4, seconds=60)
     assert list(arrived.groups) == [5], "fewer tokens than asked for, because nothing else comes"
     assert arrived.end is not None and arrived.end.exception is None
 
@@ -44,7 +44,7 @@ def test_the_error_of_a_thread_is_its_end() -> None:
         raise ValueError("no engine")
 
     feed = Feed(run)
-    arrived = feed.take(tokens=100, seconds=60)
+    arrived = feed.collect(tokens=100, seconds=60)
     assert list(arrived.groups) == [0]
     assert arrived.end is not None and isinstance(arrived.end.exception, ValueError)
     assert arrived.sent().end is not None and arrived.sent().end.exception is None
@@ -76,12 +76,12 @@ def test_groups_are_scored_while_nobody_takes_them_and_others_are_sampled() -> N
         return values(groups)
 
     feed = Feed(run, score)
-    found = feed.take(tokens=9, seconds=60)
+    found = feed.collect(tokens=9, seconds=60)
     assert list(found.groups) == [7, 3, 5] and calls == [[7], [3, 5]]
     assert {position: result.rewards for position, result in found.rewards.items()} == {7: [7.0], 3: [3.0], 5: [5.0]}
     assert found.sent().rewards == found.rewards and found.end is None
     finish.set()
-    assert feed.take(tokens=1, seconds=60).end is not None and len(calls) == 2
+    assert feed.collect(tokens=1, seconds=60).end is not None and len(calls) == 2
 
 
 def test_the_end_of_the_sampling_comes_after_the_rewards() -> None:
@@ -89,7 +89,7 @@ def test_the_end_of_the_sampling_comes_after_the_rewards() -> None:
         put(0, GROUP)
         raise RunError("the engine is lost")
 
-    arrived = Feed(run, values).take(tokens=100, seconds=60)
+    arrived = Feed(run, values).collect(tokens=100, seconds=60)
     assert arrived.rewards.keys() == {0} and arrived.end is not None and arrived.end.error == "the engine is lost"
 
 
@@ -103,6 +103,6 @@ def test_the_error_of_a_score_is_the_end() -> None:
     def score(groups: Groups) -> list[RewardResult]:
         raise RunError("the reward workers could not start")
 
-    arrived = Feed(run, score).take(tokens=100, seconds=60)
+    arrived = Feed(run, score).collect(tokens=100, seconds=60)
     sampled.set()
     assert not arrived.groups and arrived.end is not None and "workers" in str(arrived.end.error)

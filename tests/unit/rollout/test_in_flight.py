@@ -15,13 +15,13 @@ from tests.unit.rollout.test_feed import GROUP, SAMPLE
 
 
 def test_a_later_round_waits_only_for_the_tokens_that_are_missing(monkeypatch: pytest.MonkeyPatch) -> None:
-    asked, second_round, take = list[float](), threading.Event(), Feed.take
+    asked, second_round, collect = list[float](), threading.Event(), Feed.collect
 
     def noted(feed: Feed, tokens: float, seconds: float) -> Arrived:
         asked.append(tokens)
         if len(asked) == 2:
             second_round.set()
-        return take(feed, tokens, seconds)
+        return collect(feed, tokens, seconds)
 
     def run(put: Put) -> None:
         put(0, GROUP)
@@ -36,8 +36,8 @@ def test_a_later_round_waits_only_for_the_tokens_that_are_missing(monkeypatch: p
         version=SAMPLE.version,
         recovery=SimpleNamespace(sampled=lambda: None),
     )
-    monkeypatch.setattr(Feed, "take", noted)
+    monkeypatch.setattr(Feed, "collect", noted)
     request, prompts = SamplingRequest(group_size=1, temperature=1.0, max_tokens=2, seed=0), [SimpleNamespace()] * 2
     batch = InFlight(engines, prompts, request, whole=False)  # type: ignore[arg-type]
-    found = batch.take(SAMPLE.num_tokens + 1, seconds=0.05)
+    found = batch.next_groups(SAMPLE.num_tokens + 1, seconds=0.05)
     assert list(found) == [0, 1] and asked[:2] == [SAMPLE.num_tokens + 1, 1]

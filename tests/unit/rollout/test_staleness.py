@@ -33,7 +33,7 @@ def test_older_ones_are_refused(limit):
 def test_newer_ones_are_refused_whatever_the_limit():
     with pytest.raises(StaleSampleError, match=r"6.*5") as caught:
         staleness([5, 6], current=5, limit=100)
-    assert caught.value.agreed, "every rank has the same samples, and the state is saved"
+    assert caught.value.raised_on_all_ranks, "every rank has the same samples, and the state is saved"
 
 
 @pytest.mark.parametrize(("count", "version"), [(2, 0), (1, 1)])
@@ -42,7 +42,7 @@ def test_wrong_batches_are_refused_on_every_rank(count: int, version: int) -> No
     check_batch(samples, 1, 0)
     with pytest.raises(RunError, match="returned 1 samples") as caught:
         check_batch(samples, count, version)
-    assert caught.value.agreed
+    assert caught.value.raised_on_all_ranks
 
 
 @pytest.mark.parametrize("limit", [0, 1])

@@ -46,7 +46,7 @@ def test_a_signal_is_noted_and_printed_once(number: signal.Signals, capfd: pytes
         os.kill(os.getpid(), number)
         os.kill(os.getpid(), number)  # once from SLURM, once from the launcher
         assert stop.due(0.0) == number.name
-        assert stop.agreed(0.0, None) == number.name
+        assert stop.shared_reason(0.0, None) == number.name
     assert capfd.readouterr().err.startswith(f"{number.name}: saving at the next step boundary")
     assert former == {each: signal.getsignal(each) for each in former}
 
@@ -188,7 +188,7 @@ def agree(index: int | None) -> list[str | None]:
     with StopRequest(options(exit_before_timeout_s=60 if rank == 0 else 0), environment) as stop:
         if rank == index:
             os.kill(os.getpid(), signal.SIGUSR1)
-        found += [stop.due(0.0), stop.agreed(0.0, dist.group.WORLD)]
+        found += [stop.due(0.0), stop.shared_reason(0.0, dist.group.WORLD)]
     return found
 
 

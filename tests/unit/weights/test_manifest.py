@@ -103,6 +103,6 @@ def test_a_ledger_takes_the_manifest_in_buckets_of_any_size():
     ):
         for middle in range(len(cuts)):
             ledger = Ledger(manifest)
-            ledger.take(cuts[:middle])
-            ledger.take(cuts[middle:])
+            ledger.count(cuts[:middle])
+            ledger.count(cuts[middle:])
             ledger.finish()

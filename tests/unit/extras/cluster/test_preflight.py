@@ -21,7 +21,7 @@ import torch.distributed as dist
 from oblr_megatron.errors import RunError
 from oblr_megatron.extras.cluster import all_reduce, preflight, rendezvous
 from oblr_megatron.extras.cluster.all_reduce import ReduceError
-from oblr_megatron.extras.cluster.node import Report, examine, versions
+from oblr_megatron.extras.cluster.node import NodeReport, examine, versions
 from oblr_megatron.extras.cluster.rendezvous import Rendezvous
 from tests.distributed.launch import run_ranks
 from tests.ports import free_port
@@ -33,11 +33,11 @@ echo "570.86.15, 40213, 81559, 9.0, NVIDIA H100 80GB HBM3"
 """
 
 
-def reports(**versions: str) -> dict[int, Report]:
-    return {index: Report(name, same={"torch": versions.get(name, "2.13.0")}) for index, name in enumerate(NODES)}
+def reports(**versions: str) -> dict[int, NodeReport]:
+    return {index: NodeReport(name, same={"torch": versions.get(name, "2.13.0")}) for index, name in enumerate(NODES)}
 
 
-def compared(found: dict[int, Report], offsets: dict[int, float] | None = None) -> list[str]:
+def compared(found: dict[int, NodeReport], offsets: dict[int, float] | None = None) -> list[str]:
     preflight.compare(found, offsets or {}, NODES, 60.0)
     return preflight.lines(found, NODES)
 
@@ -71,8 +71,8 @@ def test_a_wrong_clock_and_a_missing_node() -> None:
 
 
 def test_a_report_survives_json() -> None:
-    report = Report("a", {"GPUs": "CPU"}, {"torch": "2.13.0"}, [("what", "fix")])
-    assert Report.load(json.dumps(asdict(report))) == report
+    report = NodeReport("a", {"GPUs": "CPU"}, {"torch": "2.13.0"}, [("what", "fix")])
+    assert NodeReport.load(json.dumps(asdict(report))) == report
 
 
 def test_gpus_that_are_missing_or_in_use(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -152,7 +152,7 @@ def test_a_silent_node_delays_no_report_of_the_others(monkeypatch: pytest.Monkey
     def take_part(index: int) -> tuple[dict[int, float], str]:
         with Rendezvous(nodes, index, port, deadline_s) as meeting:
             time.sleep(0.5 if index == 0 else 0.0)  # the first node examines itself longest
-            found = {node: Report(text) for node, text in meeting.gather("report", nodes[index]).items()}
+            found = {node: NodeReport(text) for node, text in meeting.gather("report", nodes[index]).items()}
             offsets = meeting.clock_offsets(found)
             if index == 0:
                 preflight.compare(found, offsets, nodes, deadline_s)

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from oblr_megatron.config import Config, parse_config
-from oblr_megatron.extras.planner.constants import Machine
+from oblr_megatron.extras.planner.constants import PlannerMachine
 from oblr_megatron.extras.planner.setting import Setting
 from oblr_megatron.model.published import published
 from oblr_megatron.observe.performance.hardware import device_named
@@ -32,9 +32,9 @@ def setting(
     sections: dict[str, dict[str, Any]] | None = None,
     *,
     model: str = "Qwen3-8B",
-    machine: Machine | None = None,
+    machine: PlannerMachine | None = None,
     **parallel: Any,
 ) -> Setting:
     """A run of a published model on H100s."""
-    found = machine or Machine(device_named("h100"))
+    found = machine or PlannerMachine(device_named("h100"))
     return Setting(published(model), run_config(sections, **parallel), world_size, found)

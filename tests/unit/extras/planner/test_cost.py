@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from oblr_megatron.extras.planner.constants import Constants, Machine
+from oblr_megatron.extras.planner.constants import Constants, PlannerMachine
 from oblr_megatron.extras.planner.cost import predict
 from oblr_megatron.extras.planner.exchange import Links
 from oblr_megatron.extras.planner.sampling_cost import push_phase, rollout_phase
@@ -47,7 +47,7 @@ def training(found: Setting) -> float:
 
 
 def stage(config: Any, constants: Constants = PLAIN, model: str = "Qwen3-8B", world_size: int = 1) -> Stage:
-    machine = Machine(ROUND, constants)
+    machine = PlannerMachine(ROUND, constants)
     hf = setting(world_size, model=model).hf_config
     return Stage(RankSizes.of(hf, config, 0), config, Links.of(machine, config.parallel, world_size), machine)
 
@@ -81,7 +81,7 @@ def test_collectives_of_a_layer_by_hand() -> None:
 
 
 def test_groups_beyond_a_node_use_the_links_between_nodes() -> None:
-    machine = Machine(ROUND, replace(PLAIN, message_s=1.0, node_message_s=3.0))
+    machine = PlannerMachine(ROUND, replace(PLAIN, message_s=1.0, node_message_s=3.0))
     near = Links(machine, tp=2, cp=1, dp=4, pp=1, ep=1, etp=1)
     far = Links(machine, tp=2, cp=1, dp=8, pp=1, ep=1, etp=1)
     assert near.data(1e11) == pytest.approx(0.75 + 2 * 1.0)
@@ -92,7 +92,7 @@ def test_groups_beyond_a_node_use_the_links_between_nodes() -> None:
 
 def test_an_all_to_all_uses_the_links_of_a_node_and_those_between_nodes_at_once() -> None:
     """ROUND has 8 GPUs a node, 100 GB/s within and 10 GB/s between nodes."""
-    machine = Machine(ROUND, replace(PLAIN, message_s=1.0, node_message_s=3.0))
+    machine = PlannerMachine(ROUND, replace(PLAIN, message_s=1.0, node_message_s=3.0))
     near = Links(machine, tp=1, cp=1, dp=8, pp=1, ep=8, etp=1)
     far = Links(machine, tp=1, cp=1, dp=16, pp=1, ep=16, etp=1)
     assert near.expert(1e11) == pytest.approx(7 / 8 + 3 * 1.0)
@@ -106,7 +106,7 @@ def test_an_all_to_all_uses_the_links_of_a_node_and_those_between_nodes_at_once(
 def test_a_pipeline_of_equal_stages_idles_for_pp_minus_one_microbatches() -> None:
     """16 microbatches; a tiny vocabulary keeps the head small, so that the stages are equal."""
     hf = dict(setting(1).hf_config) | {"vocab_size": 128}
-    machine = Machine(replace(ROUND, intra_node_gb_s=1e9), PLAIN)
+    machine = PlannerMachine(replace(ROUND, intra_node_gb_s=1e9), PLAIN)
     config = run_config({"algo": {"baseline": "rloo", "snr": {"num_folds": 8}}}, pipeline_model_parallel_size=4)
     terms = training_phases(Setting(hf, config, 4, machine))["gradient"].terms
     busy = terms["products"] + terms["attention"] + terms["elementwise"]
@@ -117,7 +117,7 @@ def test_ranks_share_cores_and_use_those_of_idle_stages() -> None:
     """Four ranks take twice as long on two cores as on four; on two cores the pipeline has no bubble."""
     config = run_config({"algo": {"baseline": "rloo", "snr": {"num_folds": 4}}})
     hf = setting(1).hf_config
-    two, four = (Machine(ROUND, PLAIN, cores=cores) for cores in (2, 4))
+    two, four = (PlannerMachine(ROUND, PLAIN, cores=cores) for cores in (2, 4))
     assert training(Setting(hf, config, 4, two)) == pytest.approx(2 * training(Setting(hf, config, 4, four)))
     deep = run_config(pipeline_model_parallel_size=4)
     assert training_phases(Setting(hf, deep, 4, four))["gradient"].terms["pipeline"] > 0
@@ -132,7 +132,7 @@ def test_costs_of_norm_modes_match_select_mode() -> None:
     from oblr_megatron.memory.select_mode import BYTES_MOVED, norm_over_product
 
     alone = replace(PLAIN, attention=1e9, memory=1e9)
-    machine, ratio = Machine(ROUND, alone), norm_over_product(setting(1).hf_config, 2048)
+    machine, ratio = PlannerMachine(ROUND, alone), norm_over_product(setting(1).hf_config, 2048)
 
     def phases(mode: str, baseline: str = "optimal", **options: float) -> Any:
         sections: dict[str, dict[str, Any]] = {
@@ -154,7 +154,7 @@ def test_costs_of_norm_modes_match_select_mode() -> None:
 
 
 def test_offloaded_state_crosses_the_hosts_link_twice() -> None:
-    machine = Machine(ROUND, replace(PLAIN, host_gb_s=10.0))
+    machine = PlannerMachine(ROUND, replace(PLAIN, host_gb_s=10.0))
     parameters = RankSizes.of(setting(1).hf_config, run_config(), 0).parameters
     for ranks, options in ((1, {}), (4, {"use_distributed_optimizer": True})):
         stays, moves = (
@@ -174,7 +174,7 @@ def test_offloaded_state_crosses_the_hosts_link_twice() -> None:
 
 def test_updates_of_a_batch_repeat_all_but_the_samples_and_the_offload() -> None:
     """Four updates: the same products, log pi_old of three quarters, and fold sums and optimizer four times."""
-    machine = Machine(ROUND, replace(PLAIN, host_gb_s=10.0))
+    machine = PlannerMachine(ROUND, replace(PLAIN, host_gb_s=10.0))
     offload = {"offload": "sampling"}
     sections: tuple[dict[str, Any], ...] = ({}, {"updates_per_batch": 4})
     one, four = (
@@ -196,7 +196,7 @@ def test_updates_of_a_batch_repeat_all_but_the_samples_and_the_offload() -> None
 
 
 def test_the_distributed_optimizer_divides_the_update_and_gathers_the_weights() -> None:
-    machine = Machine(ROUND, PLAIN)
+    machine = PlannerMachine(ROUND, PLAIN)
     parameters = RankSizes.of(setting(1).hf_config, run_config(), 0).parameters
     whole, shared = (
         training_phases(setting(4, {"algo": {"snr": {"num_folds": 4}}}, machine=machine, use_distributed_optimizer=on))
@@ -222,7 +222,7 @@ def test_more_replicas_and_better_devices_are_not_slower(layout: dict[str, Any])
     found = setting(8, FOLDS, **layout)
     for better in ("bf16_tflops", "memory_gb_s", "intra_node_gb_s", "inter_node_gb_s"):
         device = replace(found.machine.device, **{better: 2 * getattr(found.machine.device, better)})
-        assert predict(replace(found, machine=Machine(device))).seconds <= predict(found).seconds
+        assert predict(replace(found, machine=PlannerMachine(device))).seconds <= predict(found).seconds
 
 
 def test_recomputation_longer_samples_and_more_of_them_cost_time() -> None:
@@ -253,7 +253,7 @@ def test_mfu_is_below_one_and_tokens_are_counted_once() -> None:
 
 def test_decoding_reads_weights_and_cache_once_a_step() -> None:
     """One wave of 16 sequences of equal length per engine: 1536 steps."""
-    machine = Machine(ROUND, PLAIN)
+    machine = PlannerMachine(ROUND, PLAIN)
     found = rollout_phase(setting(8, machine=machine)).terms
     weights = 2 * 8_190_735_360
     assert found["weights read"] == pytest.approx(1536 * weights / 1e12, rel=0.01)
@@ -267,7 +267,7 @@ def test_decoding_reads_weights_and_cache_once_a_step() -> None:
 def test_speculation_shortens_the_longest_response_alone() -> None:
     """6 drafts of chance 1/2 gain 2 - 1/64 tokens a step; a dense model reads its weights once for all of them."""
     plain, half, never = (
-        rollout_phase(replace(setting(8, machine=Machine(ROUND, PLAIN)), mean_response_tokens=768, **more)).terms
+        rollout_phase(replace(setting(8, machine=PlannerMachine(ROUND, PLAIN)), mean_response_tokens=768, **more)).terms
         for more in ({}, {"speculation_acceptance": 0.5}, {"speculation_acceptance": 0.0})
     )
     assert never == plain
@@ -280,14 +280,14 @@ def test_speculation_shortens_the_longest_response_alone() -> None:
 def test_a_mixture_gains_less_from_speculation_because_drafts_read_more_experts() -> None:
     ratios = []
     for model in ("Qwen3-8B", "Qwen3-30B-A3B"):
-        base = replace(setting(64, model=model, machine=Machine(ROUND, PLAIN)), mean_response_tokens=256)
+        base = replace(setting(64, model=model, machine=PlannerMachine(ROUND, PLAIN)), mean_response_tokens=256)
         found = [rollout_phase(replace(base, speculation_acceptance=p)).terms["longest response"] for p in (0.0, 0.8)]
         ratios.append(found[0] / found[1])
     assert ratios[0] > ratios[1] >= 1
 
 
 def test_more_sequences_than_an_engine_takes_make_waves() -> None:
-    machine = Machine(ROUND, PLAIN)
+    machine = PlannerMachine(ROUND, PLAIN)
     one = rollout_phase(setting(8, {"rollout": {"max_num_seqs": 16}}, machine=machine)).terms["weights read"]
     two = rollout_phase(setting(8, {"rollout": {"max_num_seqs": 8}}, machine=machine)).terms["weights read"]
     assert two == pytest.approx(2 * one)
@@ -305,7 +305,7 @@ def test_an_fp8_engine_reads_less_and_experts_are_read_only_if_needed() -> None:
 
 
 def test_a_push_gathers_the_parts_of_other_ranks() -> None:
-    machine = Machine(device_named("h100"), PLAIN)
+    machine = PlannerMachine(device_named("h100"), PLAIN)
     assert push_phase(setting(8, machine=machine)).terms["gather"] == 0
     halves = push_phase(setting(8, machine=machine, **TP2)).terms["gather"]
     assert halves == pytest.approx(0.5 * 2 * 8_190_735_360 / 450e9)

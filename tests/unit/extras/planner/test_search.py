@@ -15,15 +15,15 @@ from oblr_megatron.checks.layout import check_layout
 from oblr_megatron.cli import main, make_parser
 from oblr_megatron.config import load_config, parse_config
 from oblr_megatron.errors import EXIT_USER, UserError
-from oblr_megatron.extras.planner.constants import Machine
+from oblr_megatron.extras.planner.constants import PlannerMachine
 from oblr_megatron.extras.planner.plan_command import request_of
-from oblr_megatron.extras.planner.search import KEEP_FREE, Found, powers, search
+from oblr_megatron.extras.planner.search import KEEP_FREE, SearchResult, powers, search
 from oblr_megatron.extras.planner.setting import Request, base_table
 from oblr_megatron.memory.engine import CONTEXT, engine_bytes
 from oblr_megatron.memory.pass_plan import longest_sample
 from oblr_megatron.model.published import published
 from oblr_megatron.observe.performance.hardware import device_named
-from oblr_megatron.preflight.device_memory import Device, rank_memory
+from oblr_megatron.preflight.device_memory import RankDevice, rank_memory
 
 GB = 10**9
 
@@ -32,15 +32,15 @@ def request(model: str = "Qwen3-8B", gpus: int = 8, gb: int = 80, **sizes: int) 
     options = {"prompts": 32, "group_size": 8, "prompt_tokens": 512, "sequence_length": 4096} | sizes
     table = base_table(model=model, dtype="bfloat16", **options)
     device = replace(device_named("h100"), memory_gb=gb)
-    return Request(model, published(model), gpus, Machine(device), 1024, table)
+    return Request(model, published(model), gpus, PlannerMachine(device), 1024, table)
 
 
 @pytest.fixture(scope="module")
-def found() -> Found:
+def found() -> SearchResult:
     return search(request())
 
 
-def test_plans_pass_the_checks_of_a_run_and_fit(found: Found) -> None:
+def test_plans_pass_the_checks_of_a_run_and_fit(found: SearchResult) -> None:
     asked = request()
     assert len(found.plans) > 20
     for plan in found.plans:
@@ -71,31 +71,31 @@ def test_keys_of_a_config_leave_the_layouts_that_they_allow(section: str, keys: 
         assert {plan.config.rollout.tensor_parallel_size for plan in plans} == {1}
 
 
-def test_memory_is_what_a_dry_run_counts(found: Found) -> None:
+def test_memory_is_what_a_dry_run_counts(found: SearchResult) -> None:
     """Both phases of the fullest rank. The dry run adds the trainer's context, which the planner keeps free."""
     asked = request()
-    gpu = Device(on_gpu=True, num_bytes=asked.machine.device.memory_bytes, transformer_engine=True)
+    gpu = RankDevice(on_gpu=True, num_bytes=asked.machine.device.memory_bytes, transformer_engine=True)
     for plan in found.plans:
         ranks = rank_memory(asked.hf_config, plan.config, asked.gpus, gpu)
         assert plan.training_bytes == max(rank.training for rank in ranks) - CONTEXT, plan.name
         assert plan.rollout_bytes == max(rank.rollout for rank in ranks) - CONTEXT, plan.name
 
 
-def test_the_fastest_comes_first_and_layouts_differ(found: Found) -> None:
+def test_the_fastest_comes_first_and_layouts_differ(found: SearchResult) -> None:
     seconds = [plan.prediction.seconds for plan in found.plans]
     assert seconds == sorted(seconds) and seconds[-1] > 1.2 * seconds[0]
     assert len({plan.name for plan in found.plans}) == len(found.plans)
     assert len({plan.config.gradnorm.mode for plan in found.plans}) > 1
 
 
-def test_replicas_hold_whole_folds(found: Found) -> None:
+def test_replicas_hold_whole_folds(found: SearchResult) -> None:
     for plan in found.plans:
         parallel, folds = plan.config.parallel, plan.config.algo.snr.num_folds
         replica = parallel.tensor_model_parallel_size * parallel.pipeline_model_parallel_size
         assert folds % (8 // (replica * parallel.context_parallel_size)) == 0 and 32 % folds == 0
 
 
-def test_less_memory_leaves_fewer_plans(found: Found) -> None:
+def test_less_memory_leaves_fewer_plans(found: SearchResult) -> None:
     small = search(request(gb=40))
     assert len(small.plans) < len(found.plans) and small.too_large > found.too_large
 

@@ -12,7 +12,7 @@ from collections.abc import Callable
 import pytest
 import torch
 
-from oblr_megatron.engine.http_messages import Report
+from oblr_megatron.engine.http_messages import DraftReport
 from oblr_megatron.engine.serve_command import spec_of
 from oblr_megatron.errors import UserError
 from oblr_megatron.extras.speculation import options
@@ -153,11 +153,11 @@ def test_a_generator_continues_behind_the_tokens_that_were_kept(kept: int) -> No
 
 def test_the_metrics_of_engines_are_put_together() -> None:
     reports = [
-        Report(drafts=10, proposed=60, accepted=30, below=7),
-        Report(drafts=30, proposed=90, accepted=10, below=15),
+        DraftReport(drafts=10, proposed=60, accepted=30, below=7),
+        DraftReport(drafts=30, proposed=90, accepted=10, below=15),
     ]
     assert metrics_of(reports) == {"rollout/speculation_below": 11, "rollout/speculation_accepted": 1.0}
-    assert metrics_of([Report(drafts=0, proposed=0, accepted=0, below=3)]) == {"rollout/speculation_below": 3}
+    assert metrics_of([DraftReport(drafts=0, proposed=0, accepted=0, below=3)]) == {"rollout/speculation_below": 3}
     assert metrics_of([]) == {}
 
 
