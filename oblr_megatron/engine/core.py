@@ -220,7 +220,7 @@ class EngineServer:
         if self._spec.speculation == "none":
             raise Refusal("it was started without --speculation")
         core: Any = self._llm.llm_engine.engine_core  # in this process
-        return core.engine_core.scheduler.take_report()
+        return core.engine_core.scheduler.collect_report()
 
     def sleep(self, level: int) -> None:
         """Free GPU memory. Level 1 moves the weights to host memory; level 2 drops them, so a push must follow."""

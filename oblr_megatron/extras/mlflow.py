@@ -36,8 +36,8 @@ class MlflowTracker(Tracker):
             self._client.update_run(self._id, status="RUNNING")
         else:
             experiment = run.project or os.environ.get("MLFLOW_EXPERIMENT_NAME") or DEFAULT_PROJECT
-            found = self._client.get_experiment_by_name(experiment)
-            place = self._client.create_experiment(experiment) if found is None else found.experiment_id
+            stored = self._client.get_experiment_by_name(experiment)
+            place = self._client.create_experiment(experiment) if stored is None else stored.experiment_id
             self._id = self._client.create_run(place, run_name=run.name).info.run_id
             run.remember(self._id)
         known = self._client.get_run(self._id).data.params  # MLflow never changes them
@@ -45,7 +45,7 @@ class MlflowTracker(Tracker):
         params = [Param(key, value) for key, value in values.items() if key not in known]
         for first in range(0, len(params), BATCH):
             self._client.log_batch(self._id, params=params[first : first + BATCH])
-        self._client.log_dict(self._id, run.config, "config.json")  # of this attempt
+        self._client.log_dict(self._id, run.config, "config.json")  # this attempt's
 
     def log(self, step: int, values: Mapping[str, float]) -> None:
         now = int(1000 * time.time())

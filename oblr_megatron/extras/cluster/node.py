@@ -87,14 +87,14 @@ def examine(
 
 def versions() -> dict[str, str]:
     """Versions that must be equal on all nodes: packages, Python, NCCL and this package's code."""
-    found = {name: version or "none" for name, version in installed().items()}
-    found["python"] = ".".join(map(str, sys.version_info[:3]))
+    by_name = {name: version or "none" for name, version in installed().items()}
+    by_name["python"] = ".".join(map(str, sys.version_info[:3]))
     root = Path(__file__).resolve().parents[1]
-    found["code"] = _digest(sorted(root.rglob("*.py")), root)
-    found["commit"] = _said(["git", "-C", str(root), "rev-parse", "--short=12", "HEAD"]) or "none"
+    by_name["code"] = _digest(sorted(root.rglob("*.py")), root)
+    by_name["commit"] = _said(["git", "-C", str(root), "rev-parse", "--short=12", "HEAD"]) or "none"
     if torch.cuda.is_available():
-        found["NCCL"] = ".".join(map(str, torch.cuda.nccl.version()))
-    return found
+        by_name["NCCL"] = ".".join(map(str, torch.cuda.nccl.version()))
+    return by_name
 
 
 def _examine_gpus(report: NodeReport, expected: int) -> None:

@@ -46,20 +46,20 @@ def run(options: argparse.Namespace) -> int:
     torch.set_num_threads(1)
     with Rendezvous(nodes, index, options.port, options.deadline) as rendezvous:
         report = examine(nodes[index], options.config, options.overrides, expect_gpus=options.expect_gpus, ports=ports)
-        found = {
+        reports = {
             node: NodeReport.load(text)
             for node, text in rendezvous.gather("report", json.dumps(asdict(report))).items()
         }
-        offsets = rendezvous.clock_offsets(found)
+        offsets = rendezvous.clock_offsets(reports)
         if index == 0:
-            compare(found, offsets, nodes, options.deadline)
-        outcome = rendezvous.tell("outcome", outcome_of(found), 2 * options.deadline)
+            compare(reports, offsets, nodes, options.deadline)
+        outcome = rendezvous.tell("outcome", outcome_of(reports), 2 * options.deadline)
         if outcome == GOOD:
-            _reduce(rendezvous, found, options)
-            outcome = rendezvous.tell("final outcome", outcome_of(found), 4 * options.deadline + GRACE_S)
+            _reduce(rendezvous, reports, options)
+            outcome = rendezvous.tell("final outcome", outcome_of(reports), 4 * options.deadline + GRACE_S)
         if index == 0:
-            print(table(found, nodes))
-            for line in lines(found, nodes):
+            print(table(reports, nodes))
+            for line in lines(reports, nodes):
                 print(f"error: {line}", file=sys.stderr)
             print(f"preflight: {len(nodes)} nodes {outcome}", flush=True)
     return EXIT_OK if outcome == GOOD else EXIT_USER
@@ -93,33 +93,33 @@ def index_of(nodes: Sequence[str], environment: Mapping[str, str]) -> int:
 
 
 def compare(
-    found: dict[int, NodeReport], offsets: Mapping[int, float], nodes: Sequence[str], deadline_s: float
+    reports: dict[int, NodeReport], offsets: Mapping[int, float], nodes: Sequence[str], deadline_s: float
 ) -> None:
     """Add the problems that show only in comparison: missing nodes, differing versions, clock differences."""
     for node, name in enumerate(nodes):
-        if node not in found:
-            found[node] = NodeReport(name)
-            _add_silence(found[node], deadline_s)
-    for key in {key: None for report in found.values() for key in report.same}:
-        values = [(node, report.same[key]) for node, report in sorted(found.items()) if key in report.same]
-        usual = Counter(value for _, value in values).most_common(1)[0][0]  # on a tie, the first node's value
-        like = next(nodes[node] for node, value in values if value == usual)
+        if node not in reports:
+            reports[node] = NodeReport(name)
+            _add_silence(reports[node], deadline_s)
+    for key in {key: None for report in reports.values() for key in report.same}:
+        values = [(node, report.same[key]) for node, report in sorted(reports.items()) if key in report.same]
+        common = Counter(value for _, value in values).most_common(1)[0][0]  # on a tie, the first node's value
+        like = next(nodes[node] for node, value in values if value == common)
         for node, value in values:
-            if value != usual:
-                what = f"{key} is {value}, but {usual} on {like}"
-                found[node].add(what, "install or copy the same version on all nodes")
+            if value != common:
+                what = f"{key} is {value}, but {common} on {like}"
+                reports[node].add(what, "install or copy the same version on all nodes")
     for node, offset in offsets.items():
-        found[node].facts["clock"] = f"{offset:+.1f} s"
+        reports[node].facts["clock"] = f"{offset:+.1f} s"
         if abs(offset) > CLOCK_S:
             what = f"the clock is {abs(offset):.0f} s {'ahead of' if offset > 0 else 'behind'} that of {nodes[0]}"
-            found[node].add(what, "synchronise the clocks (chrony, NTP)")
+            reports[node].add(what, "synchronise the clocks (chrony, NTP)")
 
 
 def _add_silence(report: NodeReport, deadline_s: float) -> None:
     report.add(f"no report within {deadline_s:g} s", "check that the node is up, or exclude it (--exclude)")
 
 
-def _reduce(rendezvous: Rendezvous, found: dict[int, NodeReport], options: argparse.Namespace) -> None:
+def _reduce(rendezvous: Rendezvous, reports: dict[int, NodeReport], options: argparse.Namespace) -> None:
     """Run the all-reduces; the first node adds speeds and failures of all nodes to their reports."""
     failures: list[str] = []
     node, nodes, deadline_s = rendezvous.index, len(rendezvous.nodes), options.deadline
@@ -132,7 +132,7 @@ def _reduce(rendezvous: Rendezvous, found: dict[int, NodeReport], options: argpa
         except ReduceError as error:
             failures = [str(error)]
     answers = rendezvous.gather("reduced", json.dumps([asdict(speed), failures]), 3 * deadline_s + GRACE_S)
-    for index, report in found.items():
+    for index, report in reports.items():
         if index not in answers:
             _add_silence(report, 3 * deadline_s + GRACE_S)
             continue
@@ -146,29 +146,29 @@ def _reduce(rendezvous: Rendezvous, found: dict[int, NodeReport], options: argpa
                 report.add(f"all-reduce {name.replace('_', ' ')}: {value:.1f} GB/s, below {options.min_gb_s:g}", fix)
 
 
-def outcome_of(found: Mapping[int, NodeReport]) -> str:
+def outcome_of(reports: Mapping[int, NodeReport]) -> str:
     """GOOD if no report has a problem, else BAD."""
-    return BAD if any(report.problems for report in found.values()) else GOOD
+    return BAD if any(report.problems for report in reports.values()) else GOOD
 
 
-def table(found: Mapping[int, NodeReport], nodes: Sequence[str]) -> str:
+def table(reports: Mapping[int, NodeReport], nodes: Sequence[str]) -> str:
     """One row per node; "-" for a missing fact. A last line has the versions."""
-    facts = list({fact: None for report in found.values() for fact in report.facts})
+    facts = list({fact: None for report in reports.values() for fact in report.facts})
     rows = [["node", *facts, ""]]
     for node, name in enumerate(nodes):
-        report = found[node]
+        report = reports[node]
         rows.append([name, *(report.facts.get(fact, "-") for fact in facts), "FAILS" if report.problems else "ok"])
     widths = [max(len(row[column]) for row in rows) for column in range(len(rows[0]))]
     text = "\n".join("  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)) for row in rows)
-    shared = next(iter(found.values())).same
+    shared = next(iter(reports.values())).same
     return text + "\n" + ", ".join(f"{name} {value}" for name, value in shared.items())
 
 
-def lines(found: Mapping[int, NodeReport], nodes: Sequence[str]) -> list[str]:
+def lines(reports: Mapping[int, NodeReport], nodes: Sequence[str]) -> list[str]:
     """One line per problem."""
     return [
         f"node {nodes[node]}: {what}. Fix: {fix}"
-        for node, report in sorted(found.items())
+        for node, report in sorted(reports.items())
         for what, fix in report.problems
     ]
 

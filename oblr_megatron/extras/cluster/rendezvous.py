@@ -98,11 +98,11 @@ class Rendezvous:
 
     def _wait_for(self, name: str, seconds: float) -> dict[int, str]:
         end = time.monotonic() + seconds
-        found = {}
+        replies = {}
         for node in range(len(self.nodes)):
             if (name != "farewell" or node) and self._arrived(f"{name}/{node}", max(0.05, end - time.monotonic())):
-                found[node] = self.store.get(f"{name}/{node}").decode()
-        return found
+                replies[node] = self.store.get(f"{name}/{node}").decode()
+        return replies
 
     def _arrived(self, key: str, seconds: float) -> bool:
         try:

@@ -1,4 +1,4 @@
-"""What model.batch_invariant refuses: everything that would give trainer and engine other bits. Imports no torch.
+"""Options that model.batch_invariant refuses, because trainer and engine would get other bits. Imports no torch.
 
 Sources: megatron-core 0.19.2 (`TransformerConfig.__post_init__`, `batch_invariant_kernels`), vLLM 0.32 (`determinism`,
 `config/vllm.py`, attention selectors), and operations.py for CPUs. docs/zero_mismatch.md has the reasons.

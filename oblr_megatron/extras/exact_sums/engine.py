@@ -102,8 +102,8 @@ def _attention(
         count, longest = int(tokens[requests[0]]), int(lengths[requests].max())
         keys, values = _held(kv_cache, metadata.block_table[requests], lengths[requests], longest)
         rows = starts[requests, None] + torch.arange(count)
-        found = operations.attention(query[rows], keys, values, backend.scale, lengths[requests])
-        output[rows.flatten()] = found.flatten(0, 1).view(-1, *output.shape[1:])
+        attended = operations.attention(query[rows], keys, values, backend.scale, lengths[requests])
+        output[rows.flatten()] = attended.flatten(0, 1).view(-1, *output.shape[1:])
     return output
 
 
@@ -111,7 +111,7 @@ def _held(kv_cache: Tensor, blocks: Tensor, lengths: Tensor, longest: int) -> tu
     """Keys and values [n, longest, groups, head_dim] of n requests; zero past their lengths [n]."""
     block_size, head_dim = kv_cache.shape[2], kv_cache.shape[3] // 2
     count = -(-longest // block_size)
-    found = kv_cache[blocks[:, :count].long()]  # [n, blocks, groups, block_size, 2 head_dim]
-    found = found.transpose(2, 3).flatten(1, 2)[:, :longest]
-    found = found.masked_fill((torch.arange(longest) >= lengths[:, None])[..., None, None], 0.0)
-    return found[..., :head_dim], found[..., head_dim:]
+    held = kv_cache[blocks[:, :count].long()]  # [n, blocks, groups, block_size, 2 head_dim]
+    held = held.transpose(2, 3).flatten(1, 2)[:, :longest]
+    held = held.masked_fill((torch.arange(longest) >= lengths[:, None])[..., None, None], 0.0)
+    return held[..., :head_dim], held[..., head_dim:]

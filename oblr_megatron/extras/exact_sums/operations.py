@@ -28,8 +28,8 @@ from torch import Tensor
 
 from oblr_megatron.extras.exact_sums.checks import LARGEST_VOCAB, LONGEST
 
-BITS = 20  # of a factor: BITS + BITS + 13 is the precision of fp64, 53
-_SQUARE_BITS = 53 - 13  # of a summand in a sum of LONGEST
+BITS = 20  # bits of a factor: BITS + BITS + 13 is the precision of fp64, 53
+_SQUARE_BITS = 53 - 13  # bits of a summand in a sum of LONGEST
 _VOCAB_BITS = 53 - 18
 _QUERIES = 256  # rows of attention at a time, for memory
 _LN2 = math.log(2.0)
@@ -41,8 +41,8 @@ _MANTISSA = {torch.float32: (23, 127, torch.int32), torch.float64: (52, 1023, to
 def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
     """x [..., d] times weight [p, d] transposed, plus the bias [p], in the dtype of x; d is at most `LONGEST`."""
     assert x.shape[-1] <= LONGEST, f"a sum of {x.shape[-1]} products may not be exact"
-    found = (_cut(x.float()).double() @ _cut(weight.float()).double().t()).float().to(x.dtype)
-    return found if bias is None else found + bias
+    product = (_cut(x.float()).double() @ _cut(weight.float()).double().t()).float().to(x.dtype)
+    return product if bias is None else product + bias
 
 
 def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
@@ -133,10 +133,10 @@ def exp(x: Tensor) -> Tensor:
     n = (x / _LN2).round_()
     rest = x - n * _LN2_HIGH
     rest = rest - n * _LN2_LOW
-    found = torch.full_like(rest, 1 / math.factorial(12))
+    series = torch.full_like(rest, 1 / math.factorial(12))
     for power in range(11, -1, -1):
-        found = found.mul_(rest).add_(1 / math.factorial(power))
-    return found.mul_(_power(n.to(torch.int32), torch.float64))
+        series = series.mul_(rest).add_(1 / math.factorial(power))
+    return series.mul_(_power(n.to(torch.int32), torch.float64))
 
 
 def log(x: Tensor) -> Tensor:
@@ -146,10 +146,10 @@ def log(x: Tensor) -> Tensor:
     m, n = torch.where(low, m * 2, m), torch.where(low, n - 1, n).double()
     ratio = (m - 1) / (m + 1)
     square = ratio * ratio
-    found = torch.zeros_like(x)
+    series = torch.zeros_like(x)
     for power in range(21, 0, -2):
-        found = found * square + 1 / power
-    return n * _LN2_HIGH + (n * _LN2_LOW + 2 * ratio * found)
+        series = series * square + 1 / power
+    return n * _LN2_HIGH + (n * _LN2_LOW + 2 * ratio * series)
 
 
 def _normaliser(scores: Tensor) -> tuple[Tensor, Tensor]:

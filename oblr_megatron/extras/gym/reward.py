@@ -27,7 +27,7 @@ from oblr_megatron.processes.pool import Pool
 from oblr_megatron.rewards.base import PooledReward, RewardResult, pair, score_answers
 from oblr_megatron.types import Prompt, Sample
 
-COLUMN = "reasoning_gym"  # of a generated row; see rows.py
+COLUMN = "reasoning_gym"  # in a generated row; see rows.py
 NOT_TASKS = ("composite",)  # it mixes other tasks, as several sources of data.train do
 OWN_OPTIONS = ("seed", "size")  # of every task; keys of a source
 MAX_CAUSE = 200  # characters of the package's own message
@@ -61,10 +61,10 @@ def check_package(where: str) -> None:
     Raises:
         UserError: see above.
     """
-    found = REASONING_GYM.installed
-    if found is None or not REASONING_GYM.accepts(found[1]):
-        what = f"reasoning-gym {found[1]} is installed" if found else "reasoning-gym is not installed"
-        what += f", {REASONING_GYM.accepted} is accepted" if found else ""
+    installed = REASONING_GYM.installed
+    if installed is None or not REASONING_GYM.accepts(installed[1]):
+        what = f"reasoning-gym {installed[1]} is installed" if installed else "reasoning-gym is not installed"
+        what += f", {REASONING_GYM.accepted} is accepted" if installed else ""
         raise UserError(what, where=where, fix="pip install 'oblr-megatron[gym]'")
 
 

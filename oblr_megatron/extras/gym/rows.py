@@ -27,7 +27,7 @@ Row = dict[str, Any] | str  # or the reason why it cannot be generated
 TRAINING_ROWS, OTHER_ROWS = 5000, 500  # without `size`
 ROW_S = 60.0  # most seconds for an item
 NO_GOLD = "(no gold answer)"  # some tasks only check an answer
-LIMIT = 2**32  # of numpy's seeds
+LIMIT = 2**32  # numpy's seeds are below
 KEPT_ROWS = 10_000  # most rows of a held-out set that are kept: the overlap check and the evaluation read them
 
 

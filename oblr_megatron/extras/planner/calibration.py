@@ -68,8 +68,8 @@ class Fitted:
             f"{predicted / measured:.2f}x"
             for name, phase, measured, predicted in self.rows
         ]
-        found = ", ".join(f"{name} {getattr(self.constants, name):.3g}" for name in self.names)
-        return "\n".join([*lines, f"residual {self.rms:.3f} (root mean square of log ratios)", f"constants: {found}"])
+        values = ", ".join(f"{name} {getattr(self.constants, name):.3g}" for name in self.names)
+        return "\n".join([*lines, f"residual {self.rms:.3f} (root mean square of log ratios)", f"constants: {values}"])
 
 
 def fit(observations: Sequence[Observation], start: Constants, names: Sequence[str]) -> Fitted:
@@ -90,8 +90,8 @@ def fit(observations: Sequence[Observation], start: Constants, names: Sequence[s
 
     def errors(x: Sequence[float]) -> list[float]:
         constants = moved(start, names, x)
-        found = [log(predicted / measured) for _, _, measured, predicted in compare(observations, constants)]
-        return found + [sqrt(RIDGE) * (value - begin) for value, begin in zip(x, first, strict=True)]
+        ratios = [log(predicted / measured) for _, _, measured, predicted in compare(observations, constants)]
+        return ratios + [sqrt(RIDGE) * (value - begin) for value, begin in zip(x, first, strict=True)]
 
     limits = [log(low) for low, _ in bounds], [log(high) + 1e-9 for _, high in bounds]
     solved = least_squares(errors, first, bounds=limits, loss="soft_l1", f_scale=FAR)
@@ -118,15 +118,15 @@ def predicted_phases(observation: Observation, constants: Constants) -> dict[str
     """Predicted seconds of the phases of an observation."""
     setting = replace(observation.setting, machine=replace(observation.setting.machine, constants=constants))
     training = training_phases(setting)
-    found = {
+    predicted = {
         "gradient": training["norms"].seconds + training["gradient"].seconds,
         "optimizer": training["optimizer"].seconds,
     }
     if "rollout" in observation.seconds:
-        found["rollout"] = rollout_phase(setting).seconds
+        predicted["rollout"] = rollout_phase(setting).seconds
     if "push" in observation.seconds:
-        found["push"] = push_phase(setting).seconds
-    return found
+        predicted["push"] = push_phase(setting).seconds
+    return predicted
 
 
 def root_mean_square(values: Sequence[float]) -> float:
@@ -171,10 +171,10 @@ def observation_of(run_dir: Path, gpu: str) -> Observation:
 def measured_phases(steps: Sequence[Mapping[str, Any]], *, sampled: bool) -> dict[str, float]:
     """Median seconds of each phase, norms and gradient together; rollout and push only if engines `sampled` alone."""
     gradient = [(step.get("timing_s/gradnorm") or 0.0) + (step.get("timing_s/gradient") or 0.0) for step in steps]
-    found = {"gradient": statistics.median(gradient), "optimizer": median(steps, "timing_s/optimizer")}
+    medians = {"gradient": statistics.median(gradient), "optimizer": median(steps, "timing_s/optimizer")}
     if sampled:
-        found |= {phase: median(steps, f"timing_s/{phase}") for phase in ("rollout", "push")}
-    return {phase: seconds for phase, seconds in found.items() if seconds > 0}
+        medians |= {phase: median(steps, f"timing_s/{phase}") for phase in ("rollout", "push")}
+    return {phase: seconds for phase, seconds in medians.items() if seconds > 0}
 
 
 def median(steps: Sequence[Mapping[str, Any]], name: str) -> float:
@@ -205,20 +205,20 @@ def calibrate(runs: Sequence[Path], gpu: str, out: Path) -> str:
     unsampled = [observation.name for observation in observations if "rollout" not in observation.seconds]
     if len(unsampled) == len(observations):
         names = names[: -len(SAMPLING)]
-    found = fit(observations, observations[0].setting.machine.constants, names)
-    write_constants(found, out, [str(run) for run in runs])
+    fitted = fit(observations, observations[0].setting.machine.constants, names)
+    write_constants(fitted, out, [str(run) for run in runs])
     why = "without rollout and push, because of rollout.replay, rollout.overlap or rollout.servers"
-    return "\n".join([*(f"{name}: {why}" for name in unsampled), found.table(), f"wrote {out}"])
+    return "\n".join([*(f"{name}: {why}" for name in unsampled), fitted.table(), f"wrote {out}"])
 
 
-def write_constants(found: Fitted, out: Path, runs: Sequence[str]) -> None:
+def write_constants(fitted: Fitted, out: Path, runs: Sequence[str]) -> None:
     """Write {"constants": ..., "fitted": names, "rms": ..., "runs": ..., "rows": ...}."""
     record = {
-        "constants": asdict(found.constants),
-        "fitted": found.names,
-        "rms": found.rms,
+        "constants": asdict(fitted.constants),
+        "fitted": fitted.names,
+        "rms": fitted.rms,
         "runs": list(runs),
-        "rows": [dict(zip(("run", "phase", "measured", "predicted"), row, strict=True)) for row in found.rows],
+        "rows": [dict(zip(("run", "phase", "measured", "predicted"), row, strict=True)) for row in fitted.rows],
     }
     out.parent.mkdir(parents=True, exist_ok=True)
     with out.open("x", encoding="utf-8") as file:

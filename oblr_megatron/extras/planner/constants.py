@@ -140,14 +140,14 @@ def read_constants(path: Path) -> Constants:
     """
     fix = "write one with `oblr-megatron plan --calibrate RUN_DIR --out FILE`"
     try:
-        found = dict(json.loads(path.read_text(encoding="utf-8"))["constants"].items())
+        values = dict(json.loads(path.read_text(encoding="utf-8"))["constants"].items())
     except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
         raise UserError("not a file of constants", where=str(path), fix=fix) from error
     known = {field.name for field in fields(Constants)}
-    wrong = [name for name, value in found.items() if name not in known or not _above_0(value)]
+    wrong = [name for name, value in values.items() if name not in known or not _above_0(value)]
     if wrong:
         raise UserError(f"{wrong[0]!r} is not a constant with a number above 0", where=str(path), fix=fix)
-    return Constants(**found)
+    return Constants(**values)
 
 
 def _above_0(value: Any) -> bool:

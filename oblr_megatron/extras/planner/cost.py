@@ -1,7 +1,7 @@
 """The predicted cost of a whole step, and the seconds that `rollout.overlap` hides. Imports no torch.
 
-    found = predict(Setting(hf_config, config, world_size=64, machine=PlannerMachine(device_named("h100"))))
-    found.seconds, found.phases["gradient"].seconds, found.phases["gradient"].bound_by
+    cost = predict(Setting(hf_config, config, world_size=64, machine=PlannerMachine(device_named("h100"))))
+    cost.seconds, cost.phases["gradient"].seconds, cost.phases["gradient"].bound_by
 
 Overlap has engines on GPUs of their own. R is the sampling time. R_full is its part with a full batch. The rest waits
 for the longest responses. T is the time of norms and gradient. s is the share of a step's tokens in one wave

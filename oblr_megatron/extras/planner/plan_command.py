@@ -70,21 +70,21 @@ def run(options: argparse.Namespace) -> int:
     from oblr_megatron.extras.planner.table import as_json, summary, table, write_toml
 
     if options.overlap:
-        found, request = best_split(request, options.overlap)
+        result, request = best_split(request, options.overlap)
     else:
-        found = search(request)
-    plans = found.plans[: options.top]
+        result = search(request)
+    plans = result.plans[: options.top]
     if options.write:
         write_toml(plans[0], request, options.write)
     if options.json:
-        print(as_json(plans, found, request))
+        print(as_json(plans, result, request))
         return EXIT_OK
     from rich.console import Console
 
     console = Console()
     console.width = max(console.width, TABLE_WIDTH)  # a narrower table loses columns
     console.print(table(plans, request))
-    console.print(summary(found))
+    console.print(summary(result))
     if options.write:
         console.print(f"wrote the config sections of the first layout to {options.write}")
     return EXIT_OK
@@ -175,8 +175,8 @@ def _table(options: argparse.Namespace) -> dict[str, Any]:
         )
     from oblr_megatron.config.run import parse_config, read_table
 
-    found = read_table(options.config)
-    config = parse_config(found, str(options.config))
+    settings = read_table(options.config)
+    config = parse_config(settings, str(options.config))
     rollout = config.rollout
     if rollout.overlap != "none" or rollout.servers or rollout.replay is not None:
         what = "the config has rollout.overlap, servers or replay, and the planner divides the GPUs itself"
@@ -187,12 +187,12 @@ def _table(options: argparse.Namespace) -> dict[str, Any]:
         what = f"--sequence-length {longest} leaves no response after {prompt} tokens of prompt"
         raise UserError(what, where="plan", fix="raise it, or lower --prompt-tokens")
     response = longest - prompt if longest else config.rollout.max_response_tokens
-    return found | {
+    return settings | {
         "num_prompts": options.prompts or config.num_prompts,
         "group_size": options.group_size or config.group_size,
-        "data": found["data"] | {"max_prompt_tokens": prompt},
-        "rollout": found.get("rollout", {}) | {"max_response_tokens": response},
-        "model": found["model"] | {"path": options.model, "dtype": options.dtype or config.model.dtype},
+        "data": settings["data"] | {"max_prompt_tokens": prompt},
+        "rollout": settings.get("rollout", {}) | {"max_response_tokens": response},
+        "model": settings["model"] | {"path": options.model, "dtype": options.dtype or config.model.dtype},
     }
 
 

@@ -85,10 +85,10 @@ class _Engine:
         waves = max(1.0, self.sequences / self.batch)
         rest = max(0.0, self.setting.config.rollout.max_response_tokens - waves * mean)
         full = self.step(self.batch)
-        found = {name: waves * mean * seconds for name, seconds in full.items()}
+        decode = {name: waves * mean * seconds for name, seconds in full.items()}
         return {
             "prefill": self.prefill(),
-            **found,
+            **decode,
             LONGEST: rest * self.next_token(),
             "fixed": self.setting.machine.constants.step_s,
         }
@@ -112,10 +112,10 @@ class _Engine:
         products = batch * tokens * 2 * active_parameters(self.setting.hf_config) / self.sizes.tp / self.peak()
         hidden = batch * tokens * self.sizes.hidden * self.sizes.element
         reduced = 4 * self.sizes.layers * self.links.tensor(hidden)
-        found = {"tensor": reduced, "scheduler": constants.decode_step_s}
+        terms = {"tensor": reduced, "scheduler": constants.decode_step_s}
         if products > weights + cache:
-            return {"products": products, **found}
-        return {"weights read": weights, "KV cache read": cache, **found}
+            return {"products": products, **terms}
+        return {"weights read": weights, "KV cache read": cache, **terms}
 
     def weights_read(self, batch: float) -> float:
         """Bytes of weights that one device reads for `batch` tokens."""

@@ -1,8 +1,8 @@
 """Search over all layouts that the checks of a run accept, with their memory and predicted time.
 
-    found = search(request)
-    found.plans[0].prediction.seconds, found.plans[0].sections       # the fastest that fits
-    found, request = best_split(request, "stream")                   # engines on GPUs of their own
+    result = search(request)
+    result.plans[0].prediction.seconds, result.plans[0].sections     # the fastest that fits
+    result, request = best_split(request, "stream")                  # engines on GPUs of their own
 
 The checks are a run's own (`checks.layout.check_layout`, `preflight.inputs.check_dealing`,
 `memory.select_mode.resolve`).
@@ -96,16 +96,16 @@ def best_split(request: Request, overlap: str) -> tuple[SearchResult, Request]:
     Raises:
         UserError: no division is possible, or nothing fits in any; the message of the last one.
     """
-    found: list[tuple[SearchResult, Request]] = []
+    results: list[tuple[SearchResult, Request]] = []
     refusal = UserError("one GPU cannot train and sample at the same time", where="plan", fix="use two or more GPUs")
     for split in _splits(request, overlap):
         try:
-            found.append((search(split), split))
+            results.append((search(split), split))
         except UserError as error:
             refusal = error
-    if not found:
+    if not results:
         raise refusal
-    return min(found, key=lambda each: each[0].plans[0].prediction.seconds)
+    return min(results, key=lambda each: each[0].plans[0].prediction.seconds)
 
 
 def _splits(request: Request, overlap: str) -> Iterator[Request]:
@@ -191,7 +191,7 @@ class _Tally:
 
     def consider(self, parallel: Sections) -> list[Plan]:
         """The plans of a layout: one for each norm mode that is possible and fits; one if no norms are measured."""
-        request, found = self.request, []
+        request, plans = self.request, []
         longest = longest_sample(self.run)
         for mode in MODES[::-1] if self.run.measures_norms else ("",):
             if mode not in ("", "two_pass") and parallel["micro_batch_tokens"] > longest:
@@ -208,8 +208,8 @@ class _Tally:
                 self.reasons.setdefault(error.where, str(error))
                 continue
             plan = self.placed(sections, config, choice.estimate)
-            found += [plan] if plan else []
-        return found
+            plans += [plan] if plan else []
+        return plans
 
     def folds(self, parallel: Sections) -> Sections:
         """Section [algo] with num_folds raised to the next number that divides among the replicas."""

@@ -19,7 +19,7 @@ class Request:
 
     model: str
     hf_config: Mapping[str, Any]
-    gpus: int  # of the trainer
+    gpus: int  # the trainer's
     machine: PlannerMachine
     mean_response_tokens: int  # every prompt counts as the longest
     table: Mapping[str, Any]  # the rest of the run, as in a config file

@@ -79,15 +79,15 @@ class Stage:
         """Seconds of a microbatch's backward pass, with recomputation."""
         parallel = self.config.parallel
         factors = BACKWARD | ({} if parallel.sequence_parallel else {"tensor": 1.0})
-        found = {name: factors[name] * seconds for name, seconds in self.forward(tokens).items()}
+        terms = {name: factors[name] * seconds for name, seconds in self.forward(tokens).items()}
         if parallel.recompute_granularity == "full":
             share = 1.0
             if parallel.recompute_method == "block":
                 share = min(1.0, parallel.recompute_num_layers / self.sizes.layers)
-            return added(found, {name: share * seconds for name, seconds in self.layers(tokens).items()})
+            return added(terms, {name: share * seconds for name, seconds in self.layers(tokens).items()})
         if parallel.recompute_granularity == "selective" and "core_attn" in parallel.recompute_modules:
-            found["attention"] += self.layers(tokens)["attention"]
-        return found
+            terms["attention"] += self.layers(tokens)["attention"]
+        return terms
 
     def product(self, count: float, outputs: int, inputs: int, *, head: bool = False) -> float:
         """Seconds of a matrix product with a shard [outputs, inputs]."""

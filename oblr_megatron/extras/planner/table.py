@@ -28,16 +28,16 @@ def table(plans: Sequence[Plan], request: Request) -> Table:
         f"{request.model} on {_machines(request)}, {sequence.num_prompts} x {sequence.group_size} samples: prompts of "
         f"{sequence.data.max_prompt_tokens} tokens, responses of {request.mean_response_tokens} (mean)"
     )
-    found = Table("#", "layout", title=title)
+    layouts = Table("#", "layout", title=title)
     for name in ("step s", *PHASES, "GB", "tokens/s/GPU", "MFU"):
-        found.add_column(name, justify="right", no_wrap=True)
-    found.add_column("bound by")
+        layouts.add_column(name, justify="right", no_wrap=True)
+    layouts.add_column("bound by")
     for rank, plan in enumerate(plans, 1):
         cost = plan.prediction
         seconds = [number(cost.seconds), *(number(cost.phases[name].seconds) for name in PHASES)]
         metrics = [f"{plan.peak_bytes / 1e9:.0f}", number(cost.tokens_per_s), f"{cost.mfu:.0%}"]
-        found.add_row(str(rank), plan.name, *seconds, *metrics, cost.bound_by)
-    return found
+        layouts.add_row(str(rank), plan.name, *seconds, *metrics, cost.bound_by)
+    return layouts
 
 
 def _machines(request: Request) -> str:
@@ -46,21 +46,21 @@ def _machines(request: Request) -> str:
     return f"{request.gpus} x {request.machine.device.name}{engines}"
 
 
-def summary(found: SearchResult) -> str:
+def summary(result: SearchResult) -> str:
     """How many layouts fit, are too large, or are refused."""
-    return f"{len(found.plans)} layouts fit; {found.too_large} are too large, {found.refused} are refused"
+    return f"{len(result.plans)} layouts fit; {result.too_large} are too large, {result.refused} are refused"
 
 
-def as_json(plans: Sequence[Plan], found: SearchResult, request: Request) -> str:
+def as_json(plans: Sequence[Plan], result: SearchResult, request: Request) -> str:
     """The plans as one line of JSON."""
     record = {
         "model": request.model,
         "gpus": request.gpus,
         "engine_gpus": request.engine_gpus,
         "device": request.machine.device.name,
-        "fit": len(found.plans),
-        "too_large": found.too_large,
-        "refused": found.refused,
+        "fit": len(result.plans),
+        "too_large": result.too_large,
+        "refused": result.refused,
         "plans": [plan_record(plan) for plan in plans],
     }
     return json.dumps(record)

@@ -18,7 +18,7 @@ from oblr_megatron.memory.rank_shapes import RankSizes
 from oblr_megatron.memory.select_mode import BYTES_MOVED, norm_over_product
 from oblr_megatron.memory.training import offloaded_bytes
 
-FOLD_MOVES = 5  # of main_grad: zeroed, its norm read, added to the sum (read, read, written)
+FOLD_MOVES = 5  # passes over main_grad: zeroed, its norm read, added to the sum (read, read, written)
 
 
 def training_phases(setting: Setting) -> dict[str, Phase]:
@@ -38,7 +38,7 @@ class _Step:
 
     setting: Setting
     config: Config  # one update of `setting.typical`
-    updates: int  # of a batch, U
+    updates: int  # updates on a batch, U
     layout: Layout
     links: Links
     stages: list[Stage]
@@ -75,12 +75,12 @@ class _Step:
             ratio = 1.0  # a sample's partial gradient is computed in full, summed over ranks, then squared
         if first.kind == "norms":
             whole = self.through(first, lambda stage, rows: self.norms_only(stage, rows, ratio))
-            found = added(scaled(whole, self.config.gradnorm.sample_fraction), self.fixed())
+            terms = added(scaled(whole, self.config.gradnorm.sample_fraction), self.fixed())
         elif first.kind == "bookkeep":
-            found = {"products": ratio / 3 * gradient["products"]}
+            terms = {"products": ratio / 3 * gradient["products"]}
         else:
-            found = self.stashed() if first.kind == "stash" else {}
-        return added(found, self.summands()) if found else found
+            terms = self.stashed() if first.kind == "stash" else {}
+        return added(terms, self.summands()) if terms else terms
 
     def summands(self) -> Terms:
         """The reduce-scatter of each sample's gradient over context-parallel ranks, before its norm."""

@@ -64,12 +64,12 @@ def with_vllm(directory: Path, sets: Sets, config: Config) -> dict[str, Accuracy
     model = config.model.model_copy(update={"path": directory})
     greedy = config.evaluate.model_copy(update={"samples_per_prompt": 0})
     config = config.model_copy(update={"rollout": rollout, "model": model, "evaluate": greedy})
-    found = {}
+    accuracies = {}
     with opened(config) as (engines, reward):
         for name, prompts in sets.items():
             grades = evaluate(name, engines, prompts, reward, config, strict=True)
-            found[name] = count_right([grade.verdict for grade in grades.greedy], grades.unscored)
-    return found
+            accuracies[name] = count_right([grade.verdict for grade in grades.greedy], grades.unscored)
+    return accuracies
 
 
 def with_transformers(
@@ -80,14 +80,14 @@ def with_transformers(
     Raises:
         RunError: the reward failed for every response to a set.
     """
-    found = {}
+    accuracies = {}
     for name, prompts in sets.items():
         samples = transformers_greedy(model, tokenizer, prompts, longest_evaluated(config))
         result = reward.score(prompts, samples)
         if len(result.unscored) == len(samples):
             raise RunError(f"set {name!r}: the reward failed for every response: {cause_of([result], config.reward)}")
-        found[name] = count_right(result.main_rewards, len(result.unscored))
-    return found
+        accuracies[name] = count_right(result.main_rewards, len(result.unscored))
+    return accuracies
 
 
 def vllm_computes_fp8() -> bool:

@@ -141,7 +141,7 @@ def check_written(target: Path, written: dict[str, Written]) -> None:
     Raises:
         RunError: names the first tensor that differs.
     """
-    found: set[str] = set()
+    stored: set[str] = set()
     for file in sorted(target.glob("*.safetensors")):
         with safe_open(file, framework="pt") as tensors:
             names = set(tensors.keys())
@@ -150,8 +150,8 @@ def check_written(target: Path, written: dict[str, Written]) -> None:
                 scales = [float(tensors.get_tensor(f"{layer}{kind}")) for kind in ("weight_scale", "input_scale")]
                 if Written(_digest(tensors.get_tensor(name)), *scales) != written[name]:
                     raise RunError(f"{target}: {name} differs from the measured weight")
-            found |= names
-    lacking = sorted(written.keys() - found)
+            stored |= names
+    lacking = sorted(written.keys() - stored)
     if lacking:
         raise RunError(f"{target}: {len(lacking)} quantised weights are missing, {lacking[0]} first")
 

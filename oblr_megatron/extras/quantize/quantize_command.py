@@ -73,8 +73,8 @@ def _check_modelopt() -> None:
     """Check that nvidia-modelopt is installed in the version that fp8.py supports."""
     installed = installed_version("nvidia-modelopt")
     if installed is None or not installed.startswith(f"{MODELOPT}."):
-        found = "not installed" if installed is None else f"version {installed}"
-        raise UserError(f"nvidia-modelopt is {found}", fix=f'pip install "nvidia-modelopt=={MODELOPT}.*"')
+        state = "not installed" if installed is None else f"version {installed}"
+        raise UserError(f"nvidia-modelopt is {state}", fix=f'pip install "nvidia-modelopt=={MODELOPT}.*"')
 
 
 def _check_data(options: argparse.Namespace, source: HFDir) -> QuantizeTask:

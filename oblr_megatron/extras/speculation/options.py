@@ -71,7 +71,7 @@ class _Steps:
     """The newest decode steps of one size, with or without drafts."""
 
     seconds: deque[float] = field(default_factory=lambda: deque(maxlen=WINDOW))
-    tokens: deque[float] = field(default_factory=lambda: deque(maxlen=WINDOW))  # of each sequence
+    tokens: deque[float] = field(default_factory=lambda: deque(maxlen=WINDOW))  # per sequence
 
     @property
     def cost(self) -> float:
@@ -102,14 +102,14 @@ class BreakEven:
         """The bound. Example: 7, if up to 7 sequences are faster with drafts."""
         if self._fixed is not None:
             return self._fixed
-        found = 0
+        bound = 0
         for size in sorted(self._turns):
             if not self._known(size):
                 continue
             if self._steps[size, True].cost >= self._steps[size, False].cost:
                 break
-            found = min(2**size - 1, self._most)
-        return found
+            bound = min(2**size - 1, self._most)
+        return bound
 
     def choose(self, sequences: int) -> bool:
         """Whether the next step of so many sequences is to have drafts."""
@@ -148,7 +148,7 @@ def metrics_of(reports: list[DraftReport]) -> dict[str, float]:
     """Metrics of all engines together; {} without engines that speculate."""
     if not reports:
         return {}
-    found: dict[str, float] = {"rollout/speculation_below": statistics.mean(report.below for report in reports)}
+    metrics: dict[str, float] = {"rollout/speculation_below": statistics.mean(report.below for report in reports)}
     if drafts := sum(report.drafts for report in reports):
-        found["rollout/speculation_accepted"] = sum(report.accepted for report in reports) / drafts
-    return found
+        metrics["rollout/speculation_accepted"] = sum(report.accepted for report in reports) / drafts
+    return metrics

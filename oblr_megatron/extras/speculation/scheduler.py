@@ -63,8 +63,8 @@ class TailScheduler(Scheduler):
             self._break_even.record(sequences, drafts=self._has_drafts, seconds=seconds, tokens=tokens)
         return outputs
 
-    def take_report(self) -> DraftReport:
-        """What speculation did since the last call."""
+    def collect_report(self) -> DraftReport:
+        """Results of speculation since the last call."""
         drafts, proposed, accepted = self._drafts, self._proposed, self._accepted
         self._drafts = self._proposed = self._accepted = 0
         return DraftReport(drafts=drafts, proposed=proposed, accepted=accepted, below=self._break_even.below)
