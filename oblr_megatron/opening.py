@@ -26,7 +26,7 @@ from oblr_megatron.formatting import flatten
 from oblr_megatron.memory.pass_plan import Layout, idle_replicas
 from oblr_megatron.memory.select_mode import ModeChoice, with_mode
 from oblr_megatron.metrics import METRICS_FILE, MetricsWriter, Record, logged_until
-from oblr_megatron.model import parallel as layout
+from oblr_megatron.model import parallel as process_groups
 from oblr_megatron.observe.alarm_window import planned
 from oblr_megatron.observe.alarms import LiveAlarms
 from oblr_megatron.observe.console import open_display
@@ -60,15 +60,15 @@ def open_sampling(config: Config) -> Iterator[Sampling]:
     Raises:
         UserError: bad input, found before the process group or any engine is started.
     """
-    layout.select_device()
-    rank, world_size = layout.rank_from_environment()
+    process_groups.select_device()
+    rank, world_size = process_groups.rank_from_environment()
     with ExitStack() as stack:
         stop = stack.enter_context(StopRequest(config.checkpoint))
         own = attempt(lambda: _inputs(config, rank, world_size, stack))
         if world_size == 1:
             raise_first([own], own)
-        layout.join(config.parallel)
-        stack.push(layout.leave)
+        process_groups.join(config.parallel)
+        stack.push(process_groups.leave)
         collectives = Collectives(rank)
         collectives.settle(own, what="their checks", seconds=config.parallel.distributed_timeout_s)
         inputs: Inputs = own.value
@@ -76,7 +76,7 @@ def open_sampling(config: Config) -> Iterator[Sampling]:
         shared = collectives.objects(facts, what="rows", seconds=config.parallel.distributed_timeout_s)
         check_same_rows([rows for rows, _ in shared])
         norms: ModeChoice | None = shared[0][1]  # ranks may see different amounts of free memory, so rank 0 decides
-        parallel = layout.initialize(config.parallel, seed=config.seed)
+        parallel = process_groups.initialize(config.parallel, seed=config.seed)
         resumed = choose(inputs.checkpoints, parallel.rank, world_size)
         if norms is not None:
             config = with_mode(config, norms.mode)

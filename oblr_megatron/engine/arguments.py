@@ -18,7 +18,7 @@ def vllm_arguments(spec: EngineSpec, backend: str) -> dict[str, Any]:
         "max_model_len": spec.max_model_len,
         "max_num_seqs": spec.max_num_seqs,
         "seed": spec.seed,
-        "logprobs_mode": "processed_logprobs",  # of the distribution that is sampled from, temperature applied
+        "logprobs_mode": "processed_logprobs",  # those of the distribution that is sampled from, temperature applied
         "weight_transfer_config": {"backend": backend},
     }
     if spec.speculation != "none":

@@ -100,7 +100,7 @@ class RunItems:
 
     def __init__(self, directory: Path | None) -> None:
         self._directory = directory
-        self.rows: list[tuple[Any, ...]] = []  # of the latest sink's first responses: COLUMNS
+        self.rows: list[tuple[Any, ...]] = []  # the latest sink's first responses: COLUMNS
 
     def sink(self, step: int, name: str) -> Sink:
         """The sink for a set's blocks. The file of the same step and set, left by an earlier attempt, is replaced."""

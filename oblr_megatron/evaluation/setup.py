@@ -115,7 +115,7 @@ def opened(config: Config) -> Iterator[tuple[RolloutEngine, Reward]]:
     import torch
 
     from oblr_megatron.checks.vllm_options import check_processor, check_speculation, check_vllm_options
-    from oblr_megatron.model import parallel as layout
+    from oblr_megatron.model import parallel as process_groups
     from oblr_megatron.observe.console import waiting
     from oblr_megatron.rewards.registry import build_reward
     from oblr_megatron.rewards.shared import SharedReward
@@ -127,8 +127,8 @@ def opened(config: Config) -> Iterator[tuple[RolloutEngine, Reward]]:
     with ExitStack() as stack:
         scratch = stack.enter_context(TemporaryDirectory(prefix="oblr-eval-"))  # for the engine's log
         config = config.model_copy(update={"run_dir": Path(scratch)})
-        parallel = layout.initialize(config.parallel, seed=config.seed)
-        stack.callback(layout.shutdown)
+        parallel = process_groups.initialize(config.parallel, seed=config.seed)
+        stack.callback(process_groups.shutdown)
         scoring = build_reward(config.reward, max_response_tokens=config.rollout.max_response_tokens)
         reward = stack.enter_context(SharedReward(scoring, share=0, shares=1))
         say = partial(print, file=sys.stderr, flush=True)

@@ -15,7 +15,7 @@ if TYPE_CHECKING:
     from oblr_megatron.metrics import Record
 
 EDGE = 20  # first and last values of a metric that are compared
-COLLAPSED = 1 / 3  # of optimizer.lr: the least rate of Adam under the schedule's default floor is 0.32 of it
+COLLAPSED = 1 / 3  # share of optimizer.lr: the least rate of Adam under the schedule's default floor is 0.32 of it
 SLOWER = 1.2  # times the median rank's own time; a rank above it for EDGE steps is slow
 
 # Steps with equal lengths or equal rewards leave these undefined; that is no problem.

@@ -1,7 +1,7 @@
 """Training from saved samples: prompts and responses are read from the files of another run.
 
     engine = ReplayEngine(config, parallel)
-    prompts = engine.next_prompts(config.num_prompts)             # of the next saved step
+    prompts = engine.next_prompts(config.num_prompts)     # those of the next saved step
     samples = engine.generate(prompts, request)           # its responses
 
 No vllm is loaded, no engine process is started, and no weights leave the trainer: a push only counts versions. The

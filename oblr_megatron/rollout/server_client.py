@@ -52,7 +52,7 @@ class VllmServer:
         self.unfit = False  # lost, and waiting is useless: it answers, but not as expected
         self.capacity = 1  # sequences it decodes at once
         self.workers = 1  # processes that receive weights
-        self.instance = ""  # of the server process, from its last answer
+        self.instance = ""  # the server process, from its last answer
         self.url = url.rstrip("/")
         self._headers = {"Authorization": f"Bearer {key}"} if key else {}
         self._session: aiohttp.ClientSession | None = None

@@ -14,7 +14,7 @@ import os
 
 KEPT = 2**28  # bytes that a process may keep free at the end of its heap
 MAPPED = 2**25  # bytes from which a block is mapped on its own and returned when freed; glibc allows no more
-_TRIM_THRESHOLD, _MMAP_THRESHOLD = -1, -3  # of glibc's mallopt
+_TRIM_THRESHOLD, _MMAP_THRESHOLD = -1, -3  # options of glibc's mallopt
 _USERS = {"MALLOC_TRIM_THRESHOLD_", "MALLOC_MMAP_THRESHOLD_", "MALLOC_TOP_PAD_", "GLIBC_TUNABLES"}
 
 

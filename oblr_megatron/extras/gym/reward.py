@@ -29,7 +29,7 @@ from oblr_megatron.types import Prompt, Sample
 
 COLUMN = "reasoning_gym"  # in a generated row; see rows.py
 NOT_TASKS = ("composite",)  # it mixes other tasks, as several sources of data.train do
-OWN_OPTIONS = ("seed", "size")  # of every task; keys of a source
+OWN_OPTIONS = ("seed", "size")  # options of every task; keys of a source
 MAX_CAUSE = 200  # characters of the package's own message
 
 _FUNCTIONS = frozenset({"C", "E", "pi", "exp", "log", "ln", "sqrt", "cbrt", "Abs", "Rational", "erf", "erfi"}) | {
