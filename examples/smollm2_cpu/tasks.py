@@ -106,11 +106,9 @@ def instruction(topic: str, generator: random.Random) -> tuple[str, list[Check]]
 
 
 def instructions(response: str, answer: str, prompt: str) -> float:
-    """The product of how well each demand is met, 0 to 1. So no demand can be met at the cost of another."""
-    score = 1.0
-    for kind, *wanted in json.loads(answer):
-        score *= CHECKS[kind](response, *wanted)
-    return score
+    """How well the form is kept, times the mean of how well the other demands are met; 0 for an empty response."""
+    form, *others = (CHECKS[kind](response, *wanted) for kind, *wanted in json.loads(answer))
+    return form * sum(others) / len(others)
 
 
 def last_number(response: str, answer: str, prompt: str) -> float:
@@ -119,9 +117,9 @@ def last_number(response: str, answer: str, prompt: str) -> float:
     return float(bool(numbers) and float(numbers[-1]) == float(answer))
 
 
-def _near(number: int, wanted: int) -> float:
-    """1 for the wanted number, less the further off; 0 from twice the number on."""
-    return max(0.0, 1 - abs(number - wanted) / wanted)
+def _ratio(number: int, wanted: int) -> float:
+    """1 for the wanted number, 1/2 for twice as many or half of them."""
+    return min(number, wanted) / max(number, wanted)
 
 
 def _words(text: str) -> list[str]:
@@ -133,18 +131,20 @@ def _lines(text: str) -> list[str]:
 
 
 def _bullets(text: str, wanted: int) -> float:
+    """A quarter for the number of lines, the rest for their marks."""
     lines = _lines(text)
     marked = sum(line.startswith("- ") for line in lines)
-    return _near(marked, wanted) * marked / max(len(lines), 1)
+    return _ratio(len(lines), wanted) * (0.25 + 0.75 * marked / max(len(lines), 1))
 
 
 def _json(text: str, *keys: str) -> float:
-    """A quarter for an object's braces, half for an object, and the rest for its keys."""
+    """Half for an object and half for its keys; half of it within other text, a quarter for quoted keys without one."""
+    body = text[text.find("{") : text.rfind("}") + 1]
     try:
-        value = json.loads(text)
+        value = json.loads(body)
     except ValueError:
-        return 0.25 * (text.strip().startswith("{") and text.strip().endswith("}"))
-    return 0.5 + 0.5 * sum(key in value for key in keys) / len(keys) if isinstance(value, dict) else 0.0
+        return 0.25 * sum(f'"{key}"' in text for key in keys) / len(keys)
+    return (0.5 + 0.5 * sum(key in value for key in keys) / len(keys)) * (1 if body == text.strip() else 0.5)
 
 
 def _case(text: str, right: Callable[[str], bool]) -> float:
@@ -153,8 +153,8 @@ def _case(text: str, right: Callable[[str], bool]) -> float:
 
 
 CHECKS: dict[str, Callable[..., float]] = {
-    "words": lambda text, wanted: _near(len(_words(text)), wanted),
-    "lines": lambda text, wanted: _near(len(_lines(text)), wanted),
+    "words": lambda text, wanted: _ratio(len(_words(text)), wanted),
+    "lines": lambda text, wanted: _ratio(len(_lines(text)), wanted),
     "bullets": _bullets,
     "json": _json,
     "include": lambda text, *words: sum(word in _words(text) for word in words) / len(words),

@@ -12,13 +12,14 @@ import re
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 ROOT = Path(__file__).resolve().parents[3]
 sys.path.insert(0, str(ROOT / "examples" / "smollm2_cpu"))  # scripts import their neighbours by name
 
-from tasks import HELDOUT_TOPICS, TOPICS, instruction_rows, instructions, last_number, sum_rows  # noqa: E402
+from tasks import CHECKS, HELDOUT_TOPICS, TOPICS, instruction_rows, instructions, last_number, sum_rows  # noqa: E402
 
 
 def test_every_sum_is_right_and_split_once() -> None:
@@ -46,32 +47,41 @@ def test_instructions_are_distinct_and_held_out_ones_have_other_topics() -> None
 
 
 @pytest.mark.parametrize(
-    ("checks", "response", "score"),
+    ("check", "response", "score"),
     [
-        ([["words", 4]], "It rains a lot.", 1),
-        ([["words", 4]], "It rains.", 1 / 2),
-        ([["words", 4]], "It rains, it rains, it rains, it rains.", 0),
-        ([["lines", 2]], "Rain.\n\nWind.\n", 1),
-        ([["lines", 2]], "Rain.\nWind.\nSun.", 1 / 2),
-        ([["bullets", 2]], "- rain\n- wind", 1),
-        ([["bullets", 2]], "Here:\n- rain\n- wind\n", 2 / 3),
-        ([["bullets", 2]], "rain and wind", 0),
-        ([["json", "wind", "rain"]], '{"wind": 1, "rain": [2]}', 1),
-        ([["json", "wind", "rain"]], '{"wind": 1}', 3 / 4),
-        ([["json", "wind", "rain"]], "{wind: 1}", 1 / 4),
-        ([["json", "wind", "rain"]], "[1, 2]", 0),
-        ([["include", "wind", "rain"]], "Wind, and rain.", 1),
-        ([["include", "wind", "rain"]], "Windy rain.", 1 / 2),
-        ([["avoid", "the", "rain"]], "There was wind.", 1),
-        ([["avoid", "the", "rain"]], "The wind and the rain.", 1 / 8),
-        ([["lower"]], "rain, 3 times", 1),
-        ([["upper"]], "RAin", 1 / 2),
-        ([["words", 2], ["include", "wind", "rain"]], "wind wind", 1 / 2),
-        ([["lines", 1], ["lower"]], "", 0),
+        (["words", 4], "It rains a lot.", 1),
+        (["words", 4], "It rains.", 1 / 2),
+        (["words", 2], "It rains and rains and rains and rains.", 1 / 4),
+        (["lines", 2], "Rain.\n\nWind.\n", 1),
+        (["lines", 2], "Rain.\nWind.\nSun.", 2 / 3),
+        (["bullets", 2], "- rain\n- wind", 1),
+        (["bullets", 2], "Here:\n- rain\n- wind\n", 2 / 3 * 3 / 4),
+        (["bullets", 2], "rain\nwind", 1 / 4),
+        (["json", "wind", "rain"], '{"wind": 1, "rain": [2]}\n', 1),
+        (["json", "wind", "rain"], 'Here: {"wind": 1, "rain": [2]}', 1 / 2),
+        (["json", "wind", "rain"], '{"wind": 1}', 3 / 4),
+        (["json", "wind", "rain"], '{"wind": 1', 1 / 8),
+        (["json", "wind", "rain"], "[1, 2]", 0),
+        (["include", "wind", "rain"], "Wind, and rain.", 1),
+        (["include", "wind", "rain"], "Windy rain.", 1 / 2),
+        (["avoid", "the", "rain"], "There was wind.", 1),
+        (["avoid", "the", "rain"], "The wind and the rain.", 1 / 8),
+        (["lower"], "rain, 3 times", 1),
+        (["upper"], "RAin", 1 / 2),
     ],
 )
-def test_a_demand_is_scored_by_how_well_it_is_met(checks: list[list[object]], response: str, score: float) -> None:
-    assert instructions(response, json.dumps(checks), "") == pytest.approx(score)
+def test_a_demand_is_scored_by_how_well_it_is_met(check: list[Any], response: str, score: float) -> None:
+    kind, *wanted = check
+    assert CHECKS[kind](response, *wanted) == pytest.approx(score)
+
+
+@pytest.mark.parametrize(
+    ("response", "score"),
+    [("wind and rain", 1), ("Wind", 1 / 3 * (1 / 2 + 3 / 4) / 2), ("", 0), ("sun", 1 / 3 * (0 + 1) / 2)],
+)
+def test_the_form_weighs_the_other_demands(response: str, score: float) -> None:
+    answer = json.dumps([["words", 3], ["include", "wind", "rain"], ["lower"]])
+    assert instructions(response, answer, "") == pytest.approx(score)
 
 
 @pytest.mark.parametrize(
