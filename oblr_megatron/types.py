@@ -16,7 +16,7 @@ if TYPE_CHECKING:  # `types` is imported by the torch-free half of the package
     from torch import Tensor
 
 FinishReason = Literal["stop", "length", "failed", "late"]
-"""How a response ended: by itself; at a limit of tokens or turns; by an error of the environment; after its deadline.
+"""End of a response: by itself; at a limit of tokens or turns; by an error of the environment; after its deadline.
 The last two have an empty response."""
 
 

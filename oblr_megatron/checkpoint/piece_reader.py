@@ -32,7 +32,7 @@ from oblr_megatron.weights.names import ModelShape
 DAMAGED = (OSError, EOFError, pickle.UnpicklingError, ValueError, LookupError, AttributeError, ImportError)
 """Errors that unpickling a damaged file raises."""
 MODEL = ("embedding.", "decoder.", "output_layer.")
-"""How the names of a GPTModel's own tensors begin; those of an optimizer begin differently."""
+"""First parts of the names of a GPTModel's own tensors; those of an optimizer begin differently."""
 
 
 class PieceReader(FileSystemReader):

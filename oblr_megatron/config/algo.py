@@ -80,7 +80,7 @@ class SnrConfig(Section):
     """The signal-to-noise schedule of the learning rate (OBLR-PO, Theorem 4). Its estimates are always logged."""
 
     estimator: Literal["folds", "prompts", "momentum", "samples", "plugin"] = "folds"
-    """How signal and noise are estimated. "folds": from num_folds folds of the batch. "prompts": each prompt is a fold.
+    """Estimator of signal and noise. "folds": from num_folds folds of the batch. "prompts": each prompt is a fold.
     "momentum": the gradient against the average of the last 10 or so (one more gradient in memory); needs no folds. For
     comparison only: "samples", from per-response norms, biased up; "plugin", ||g||^2 as the signal, about 1/2 under
     pure noise."""

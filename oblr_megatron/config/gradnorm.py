@@ -13,10 +13,10 @@ class GradnormConfig(Section):
     """Squared gradient norms w of single responses."""
 
     source: Literal["exact", "logit", "length"] = "exact"
-    """How w is obtained: the exact norm, or an estimate. "logit": energy of the score function at the logits, forward
+    """Source of w: the exact norm, or an estimate. "logit": energy of the score function at the logits, forward
     pass only. "length": response tokens. The gradient stays unbiased with all."""
     mode: Literal["auto", "inline", "two_pass", "stash", "bookkeep"] = "auto"
-    """How norms are computed. "inline": in the one gradient pass, if the baseline reads no norms of its own step.
+    """Computation of norms. "inline": in the one gradient pass, if the baseline reads no norms of its own step.
     "two_pass": a separate pass. "stash": one pass that keeps the gradient of each response of a prompt. "bookkeep": one
     pass that keeps the factors of the weight gradients. "auto" chooses and logs why."""
     sample_fraction: float = Field(1.0, gt=0, le=1)

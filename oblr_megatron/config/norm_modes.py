@@ -1,4 +1,4 @@
-"""Which modes (`gradnorm.mode`) can compute a run's norms: the one rule. Imports no torch.
+"""The one rule for the modes (`gradnorm.mode`) that can compute a run's norms. Imports no torch.
 
 The check of a configuration, the choice of "auto" and the dry run all ask here.
 """

@@ -32,14 +32,14 @@ class ParallelConfig(Section):
     micro_batch_tokens: int = Field(8192, ge=1)
     """Padded tokens per microbatch; a longer sample goes alone."""
     packing: Literal["rows", "packed"] = "rows"
-    """How samples share a microbatch: "rows", one row each, padded to the longest; "packed", concatenated."""
+    """Layout of samples in a microbatch: "rows", one row each, padded to the longest; "packed", concatenated."""
     recompute_granularity: Literal["none", "selective", "full"] = "none"
     """Activations recomputed in backward: none; those of recompute_modules; whole layers."""
     recompute_modules: tuple[Literal["core_attn", "layernorm", "mlp", "moe", "moe_act"], ...] = ("core_attn",)
     """Parts that "selective" recomputes: core attention, norms, the MLP of a dense layer, the experts, or the
     activation within experts. moe_act needs Transformer Engine, and on a GPU so does layernorm."""
     recompute_method: Literal["uniform", "block"] = "uniform"
-    """Which layers "full" recomputes: all, in groups of recompute_num_layers; or the first recompute_num_layers."""
+    """Layers that "full" recomputes: all, in groups of recompute_num_layers; or the first recompute_num_layers."""
     recompute_num_layers: int = Field(1, ge=1)
     """Layers per group ("uniform") or number of recomputed layers ("block")."""
     distributed_timeout_s: float = Field(1800.0, gt=0, le=LONGEST_WAIT_S)

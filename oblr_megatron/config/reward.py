@@ -17,7 +17,7 @@ class RewardTermConfig(Section):
 
 
 class RewardConfig(Section):
-    """How responses are scored."""
+    """Scoring of responses."""
 
     name: str = "math"
     """"exact_match"; "math" (the last \\boxed{...}), "math:gsm8k" (after ####, else \\boxed), "math:last_line";

@@ -45,7 +45,7 @@ def _urls(servers: tuple[str, ...]) -> tuple[str, ...]:
 
 
 class RolloutConfig(Section):
-    """How responses are sampled by vLLM."""
+    """Sampling of responses by vLLM."""
 
     temperature: float = Field(1.0, ge=0.01)
     """Sampling temperature. The trainer's log-probs use the same temperature."""
@@ -149,7 +149,7 @@ class RolloutConfig(Section):
 
 
 class WeightsConfig(Section):
-    """How weights travel from the trainer to the engines."""
+    """Weights on their way from the trainer to the engines."""
 
     verify: bool = False
     """After every push, read the weights back from the engine and compare them. Slow; for debugging."""

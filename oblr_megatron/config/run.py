@@ -151,7 +151,7 @@ def parse_config(table: dict[str, Any], where: str = "config", overrides: Sequen
 
 
 def with_own_scores(config: Config, sources: Iterable[SourceConfig]) -> Config:
-    """If reward.name is left out and all sources are tasks of reasoning-gym, let the tasks score responses."""
+    """Let tasks of reasoning-gym score responses, if all sources are such tasks and reward.name is left out."""
     if "name" in config.reward.model_fields_set or not all(source.gym_task for source in sources):
         return config
     return config.model_copy(update={"reward": config.reward.model_copy(update={"name": "reasoning_gym"})})

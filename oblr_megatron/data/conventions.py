@@ -94,7 +94,7 @@ def without_instruction(value: Any) -> Any:
 
 @dataclass(frozen=True, slots=True)
 class Convention:
-    """How one benchmark stores its rows.
+    """Storage format of one benchmark's rows.
 
     Example: CONVENTIONS["aime24"] == Convention(hub="HuggingFaceH4/aime_2024", ...)
     """

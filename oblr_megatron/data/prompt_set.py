@@ -200,7 +200,7 @@ def summary(skipped: Sequence[Skipped]) -> str:
 
 
 def _fix(skipped: Sequence[Skipped]) -> str:
-    """How to get usable rows, by the most frequent reason, or by the first line of an array."""
+    """A fix that gives usable rows, by the most frequent reason, or by the first line of an array."""
     [(reason, _)] = Counter(skip.reason for skip in skipped).most_common(1) or [("", 0)]
     if any(skip.line == 1 and skip.reason == "not a JSON object" for skip in skipped):
         reason = "not a JSON object"

@@ -148,7 +148,7 @@ class SampleAnswer(Message):
 
 
 def ended_of(sample: Sample) -> Literal["stop", "length"]:
-    """How a response of an engine ended."""
+    """End of an engine's response."""
     return "length" if sample.finish_reason == "length" else "stop"
 
 

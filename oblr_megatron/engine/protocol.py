@@ -35,7 +35,7 @@ MIN_TEMPERATURE = 0.01
 
 @dataclass(frozen=True, slots=True)
 class SamplingRequest:
-    """How to sample the prompts of a call.
+    """Settings for sampling the prompts of a call.
 
     Example: SamplingRequest(group_size=8, temperature=1.0, max_tokens=256, seed=7)
     """

@@ -17,7 +17,7 @@ MICROBATCHES_OF_A_FLUSH = 4
 
 @dataclass(frozen=True, slots=True)
 class Layout:
-    """How the replicas of the model share the folds of a step.
+    """Division of a step's folds among the replicas of the model.
 
     Example, 8 ranks with TP2 and the experts on blocks of 4 ranks: Layout(replicas=4, block=2)
     """

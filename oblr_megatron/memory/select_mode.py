@@ -38,7 +38,7 @@ FLOPS_A_BYTE = {False: 10.0, True: 140.0}  # a CPU core; an H100 in bf16 at the 
 
 @dataclass(frozen=True, slots=True)
 class ModeChoice:
-    """How a run computes its norms.
+    """The mode in which a run computes its norms.
 
     Example: ModeChoice("stash", "expected 1.01x a plain step at 2064 tokens (bookkeep 1.33x, ...)", 1.01, estimate)
     """

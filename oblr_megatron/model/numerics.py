@@ -1,4 +1,4 @@
-"""How a model's values are computed: as torch and megatron-core do, or as model.batch_invariant asks."""
+"""Computation of a model's values: as torch and megatron-core do, or as model.batch_invariant asks."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""How the gradient of each parameter is spread over ranks.
+"""The spread of each parameter's gradient over ranks.
 
 | this rank's gradient is                 | kind       | before squaring | counted on      |
 |-----------------------------------------|------------|-----------------|-----------------|
@@ -47,7 +47,7 @@ EXPERT = ".experts."
 
 
 class Kind(Enum):
-    """How the gradient of a parameter is spread over the tensor-parallel ranks."""
+    """A parameter's gradient on one tensor-parallel rank."""
 
     SHARD = "a shard of its own"
     PARTIAL = "a partial sum of the whole"
@@ -57,7 +57,7 @@ class Kind(Enum):
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Rule:
-    """How one parameter of this rank is measured.
+    """The measurement of one parameter of this rank.
 
     Example: Rule("decoder.layers.0.self_attention.q_layernorm.weight", parameter, Kind.PARTIAL)
     """

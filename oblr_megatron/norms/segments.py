@@ -62,7 +62,7 @@ class SampleRun:
 
 @dataclass(frozen=True)
 class Segments:
-    """Which tokens of a microbatch belong to which sample.
+    """The tokens of each sample in a microbatch.
 
     Example, two samples of 4 and 2 tokens:
         packed   Segments(2, (0, 4, 6)), factors [6, 1, d] or [6, d]

@@ -65,7 +65,7 @@ def quoted(text: str) -> str:
 
 
 def of_norms(norms_sq: Tensor, exact_sq: Tensor) -> dict[str, float]:
-    """How many of a step's norms [Q, G] are not finite, and how estimates agree with exact norms, where these are."""
+    """Number of a step's norms [Q, G] that are not finite, and agreement of estimates with exact norms, where known."""
     compared = exact_sq > 0
     metrics: dict[str, float] = {"gradnorm/nonfinite": int(norms_sq.isfinite().logical_not().sum())}
     if compared.any():

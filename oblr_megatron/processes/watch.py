@@ -1,4 +1,4 @@
-"""Which job runs at this moment, in memory that the trainer can read while the worker's process is blocked.
+"""The job that runs at this moment, in memory that the trainer can read while the worker's process is blocked.
 
 A function that never awaits stops the event loop of its process, and one that holds the interpreter lock stops every
 thread. So a worker that runs many jobs in one loop writes down the number of a job before each step of one of its

@@ -31,7 +31,7 @@ from oblr_megatron.weights.verify import expected_digests
 
 
 class Transport(Protocol):
-    """How the bytes of a bucket reach the servers. What the bucket holds is sent over HTTP."""
+    """The way of a bucket's bytes to the servers. Its description is sent over HTTP."""
 
     def capacity(self, manifest: Manifest) -> int:
         """Bytes of a bucket; called on every rank, unlike the other methods."""

@@ -46,7 +46,7 @@ Value = TypeVar("Value")
 logger = logging.getLogger(__name__)
 
 PROBE_SECONDS = 5.0
-"""How long a server may take to say whether it is back."""
+"""Seconds that a server may take to say whether it is back."""
 POLL_SECONDS = 0.5
 
 

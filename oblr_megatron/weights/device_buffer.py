@@ -17,7 +17,7 @@ from oblr_megatron.weights.shm import SharedBuffer
 
 WORD = 8
 _CHUNK_BYTES = 2**24
-"""How much of a bucket is read at once: the factors take as much memory again."""
+"""Bytes of a bucket that are read at once: the factors take as much memory again."""
 
 
 class DeviceBuffer(SharedBuffer):

@@ -147,7 +147,7 @@ def check_manifest(manifest: Manifest, model: Mapping[str, tuple[int, ...]], dty
 
 
 class Ledger:
-    """How far one push has come along its manifest."""
+    """Progress of one push along its manifest."""
 
     def __init__(self, manifest: Manifest) -> None:
         self._manifest = manifest

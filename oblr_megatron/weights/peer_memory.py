@@ -1,4 +1,4 @@
-"""How a server on the same machine finds the trainer's anonymous memory: through /proc/PID/fd/N. Imports no vllm.
+"""Access of a server on the same machine to the trainer's anonymous memory: through /proc/PID/fd/N. Imports no vllm.
 
 The memory has no name in /dev/shm and is freed when both sides have ended. The server opens nothing else: the
 descriptor must be a memfd with our name, and the machine, the PID namespace and the inode must be those that the
@@ -33,7 +33,7 @@ class PeerMemory:
 
     @classmethod
     def of(cls, buffer: SharedBuffer) -> PeerMemory:
-        """How another process finds a buffer of this process."""
+        """Address by which another process finds a buffer of this process."""
         inode = os.fstat(buffer.fd).st_ino
         return cls(os.getpid(), buffer.fd, inode, boot_id(), f"pid:[{pid_namespace()}]")
 

@@ -1,4 +1,4 @@
-"""Which parameters travel in one message when the weights are gathered. Imports no torch.
+"""Groups of parameters that travel in one message when the weights are gathered. Imports no torch.
 
     parts = pieces(shape, tp=2, ep=8, etp=1, padded_vocab=151936, budget=2**28)
     parts[1].owners[0]        # parameters of layer 0 outside its experts

@@ -47,7 +47,7 @@ def _machines(request: Request) -> str:
 
 
 def summary(result: SearchResult) -> str:
-    """How many layouts fit, are too large, or are refused."""
+    """Numbers of layouts that fit, are too large, or are refused."""
     return f"{len(result.plans)} layouts fit; {result.too_large} are too large, {result.refused} are refused"
 
 

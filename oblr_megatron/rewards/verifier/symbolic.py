@@ -107,7 +107,7 @@ def _agree(gold: Expr, given: Expr, symbols: list[Any]) -> bool:
 
 
 def _integers(symbols: list[Any], *values: Expr) -> list[bool]:
-    """Which variables stand for integers. With a floor or ceiling only the usual ones do: it changes no integer."""
+    """Variables that stand for integers. With a floor or ceiling only the usual ones do: it changes no integer."""
     if any(value.has(sympy.Mod, sympy.factorial, sympy.binomial) for value in values):
         return [True] * len(symbols)
     rounded = any(value.has(sympy.floor, sympy.ceiling) for value in values)
