@@ -1,7 +1,7 @@
 """`oblr-megatron init MODEL_DIR DATA_FILE [--out CONFIG.toml]`: writes a first config. Imports no torch at load.
 
-The values come from the model's config.json, its tokenizer and the rows. A run's own checks must pass before the file
-is written.
+The values come from the model's config.json, its tokenizer, the rows, and the memory of this machine. A run's own
+checks must pass before the file is written.
 """
 
 from __future__ import annotations
@@ -21,6 +21,8 @@ if TYPE_CHECKING:
 
     from oblr_megatron.checkpoint.hf_dir import HFDir
     from oblr_megatron.config.data import DataConfig
+    from oblr_megatron.preflight.device_memory import Device
+    from oblr_megatron.preflight.fitting import Fit
 
 QUESTIONS = ("question", "problem", "prompt", "query", "instruction", "input")
 ANSWERS = ("answer", "solution", "ground_truth", "gold", "target", "output", "response", "label")
@@ -70,23 +72,45 @@ def init(options: argparse.Namespace) -> int:
         raise _cannot_write(out, "it is TOML, and the name does not end in .toml")
     model = check_hf_dir(options.model)
     data = _data(options.data, options.question_column, options.answer_column)
-    text = document(settings(model, data, out))
-    config = parse_config(tomllib.loads(text), str(out))
+    sections = settings(model, data, out)
+    config = parse_config(tomllib.loads(document(sections)), str(out))
 
     from oblr_megatron.checks.run_dir import check_run_dir
+    from oblr_megatron.preflight.dry_run_command import device_of
+    from oblr_megatron.preflight.fitting import fitting
     from oblr_megatron.preflight.inputs import preflight
 
     check_run_dir(config.run_dir)
     preflight(config, 1)
+    device = device_of(config, 1, None)
+    fit = fitting(config, model.config, device)
+    if fit is not None:
+        fit_sections(sections, fit, device)
     try:
         with out.open("x", encoding="utf-8") as file:
-            file.write(text)
+            file.write(document(sections))
     except OSError as error:
         raise _cannot_write(out, error.strerror or "") from error
     print(f"wrote {out}; its comments say what to change")
+    if fit is None:
+        print("it does not fit into the memory that is free here: give the dry run --gpu-memory-gb for other machines")
     print(f"next: oblr-megatron train {shlex.quote(str(out))} --dry-run    # does it fit?")
     print(f"      oblr-megatron train {shlex.quote(str(out))}")
     return EXIT_OK
+
+
+def fit_sections(sections: Sections, fit: Fit, device: Device) -> None:
+    """Write what fits into the sections of `settings`."""
+    parallel, rollout = fit.config.parallel, sections["rollout"]
+    free = "" if device.num_bytes is None else f" of {device.num_bytes / 1e9:.1f} GB that were free here"
+    needs = f"Padded tokens of a microbatch: a rank and its engine need {fit.num_bytes / 1e9:.1f}{free}."
+    sections["parallel"] = {"micro_batch_tokens": (parallel.micro_batch_tokens, needs)}
+    if parallel.recompute_granularity != "none":
+        why = 'Layers run again in backward, to save memory; "none" is faster.'
+        sections["parallel"]["recompute_granularity"] = (parallel.recompute_granularity, why)
+    response, comment = rollout["max_response_tokens"]
+    if fit.config.rollout.max_response_tokens != response:
+        rollout["max_response_tokens"] = (fit.config.rollout.max_response_tokens, f"{comment} {response} do not fit.")
 
 
 def _cannot_write(out: Path, reason: str) -> UserError:

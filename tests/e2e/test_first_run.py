@@ -41,6 +41,8 @@ def test_a_run_of_a_config_by_init(tiny: Path, tmp_path: Path, saved: Path, caps
     assert (config.data.max_prompt_tokens, config.rollout.max_response_tokens) == (16, 48)
     text = out.read_text()
     assert main(init) == EXIT_USER and out.read_text() == text
+    dry_run = forked_cli(["train", str(out), "--dry-run"])
+    assert dry_run.returncode == 0, dry_run.stderr[-3000:]
     keys = [f"run_dir={tmp_path / 'run'}", "num_steps=1", "num_prompts=8", "group_size=4"]
     result = forked_cli(["train", str(out), *keys, "--replay", str(saved / "rollouts")])
     assert result.returncode == 0, result.stderr[-3000:]

@@ -1,0 +1,78 @@
+"""Microbatch, recomputation and response length of a first config, by the memory model.
+
+fit = fitting(config, hf_config, device)      # None: nothing fits
+fit.config.parallel.micro_batch_tokens, fit.num_bytes
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from contextlib import suppress
+from dataclasses import dataclass, replace
+from typing import Any
+
+from oblr_megatron.config import Config
+from oblr_megatron.errors import UserError
+from oblr_megatron.memory.pass_plan import longest_sample
+from oblr_megatron.memory.select_mode import resolve, with_mode
+from oblr_megatron.preflight.device_memory import Device, rank_memory
+from oblr_megatron.preflight.examine import check_fits
+
+USED_SHARE = {False: 0.75, True: 0.95}
+"""Share of free memory that a first config plans for, without and with a GPU.
+
+On a CPU glibc keeps freed blocks: a rank may take up to a third more than estimated (docs/results.md).
+"""
+SHORTEST_RESPONSE = 64
+
+
+@dataclass(frozen=True, slots=True)
+class Fit:
+    """A config that fits. Example: Fit(Config(...), num_bytes=12_700_000_000)"""
+
+    config: Config
+    num_bytes: int  # that a rank and its engine need
+
+
+def fitting(config: Config, hf_config: Mapping[str, Any], device: Device) -> Fit | None:
+    """The first of `choices` that fits on one rank of this device; None if none does."""
+    planned = device
+    if device.num_bytes is not None:
+        planned = replace(device, num_bytes=int(USED_SHARE[device.on_gpu] * device.num_bytes))
+    for choice in choices(config):
+        with suppress(UserError):  # it does not fit
+            norms = resolve(
+                hf_config,
+                choice,
+                1,
+                free_bytes=planned.num_bytes,
+                on_gpu=device.on_gpu,
+                transformer_engine=device.transformer_engine,
+            )
+            memory = rank_memory(hf_config, with_mode(choice, norms.mode), 1, planned)
+            check_fits(memory, choice, planned)
+            return Fit(choice, max(one.peak for one in memory))
+    return None
+
+
+def choices(config: Config) -> Iterator[Config]:
+    """The config with less and less memory: smaller microbatches, recomputation, shorter responses.
+
+    A microbatch holds at least one whole sample.
+    """
+    response = config.rollout.max_response_tokens
+    for tokens in _halved(response, min(response, SHORTEST_RESPONSE)):
+        rollout = config.rollout.model_copy(update={"max_response_tokens": tokens})
+        shorter = config.model_copy(update={"rollout": rollout})
+        for granularity in ("none", "full"):
+            for bound in _halved(config.parallel.micro_batch_tokens, longest_sample(shorter)):
+                changes = {"micro_batch_tokens": bound, "recompute_granularity": granularity}
+                yield shorter.model_copy(update={"parallel": config.parallel.model_copy(update=changes)})
+
+
+def _halved(value: int, least: int) -> Iterator[int]:
+    """The value, half of it, and so on, down to `least`, the last one. Example: 8192, 4096, 2048, 1024, 768"""
+    while value > least:
+        yield value
+        value //= 2
+    yield least
