@@ -94,6 +94,7 @@ def tapped(model: nn.Module | Sequence[nn.Module]) -> Iterator[TappedModel]:
     chunks: list[Any] = [part if isinstance(part, DistributedDataParallel) else OwnGradients(part) for part in given]
     try:
         for chunk in given:
+            _check_experts(chunk, parallel)
             splits = moe.splits_of(chunk, parallel, tap)
             install(chunk, tap, splits)
             install_te(chunk, tap, config, splits)
@@ -132,6 +133,17 @@ def _check(chunk: nn.Module) -> None:
             fix="set overlap_grad_reduce and use_megatron_fsdp to false",
         )
     _check_config(module.config, training=module.training)
+
+
+def _check_experts(chunk: nn.Module, parallel: Parallel) -> None:
+    """Refuse copies of experts without the mark that megatron-core 0.16 sets only under expert parallelism."""
+    copies = isinstance(chunk, DistributedDataParallel) and parallel.etp_size < parallel.tp_size
+    if copies and not all(moe.is_expert(parameter) for parameter in moe.experts_of(chunk)):
+        raise UserError(
+            "the wrapper never sums the experts' gradients over the tensor-parallel ranks that hold copies",
+            where="DistributedDataParallel",
+            fix="call oblr_megatron.model.moe.mark_experts(model) before you wrap it",
+        )
 
 
 def _check_config(config: TransformerConfig, *, training: bool) -> None:

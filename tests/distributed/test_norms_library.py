@@ -23,6 +23,7 @@ from megatron.core import parallel_state
 from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig, finalize_model_grads
 from torch import Tensor
 
+from oblr_megatron.model.moe import mark_experts
 from oblr_megatron.norms import clipped_grad_sum, per_sample_sq_grad_norms, tapped, weighted_grad_sum
 from tests.distributed.launch import run_ranks
 from tests.distributed.user_models import (
@@ -243,7 +244,10 @@ def test_every_mode_equals_autograd(world_size: int, oracles: Path) -> None:
 def noise_of_docs(recipe: str, family: str, sizes: dict[str, Any]) -> list[tuple[str, Tensor, Tensor]]:
     """(name, weight, noise) of each parameter on this rank; a tied embedding is left to the user."""
     with groups(**{name: size for name, size in sizes.items() if name != "sp"}):
-        chunks = [wrapped(model, False) for model in build(family, vp=sizes.get("vp"), sp=sizes.get("sp", False))]
+        models = build(family, vp=sizes.get("vp"), sp=sizes.get("sp", False))
+        for model in models:
+            mark_experts(model)
+        chunks = [wrapped(model, False) for model in models]
         names = {"chunks": chunks, "parallel_state": parallel_state, "torch": torch, "zlib": zlib}
         exec(recipe, names | {"run_seed": 1, "step": 2, "sigma": 1.0, "max_norm": 1.0})
         return [
