@@ -1,10 +1,12 @@
 """Functions of the user by name: rewards, environments, tools and baselines. Imports no torch.
 
-"package.module:function" or "path/to/file.py:function", importable from the current directory
+"package.module:function", importable from the current directory, or "path/to/file.py:function", which may import the
+modules beside it
 """
 
 from __future__ import annotations
 
+import hashlib
 import importlib
 import importlib.util
 import sys
@@ -22,16 +24,15 @@ def import_from_here(name: str, what: str, where: str) -> Callable[..., Any]:
     Raises:
         UserError: it cannot be imported, or is not callable.
     """
-    here = str(Path.cwd())
-    if "" not in sys.path and here not in sys.path:
-        sys.path.append(here)
+    if "" not in sys.path:
+        _append_path(Path.cwd())
     try:
         function: Callable[..., Any] = resolve(name)
     except (Exception, SystemExit) as error:  # the user's module may raise anything, or be a script that exits
         raise UserError(
             f"{what} cannot be imported: {type(error).__name__}: {error}",
             where=where,
-            fix='give "package.module:function", importable from the current directory',
+            fix='give "package.module:function", importable from the current directory, or "path/to/file.py:function"',
         ) from error
     if not callable(function):
         raise UserError(f"{what} is not callable", where=where, fix="name a function")
@@ -51,9 +52,26 @@ def resolve(target: str) -> Any:
     return imported
 
 
+def _append_path(directory: Path) -> None:
+    """Last in the path, so that a user's file hides no other module."""
+    if str(directory) not in sys.path:
+        sys.path.append(str(directory))
+
+
 def _from_file(path: Path) -> ModuleType:
-    """The module of a file, loaded once."""
-    name = str(path)
+    """The module of a file, loaded once.
+
+    It has the file's name, so that child processes can import what they unpickle. If another module has that name, it
+    gets one of its own, which only forked processes know.
+    """
+    _append_path(path.parent)
+    try:
+        spec = importlib.util.find_spec(path.stem) if path.stem.isidentifier() else None
+    except ValueError:  # a module of this name was loaded without a spec, such as __main__
+        spec = None
+    if spec is not None and spec.origin is not None and Path(spec.origin).resolve() == path:
+        return importlib.import_module(path.stem)
+    name = f"{path.stem}_{hashlib.sha256(str(path).encode()).hexdigest()[:8]}".replace(".", "_")
     if name not in sys.modules:
         spec = importlib.util.spec_from_file_location(name, path)
         assert spec is not None and spec.loader is not None, "a name that ends with .py has a loader"

@@ -5,14 +5,16 @@
     def score(responses, answers, prompts) -> list[float]           all rows in one call
     async def score(responses, answers, prompts) -> list[float]     the same, awaited
 
-Batch functions are recognized by their parameter names. A fourth parameter named `row` (batch functions: `rows`) gets
-the columns of the data row as a dict. Awaitable return values are awaited, so that a plain function may wrap an async
-one.
+Arguments go by name, in any order: a function gets those of `SINGLE` or `BATCH` that its signature names. Names in the
+plural make a batch function. `row` (`rows`) is the data row's columns as a dict. A function without such names, which
+the package itself has, gets a row's values by position. Awaitable return values are awaited, so that a plain function
+may wrap an async one.
 """
 
 from __future__ import annotations
 
 import asyncio
+import errno
 import inspect
 import json
 import math
@@ -31,8 +33,13 @@ from oblr_megatron.user_functions import resolve
 
 MEMORY_BYTES = 2 * 2**30
 """Allocation limit of a worker, in addition to the memory of the imports."""
-SINGLE = ("response", "answer", "prompt", "row")  # the last is optional
+MEMORY_LIMIT = (
+    f"the worker's memory limit was reached, {MEMORY_BYTES >> 30} GiB beyond the imports at the top of the module; "
+    "import large libraries there, not in the function"
+)
+SINGLE = ("response", "answer", "prompt", "row")
 BATCH = ("responses", "answers", "prompts", "rows")
+ROWS = (SINGLE[-1], BATCH[-1])
 
 
 @dataclass(frozen=True, slots=True)
@@ -55,40 +62,43 @@ class WorkerReply:
 
 @dataclass(frozen=True, slots=True)
 class FunctionKind:
-    """Kind of a reward function. Example, an async batch function: FunctionKind(batch=True, awaited=True)."""
+    """Kind of a function. Example: FunctionKind(batch=True, awaited=True, parameters=("responses", "answers"))."""
 
     batch: bool
     awaited: bool
-    takes_row: bool = False  # the columns of the data row
+    parameters: tuple[str, ...] = ()  # those of SINGLE or BATCH that it takes, in its order; none: called by position
+
+    @property
+    def takes_row(self) -> bool:
+        """Whether it takes the columns of the data row."""
+        return not set(ROWS).isdisjoint(self.parameters)
 
     @property
     def takes_many(self) -> bool:
         """Whether a request should contain many rows."""
         return self.batch or self.awaited
 
-    @property
-    def parameters(self) -> tuple[str, ...]:
-        """Names for the positional arguments. Example: ("response", "answer", "prompt", "row")."""
-        names = BATCH if self.batch else SINGLE
-        return names if self.takes_row else names[:-1]
-
 
 def kind_of(function: Callable[..., object]) -> FunctionKind:
-    """The kind of a function, from its signature; a builtin without a signature takes one row."""
+    """The kind of a function, from its signature. `**kwargs` gets response, answer and prompt, but not the row."""
     call = getattr(function, "__call__", None)  # noqa: B004  for a callable object, only this method is async
-    names = parameter_names(function)
+    parameters = parameters_of(function)
+    names = [parameter.name for parameter in parameters]
     batch = not set(BATCH).isdisjoint(names)
+    known = BATCH if batch else SINGLE
+    if any(parameter.kind is parameter.VAR_KEYWORD for parameter in parameters):
+        names += [name for name in known[:-1] if name not in names]
     return FunctionKind(
         batch=batch,
         awaited=inspect.iscoroutinefunction(function) or inspect.iscoroutinefunction(call),
-        takes_row=(BATCH if batch else SINGLE)[-1] in names,
+        parameters=tuple(name for name in names if name in known),
     )
 
 
-def parameter_names(function: Callable[..., object]) -> list[str]:
-    """Parameter names in order; empty for a builtin without a signature."""
+def parameters_of(function: Callable[..., object]) -> list[inspect.Parameter]:
+    """The parameters in order; none for a builtin without a signature."""
     try:
-        return list(inspect.signature(function).parameters)
+        return list(inspect.signature(function).parameters.values())
     except ValueError:
         return []
 
@@ -140,7 +150,7 @@ class Caller:
     """Answers requests with one function. Keeps one event loop for the lifetime of the worker.
 
     Args:
-        function: takes strings, or lists of strings, and the data row or rows if it names them.
+        function: takes strings, or lists of strings, and the data row or rows.
         deadline_s: for awaited calls; for other calls the parent enforces the deadline by killing the worker.
         returns_text: whether the function returns text instead of a number.
     """
@@ -151,19 +161,26 @@ class Caller:
         self._runner = asyncio.Runner()
 
     def answer(self, rows: Sequence[Sequence[str]]) -> WorkerReply:
-        """Score all rows, each the arguments of a call; a data row is JSON. Raises nothing."""
+        """Score all rows, each the arguments of a call in the order of `FunctionKind.parameters`. Raises nothing."""
         try:
-            calls: list[list[Any]] = [list(row) for row in rows]
-            if self._kind.takes_row:
-                calls = [[*texts, json.loads(row)] for *texts, row in calls]
+            calls = [self._arguments(row) for row in rows]
             if self._kind.batch:
                 columns = [list(column) for column in zip(*calls, strict=True)]
-                return WorkerReply(_batch_scores(self._result(self._function(*columns)), len(rows)))
+                return WorkerReply(_batch_scores(self._result(self._call(columns)), len(rows)))
             if self._kind.awaited:
                 return self._runner.run(self._concurrently(calls))
-            return WorkerReply([self._score_of(self._result(self._function(*call))) for call in calls])
+            return WorkerReply([self._score_of(self._result(self._call(call))) for call in calls])
         except BaseException as error:  # noqa: BLE001  a reward function may raise anything, SystemExit included
             return _failure(error, len(rows))
+
+    def _arguments(self, row: Sequence[str]) -> list[Any]:
+        """The values of a row; the data row is JSON."""
+        names = self._kind.parameters or [""] * len(row)
+        return [json.loads(value) if name in ROWS else value for name, value in zip(names, row, strict=True)]
+
+    def _call(self, values: Sequence[Any]) -> object:
+        names = self._kind.parameters
+        return self._function(**dict(zip(names, values, strict=True))) if names else self._function(*values)
 
     def _result(self, value: object) -> object:
         """The function's value, awaited if it is awaitable; LateError if that exceeds the deadline."""
@@ -187,7 +204,7 @@ class Caller:
 
     async def _attempt(self, arguments: Sequence[Any]) -> WorkerReply:
         try:
-            value = self._function(*arguments)
+            value = self._call(arguments)
             return WorkerReply([self._score_of(await value if inspect.isawaitable(value) else value)])
         except BaseException as error:  # noqa: BLE001  as in `answer`; the other calls must go on
             return _failure(error)
@@ -222,9 +239,17 @@ def _failure(error: BaseException, count: int = 1) -> WorkerReply:
     """The same error for `count` rows. The worker leaves if its state may be damaged."""
     if isinstance(error, LateError):
         score = Score(timed_out=True)
-    elif isinstance(error, MemoryError):
-        score = Score(error="the worker's memory limit was reached")
+    elif _is_memory_limit(error):
+        score = Score(error=f"{error}: {MEMORY_LIMIT}" if str(error) else MEMORY_LIMIT)
     else:
         score = Score(error="".join(traceback.format_exception(error))[-4000:])
-    leaving = isinstance(error, (LateError, MemoryError)) or not isinstance(error, Exception)
+    leaving = isinstance(error, LateError) or _is_memory_limit(error) or not isinstance(error, Exception)
     return WorkerReply([score] * count, leaving)
+
+
+def _is_memory_limit(error: BaseException) -> bool:
+    """Whether memory was missing: for an object, for a system call, or for a library that the function imports."""
+    no_library = isinstance(error, ImportError) and any(
+        words in str(error) for words in ("failed to map segment", "cannot allocate memory")
+    )
+    return no_library or isinstance(error, MemoryError) or getattr(error, "errno", None) == errno.ENOMEM

@@ -7,7 +7,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Literal, Self
 
-from oblr_megatron.processes.calls import Score
+from oblr_megatron.processes.calls import BATCH, Score
 from oblr_megatron.processes.pool import START_S, Pool
 from oblr_megatron.types import Prompt, Sample
 
@@ -107,12 +107,13 @@ def group_size(prompts: Sequence[Prompt], samples: Sequence[Sample]) -> int:
     return len(samples) // max(len(prompts), 1)
 
 
-def texts(prompts: Sequence[Prompt], samples: Sequence[Sample], *, with_row: bool) -> list[tuple[str, ...]]:
-    """(response, gold answer, prompt) of each sample, and the row as JSON: the arguments of a user's function."""
-    rows: list[tuple[str, ...]] = [
-        (sample.text, prompt.answer, prompt.text, prompt.columns) for prompt, sample in pair(prompts, samples)
-    ]
-    return rows if with_row else [row[:3] for row in rows]
+def texts(prompts: Sequence[Prompt], samples: Sequence[Sample], names: Sequence[str]) -> list[tuple[str, ...]]:
+    """The arguments `names` of a user's function for each sample; names as in `calls.BATCH`. The row is JSON."""
+    rows: list[tuple[str, ...]] = []
+    for prompt, sample in pair(prompts, samples):
+        values = dict(zip(BATCH, (sample.text, prompt.answer, prompt.text, prompt.columns), strict=True))
+        rows.append(tuple(values[name] for name in names))
+    return rows
 
 
 def whole_groups(batch_size: int, group: int) -> int:

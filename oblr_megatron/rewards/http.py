@@ -78,7 +78,7 @@ class HttpReward(Reward):
 
     def score(self, prompts: Sequence[Prompt], samples: Sequence[Sample]) -> RewardResult:
         """The service's rewards; see `Reward.score`."""
-        rows = texts(prompts, samples, with_row=self._config.send_rows)
+        rows = texts(prompts, samples, BATCH if self._config.send_rows else BATCH[:-1])
         size = whole_groups(self._config.batch_size, group_size(prompts, samples))
         self._loop = self._loop or HttpLoop()
         return collect(self._loop.run(self._score_batch([rows[at : at + size] for at in range(0, len(rows), size)])))

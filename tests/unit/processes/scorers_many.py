@@ -146,22 +146,6 @@ def by_levels(
     return list(map(by_level, responses, answers, prompts, rows))
 
 
-def row_first(row: dict[str, Any], response: str, answer: str, prompt: str) -> float:
-    return 0.0
-
-
 def with_an_option(response: str, answer: str, prompt: str, scale: float = 2.0) -> float:
     """The fourth parameter is not the row."""
     return scale
-
-
-def half_and_half(responses: Sequence[str], answer: str, prompt: str) -> float:
-    return 0.0
-
-
-def another_order(prompt: str, response: str, answer: str) -> float:
-    return 0.0
-
-
-def one_list(responses: Sequence[str]) -> list[float]:
-    return [0.0] * len(responses)

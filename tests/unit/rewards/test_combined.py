@@ -172,7 +172,7 @@ def test_a_truncated_response_gets_minus_one() -> None:
         ({"terms": [{"name": "math"}]}, "'math'"),
         ({"terms": [{"name": "format"}, {"name": "format"}]}, "'format'"),
         ({"terms": [{"name": "no_such"}]}, "'no_such' [config: reward.terms]"),
-        ({"terms": [{"name": f"{SCORERS}:two_arguments"}]}, "[config: reward.terms]"),
+        ({"terms": [{"name": f"{SCORERS}:by_position"}]}, "[config: reward.terms]"),
         ({"name": "overlong"}, "overlong_buffer_tokens 0 is not between 1 and rollout.max_response_tokens 100"),
         ({"terms": [{"name": "overlong"}], "overlong_buffer_tokens": 101}, "overlong_buffer_tokens 101"),
         ({"name": "format", "format_pattern": "(a"}, "missing ), unterminated subpattern"),

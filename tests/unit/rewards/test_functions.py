@@ -11,9 +11,9 @@ import pytest
 
 from oblr_megatron.config import RewardConfig
 from oblr_megatron.errors import UserError
-from oblr_megatron.processes.calls import FunctionKind, kind_of
+from oblr_megatron.processes.calls import BATCH, SINGLE, FunctionKind, kind_of
 from oblr_megatron.rewards.base import RewardResult
-from oblr_megatron.rewards.registry import build_reward, check_reward, takes_rows
+from oblr_megatron.rewards.registry import build_reward, takes_rows
 from tests.unit.processes import scorers, scorers_many
 from tests.unit.processes.conftest import unhurried
 from tests.unit.rewards.conftest import batch
@@ -37,15 +37,15 @@ def score_batch(name: str, *groups: list[str], **options: object) -> RewardResul
 @pytest.mark.parametrize(
     ("function", "kind"),
     [
-        (scorers.mixed, FunctionKind(batch=False, awaited=False)),
-        (scorers_many.slow, FunctionKind(batch=False, awaited=True)),
-        (scorers_many.an_object, FunctionKind(batch=False, awaited=True)),
-        (scorers_many.sizes, FunctionKind(batch=True, awaited=False)),
-        (scorers_many.together, FunctionKind(batch=True, awaited=True)),
-        (scorers_many.by_level, FunctionKind(batch=False, awaited=False, takes_row=True)),
-        (scorers_many.by_level_async, FunctionKind(batch=False, awaited=True, takes_row=True)),
-        (scorers_many.by_levels, FunctionKind(batch=True, awaited=False, takes_row=True)),
-        (scorers_many.with_an_option, FunctionKind(batch=False, awaited=False)),
+        (scorers.mixed, FunctionKind(batch=False, awaited=False, parameters=SINGLE[:3])),
+        (scorers_many.slow, FunctionKind(batch=False, awaited=True, parameters=SINGLE[:3])),
+        (scorers_many.an_object, FunctionKind(batch=False, awaited=True, parameters=SINGLE[:3])),
+        (scorers_many.sizes, FunctionKind(batch=True, awaited=False, parameters=BATCH[:3])),
+        (scorers_many.together, FunctionKind(batch=True, awaited=True, parameters=BATCH[:3])),
+        (scorers_many.by_level, FunctionKind(batch=False, awaited=False, parameters=SINGLE)),
+        (scorers_many.by_level_async, FunctionKind(batch=False, awaited=True, parameters=SINGLE)),
+        (scorers_many.by_levels, FunctionKind(batch=True, awaited=False, parameters=BATCH)),
+        (scorers_many.with_an_option, FunctionKind(batch=False, awaited=False, parameters=SINGLE[:3])),
         (min, FunctionKind(batch=False, awaited=False)),
     ],
 )
@@ -180,21 +180,6 @@ def test_a_failing_batch_affects_no_other_batch(response: str, named: str) -> No
 def test_a_late_batch_affects_no_other_batch(name: str, response: str) -> None:
     result = score_batch(name, [response, "fine"], ["fine", "fine"], batch_size=2, timeout_s=0.5)
     assert (result.rewards, result.faults) == ([0, 0, 1, 1], {0: "late", 1: "late"})
-
-
-@pytest.mark.parametrize(
-    ("name", "named"),
-    [
-        ("half_and_half", "function(responses, answers, prompts)"),
-        ("another_order", "function(response, answer, prompt)"),
-        ("one_list", "function(responses, answers, prompts)"),
-        ("row_first", "function(response, answer, prompt, row)"),
-    ],
-)
-def test_parameters_are_checked_before_the_run(name: str, named: str) -> None:
-    with pytest.raises(UserError) as caught:
-        check_reward(RewardConfig(name=f"{MANY}:{name}"), max_response_tokens=16)
-    assert named in caught.value.what and "\n" not in str(caught.value)
 
 
 def test_the_batch_functions_have_the_kinds_under_test() -> None:

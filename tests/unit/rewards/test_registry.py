@@ -90,7 +90,7 @@ def test_failures_score_zero_and_are_counted(monkeypatch: pytest.MonkeyPatch) ->
         ("no_such_package.rewards:score", "ModuleNotFoundError: No module named 'no_such_package'"),
         (f"{SCORERS}:no_such_function", "no_such_function"),
         (f"{SCORERS}:NOT_A_FUNCTION", "not callable"),
-        (f"{SCORERS}:two_arguments", "too many positional arguments"),
+        (f"{SCORERS}:by_position", "(one, gold)"),
         (f"{SCORERS}:", f"'{SCORERS}:'"),
         (":score", "':score'"),
         ("", "''"),

@@ -1,0 +1,205 @@
+"""Reward functions in the forms of the wild: called with the right values, or refused with the names wanted.
+
+The table names the project whose documents or examples have each form. Not covered: services (test_http.py).
+"""
+
+from __future__ import annotations
+
+import itertools
+import re
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from oblr_megatron.config import RewardConfig
+from oblr_megatron.errors import UserError
+from oblr_megatron.rewards.base import RewardResult
+from oblr_megatron.rewards.registry import build_reward, check_reward
+from tests.unit.rewards.conftest import batch
+
+LIST = "[float(one == gold) for one, gold in zip(responses, answers)]"
+
+
+@pytest.fixture
+def score(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[object]:
+    """Scores the responses "4" and "5" to a gold "4" with a file `rewards_of_a_user.py`."""
+    monkeypatch.setattr("sys.path", [*__import__("sys").path])
+    monkeypatch.setattr("sys.modules", {**__import__("sys").modules})
+
+    def scored(text: str, name: str = "score", file: str = "rewards_of_a_user.py", **options: object) -> RewardResult:
+        path = tmp_path / file
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(text)
+        config = RewardConfig.model_validate({"name": f"{path}:{name}", "num_workers": 1, **options})
+        check_reward(config, max_response_tokens=16)
+        with build_reward(config, max_response_tokens=16) as reward:
+            return reward.score(*batch([("4", ["4", "5"])]))
+
+    return scored
+
+
+@pytest.mark.parametrize(
+    ("source", "text"),
+    [
+        ("our documents", "def score(response, answer, prompt): return float(response == answer)"),
+        ("our documents", f"def score(responses, answers, prompts): return {LIST}"),
+        ("our documents", "def score(response, answer, prompt, row): return float(response == row['answer'])"),
+        ("verifiers, any subset", "def score(response, answer): return float(response == answer)"),
+        ("verifiers, any order", "def score(prompt, response, answer): return float(response == answer)"),
+        ("verifiers, any order", "def score(row, answer, response): return float(response == answer == row['answer'])"),
+        ("Reward Kit", "def score(response, **kwargs): return float(response == kwargs['answer'])"),
+        ("TRL, keyword arguments", f"def score(responses, answers, **kwargs): return {LIST}"),
+        ("TRL, keyword arguments", "def score(**kwargs): return float(kwargs['response'] == kwargs['answer'])"),
+        ("verl, an option", "def score(response, answer, method='x'): return (method == 'x') * (response == answer)"),
+        ("verl, reward_kwargs", "def score(response, *, answer, format_score=0.0): return float(response == answer)"),
+        (
+            "verl, an option in between",
+            "def score(response, scale=1.0, answer=None): return scale * (response == answer)",
+        ),
+        ("slime, async", "async def score(response, answer): return float(response == answer)"),
+        ("slime, async of a group", f"async def score(answers, responses): return {LIST}"),
+        (
+            "ms-swift, an object",
+            f"class S:\n  def __call__(self, responses, answers, **kw): return {LIST}\nscore = S()",
+        ),
+        (
+            "rLLM, a method",
+            "class S:\n  def s(self, answer, response): return float(response == answer)\nscore = S().s",
+        ),
+        (
+            "verl, partial",
+            "import functools\ndef f(a, response, answer): return a * (response == answer)\n"
+            "score = functools.partial(f, 1.0)",
+        ),
+        (
+            "Reward Kit, a decorator",
+            "import functools\ndef d(f):\n  @functools.wraps(f)\n  def g(*a, **k): return f(*a, **k)\n"
+            "  return g\n@d\ndef score(response, answer): return float(response == answer)",
+        ),
+    ],
+)
+def test_called_by_the_names_of_its_parameters(score, source: str, text: str) -> None:
+    assert score(text, batch_size=2).rewards == [1, 0], source
+
+
+@pytest.mark.parametrize(
+    ("source", "signature", "named"),
+    [
+        ("verl", "data_source, solution_str, ground_truth, extra_info=None", "solution_str is response"),
+        (
+            "verl, older",
+            "solution_str, ground_truth, method='strict', format_score=0.0, score=1.0",
+            "ground_truth is answer",
+        ),
+        ("verl, batch", "data_sources, solution_strs, ground_truths, extra_infos, **kwargs", "solution_strs"),
+        ("osmosis", "solution_str, ground_truth, extra_info=None, **kwargs", "extra_info is row"),
+        ("TRL", "completions, **kwargs", "completions is responses"),
+        ("TRL", "completions, solution, **kwargs", "solution is answer"),
+        ("TRL", "prompts, completions, completion_ids, trainer_state, **kwargs", "completion_ids"),
+        ("Unsloth, Will Brown", "prompts, completions, answer, **kwargs", "completions is responses"),
+        ("OpenRLHF", "queries, prompts, labels", "labels is answers"),
+        ("OpenRLHF", "queries, prompts, labels, **kwargs", "queries"),
+        ("slime, miles", "args, sample, **kwargs", "args"),
+        ("EasyR1", "reward_inputs, format_weight=0.1", "reward_inputs"),
+        ("EasyR1, older", "predicts, ground_truths, format_weight=0.1", "ground_truths"),
+        ("verifiers", "prompt, completion, answer, state=None", "completion is response"),
+        ("verifiers", "completion, answer, **kwargs", "completion is response"),
+        ("rLLM", "task_info, action", "task_info"),
+        ("NeMo-RL", "response_text, expected, metadata=None", "response_text"),
+        ("agentcore", "response_text, ground_truth, user_input", "ground_truth is answer"),
+        ("Reward Kit", "response, expected_response", "expected_response"),
+        ("a gold with a default", "response, ground_truth=None", "ground_truth is answer"),
+        ("names by position only", "response, answer, prompt, /", "response"),
+        ("one letter each", "r, a, p", "r, a, p"),
+        ("the gold first", "gold, prediction, question", "gold"),
+        ("singular and plural", "responses, answer, prompt", "answer"),
+        ("no response", "answer, prompt", "answer, prompt"),
+        ("nothing", "", "()"),
+    ],
+)
+def test_refused_with_the_names_wanted(score, source: str, signature: str, named: str) -> None:
+    with pytest.raises(UserError) as caught:
+        score(f"def score({signature}): return 0.0")
+    assert named in str(caught.value) and "\n" not in str(caught.value), source
+    assert (
+        "response" in caught.value.what
+        and "answer" in caught.value.what
+        and caught.value.where == "config: reward.name"
+    )
+
+
+PICKLES = """
+import copy, pickle, typing, multiprocessing
+from concurrent.futures import ProcessPoolExecutor
+from dataclasses import dataclass
+
+@dataclass
+class Pair:
+    one: str
+    gold: "str"
+
+def one(pair):
+    return float(pair.one == pair.gold)
+
+def mapped(executor, responses, answers):
+    with executor as workers:
+        return list(workers.map(one, map(Pair, responses, answers)))
+
+def executor(responses, answers):
+    return mapped(ProcessPoolExecutor(2), responses, answers)
+
+def forked(responses, answers):
+    return mapped(ProcessPoolExecutor(1, multiprocessing.get_context("fork")), responses, answers)
+
+def spawned(responses, answers):
+    return mapped(ProcessPoolExecutor(1, multiprocessing.get_context("spawn")), responses, answers)
+
+def pickled(response, answer):
+    return one(pickle.loads(pickle.dumps(Pair(response, answer))))
+
+def copied(response, answer):
+    assert typing.get_type_hints(Pair)["gold"] is str
+    return copy.deepcopy(one)(copy.deepcopy(Pair(response, answer)))
+"""
+
+
+@pytest.mark.parametrize(
+    ("file", "name"),
+    [
+        *itertools.product(["json.py", "two words.py", "v1.2.py"], ["executor", "forked", "pickled", "copied"]),
+        *itertools.product(["rewards_of_a_user.py"], ["executor", "forked", "spawned", "pickled", "copied"]),
+    ],
+)
+def test_a_file_whose_functions_and_classes_are_pickled(score, name: str, file: str) -> None:
+    """A file named like another module, or like none, is not imported by its name: new interpreters do not know it."""
+    result = score(PICKLES, name, file, timeout_s=60.0)
+    assert (result.rewards, result.error) == ([1, 0], None)
+
+
+@pytest.mark.parametrize("line", ["from helper_of_a_user import same", "import helper_of_a_user as h; same = h.same"])
+def test_a_file_imports_the_modules_beside_it(score, tmp_path: Path, line: str) -> None:
+    (tmp_path / "folder").mkdir()
+    (tmp_path / "folder" / "helper_of_a_user.py").write_text("def same(one, other): return float(one == other)")
+    text = f"{line}\ndef score(response, answer): return same(response, answer)"
+    assert score(text, file="folder/rewards_of_a_user.py").rewards == [1, 0]
+
+
+def test_files_of_one_name_in_two_folders(score) -> None:
+    assert score("def score(response): return 1.0", file="a/rewards_of_a_user.py").rewards == [1, 1]
+    assert score("def score(response): return 2.0", file="b/rewards_of_a_user.py").rewards == [2, 2]
+
+
+@pytest.mark.parametrize(
+    "statement",
+    [
+        'raise ImportError("libtorch_python.so: failed to map segment from shared object")',
+        'raise ImportError("/lib/libx.so.6: cannot allocate memory in static TLS block")',
+        "import os, errno; raise OSError(errno.ENOMEM, os.strerror(errno.ENOMEM))",
+        "bytearray(2**33)",
+        "import mmap; mmap.mmap(-1, 2**33)",
+    ],
+)
+def test_a_lack_of_memory_names_the_limit(score, statement: str) -> None:
+    result = score(f"def score(response):\n    {statement}\n    return 1.0")
+    assert result.failures == 2 and re.search(r"memory limit .* 2 GiB beyond the imports", result.cause)
