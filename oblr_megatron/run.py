@@ -104,10 +104,11 @@ class Run:
         assert scored is not None, "a step has rewards"
         record.stats = gradient.mean_stats
         self.schedule.observe(stats)
-        if config.uses_norms:
-            self.running_mean_norm = running_mean_norm(norms_sq, self.running_mean_norm)
-            record.metrics |= step_metrics.of_norms(norms_sq, gradient.exact_sq)
         history = self.history(record.prompts)
+        if config.uses_norms:
+            record.metrics |= step_metrics.of_norms(norms_sq, gradient.exact_sq)
+            record.metrics |= step_metrics.of_energies(config.algo, gradient.coefficients, norms_sq, history)
+            self.running_mean_norm = running_mean_norm(norms_sq, self.running_mean_norm)
         record.metrics |= step_metrics.of_baseline(config.algo, scored, norms_sq, history, exact=config.measures_norms)
         self.noise.observe(stats)
         record.metrics |= self.schedule.metrics() | self.noise.metrics()

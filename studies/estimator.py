@@ -47,6 +47,7 @@ class Estimate:
     norms_sq: Tensor
     stats: GradientStats
     weights: Tensor  # [Q, G] w as baselines and pools read it
+    coefficients: Tensor  # c [Q, G]; zeros under a token-wise baseline
 
 
 class Estimator:
@@ -107,7 +108,8 @@ class Estimator:
             momentum_dot=self._dot(gradient),
             sample_sq_norm=float((coefficients.square() * norms_sq).sum()) if coefficients.dim() == 1 else math.nan,
         )
-        return Estimate(gradient, norms_sq.view(batch.rewards.shape), stats, weights)
+        own = coefficients if coefficients.dim() == 1 else torch.zeros_like(norms_sq)
+        return Estimate(gradient, norms_sq.view_as(weights), stats, weights, own.view_as(weights))
 
     def _weights(self, batch: Batch, norms_sq: Tensor, of_tokens: Tensor) -> Tensor:
         """`Estimate.weights`, from exact norms [N] and energies [N, T]."""
@@ -125,7 +127,8 @@ class Estimator:
         if self._token_baseline == "otb":
             share = self._scaled(torch.ones(len(batch.samples), dtype=torch.float64), batch)
             return otb(rewards, of_tokens, lengths) * share[:, None]
-        return self._scaled(advantages(algo.baseline, rewards, weights, lengths, history).flatten(), batch)
+        values = advantages(algo.baseline, rewards, weights, lengths, history, algo.norm_power)
+        return self._scaled(values.flatten(), batch)
 
     def _scaled(self, values: Tensor, batch: Batch) -> Tensor:
         """Numbers [N] times the constant of the aggregation."""

@@ -13,12 +13,14 @@ import random
 import sys
 import time
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Self
 
 import torch
 from pydantic import Field, model_validator
 
+from oblr_megatron.algo.advantage import running_mean_norm
 from oblr_megatron.algo.formulas import NO_HISTORY
 from oblr_megatron.algo.noise_split import NoiseSplit
 from oblr_megatron.algo.pools import pools_of
@@ -101,6 +103,8 @@ class ToyConfig(Section):
         of_tokens, baseline = self.token_baseline, self.algo.baseline
         if of_tokens != "none" and baseline != "none":
             raise ValueError(f"token_baseline {of_tokens!r} replaces algo.baseline {baseline!r}; set that to 'none'")
+        if of_tokens != "none" and self.algo.norm_power:
+            raise ValueError(f"algo.norm_power {self.algo.norm_power:g} with token_baseline {of_tokens!r}: set one")
         if self.group_size == 1 and (of_tokens != "none" or facts_of(baseline).needs_group):
             named = baseline if of_tokens == "none" else of_tokens
             raise ValueError(f"group_size is 1, but baseline {named!r} needs other responses in the group")
@@ -138,6 +142,7 @@ class ToyRun:
         self._pools = pools_of(config.algo)
         self._split = NoiseSplit(config.algo, config.num_prompts, config.group_size)
         self._order = prompt_order(len(self.train), config)
+        self._mean_norm = 0.0  # of w, over the steps so far
 
     def step(self, step: int) -> dict[str, float]:
         """Sample, score, estimate, update; returns the step's metrics under a training run's names."""
@@ -146,9 +151,11 @@ class ToyRun:
         batch = draw([self.train[row] for row in rows], self.policy, self.task, self.config, step)
         prompts = [Prompt(row, str(row), "", (), "", self.config.task) for row in rows]
         history = NO_HISTORY if self._pools is None else self._pools.history(prompts)
+        history = replace(history, running_mean_norm=self._mean_norm)
         estimate = self._estimator(batch, history)
         self._split.observe(estimate.stats)
         lr = update(self.policy, self._optimizer, self._schedule, estimate, self.config.optimizer, step)
+        self._mean_norm = running_mean_norm(estimate.weights, self._mean_norm)
         scored = Scored(batch.rewards, batch.lengths, failures=0)
         if self._pools is not None:
             self._pools.observe(prompts, scored, estimate.weights, history)
@@ -160,6 +167,8 @@ class ToyRun:
         return {
             **step_metrics.of_rewards(batch.rewards),
             **baseline,
+            **step_metrics.of_energies(self.config.algo, estimate.coefficients, estimate.weights, history),
+            **({} if self._pools is None else self._pools.metrics()),
             **self._schedule.metrics(),
             **self._split.metrics(),
             "response_length/mean": float(batch.lengths.double().mean()),

@@ -23,7 +23,7 @@ from __future__ import annotations
 import argparse
 import json
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any, get_args
 
@@ -33,7 +33,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from oblr_megatron.algo.baseline import advantages
-from oblr_megatron.algo.formulas import NO_HISTORY, History
+from oblr_megatron.algo.formulas import NO_HISTORY
 from oblr_megatron.algo.weighting import sum_of_others
 from oblr_megatron.config.baselines import BASELINES, Baseline, facts_of
 from oblr_megatron.config.removed import MOVED
@@ -50,6 +50,7 @@ ROWS_AT_ONCE = 128  # token score rows in memory at once: 40 MB
 BOOTSTRAPS = 2000
 OTB, ORACLE = "otb", "oracle"
 PROXIES = {"optimal_prior[logit]": "logit", "optimal_prior[length]": "length", "pooled[logit]": "logit"}
+TEMPERED = {"pooled[tempered]": 0.25}  # algo.norm_power
 OWN = {name: f"studies.baselines:{name}" for name in MOVED}  # baselines of the studies
 DEFAULT_TASKS = ("sums", "mixed", "chain", "walk", "brackets")  # responses of at most ten tokens: O(T^2) memory
 
@@ -169,6 +170,7 @@ class Group:
     energies: Tensor  # [Q, G, T]
     best: Tensor  # [Q, 1]: E[w r] / E[w], from the rest of the pool
     pooled: dict[str, Tensor]  # baseline -> [Q]: its b, from the responses to the other prompts
+    mean_norm: float  # mean w of the pool
 
 
 def token_wise(name: str, group: Group) -> Tensor:
@@ -182,8 +184,9 @@ def token_wise(name: str, group: Group) -> Tensor:
         proxy = PROXIES.get(name)
         norms = {None: group.norms_sq, "logit": group.energies.sum(-1), "length": group.lengths.double()}[proxy]
         baseline = name.partition("[")[0]
-        history = History(group.pooled[name]) if name in group.pooled else NO_HISTORY
-        values = advantages(OWN.get(baseline, baseline), group.rewards, norms, group.lengths, history)
+        history = replace(NO_HISTORY, expected=group.pooled.get(name), running_mean_norm=group.mean_norm)
+        power = TEMPERED.get(name, 0.0)
+        values = advantages(OWN.get(baseline, baseline), group.rewards, norms, group.lengths, history, power)
     return values[..., None].expand(shape)
 
 
@@ -193,8 +196,8 @@ def names_for(group_size: int) -> list[str]:
     Left out: `optimal_pooled`, because its pull is a result of earlier steps.
     """
     names = [name for name in (*BASELINES, *OWN) if name != "optimal_pooled"]
-    alone = [name for name in (*names, *PROXIES) if _facts(name).over == "nothing"]
-    return [*names, OTB, ORACLE, *PROXIES] if group_size > 1 else [*alone, ORACLE]
+    alone = [name for name in (*names, *PROXIES, *TEMPERED) if _facts(name).over == "nothing"]
+    return [*names, OTB, ORACLE, *PROXIES, *TEMPERED] if group_size > 1 else [*alone, ORACLE]
 
 
 def _facts(name: str) -> Baseline:
@@ -228,6 +231,7 @@ def measure(pool: Pool, group_size: int, *, num_deals: int, seed: int) -> dict[s
                 energies=pool.energies[prompts, members],
                 best=best,
                 pooled=pooled,
+                mean_norm=float(norms_sq.mean()),
             )
             for name in names:
                 spread[name][prompts, members] = token_wise(name, group)

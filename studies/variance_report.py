@@ -34,7 +34,7 @@ The noise of one prompt's gradient has a part within the prompt, from its respon
 - *equal samples*: both parts together, times G: the noise of a step with a fixed number of samples Q G, relative to
   rloo's at rloo's best G. `oracle`, the best constant b of each prompt, is the limit of what a baseline can reach.
 - *align*: cosine of the expected gradient with the unbiased one at the largest G. If it is below 1 by more than noise,
-  the baseline rotates the gradient.
+  the baseline or the tempering rotates the gradient.
 
 Pooled baselines take b from the responses to all other prompts. These replace the responses of earlier steps.
 """

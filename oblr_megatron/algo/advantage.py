@@ -1,6 +1,8 @@
 """The advantage rule of a step: from squared gradient norms w to the coefficients c of the policy gradient.
 
-    A_i = (r_i - b_i(w)) / divisor,    c_i = A_i times the constant of algo.aggregation
+    A_i = (wbar / w_i)^gamma (r_i - b_i(w)) / divisor,    c_i = A_i times the constant of algo.aggregation
+
+gamma is `algo.norm_power`.
 
 One-pass modes know the norms of one prompt at a time, so the rule is a callable: it takes the norms of some prompts and
 returns their coefficients.
@@ -32,9 +34,9 @@ class AdvantageRule:
 
     Args:
         scored: rewards and lengths of these prompts.
-        config: baseline and aggregation are read.
-        history: what earlier steps tell about the step's prompts. Its mean norm is the norm of the prompts that a call
-            leaves out. A baseline reads it only to decide whether a group's norms are negligible.
+        config: baseline, norm_power and aggregation are read.
+        history: what earlier steps tell about the step's prompts. Its mean norm is wbar, and the norm of the prompts
+            that a call leaves out. A baseline reads it only to decide whether a group's norms are negligible.
         own: the prompts of a mini-batch, see `of_update`; None: all.
     """
 
@@ -74,7 +76,7 @@ class AdvantageRule:
         chosen = [self._own[prompt] for prompt in prompts]
         norms = torch.full_like(rewards, self._history.running_mean_norm)
         norms[chosen] = norms_sq.to(norms)
-        values = advantages(config.algo.baseline, rewards, norms, lengths, self._history)
+        values = advantages(config.algo.baseline, rewards, norms, lengths, self._history, config.algo.norm_power)
         values = values.masked_fill(~norms.isfinite(), 0.0)
         scaled = sample_coefficients(
             values[self._own].flatten(),
@@ -85,6 +87,11 @@ class AdvantageRule:
             config.token_scale,
         )
         return scaled.view(len(self._own), -1)[list(prompts)]
+
+
+def energies(coefficients: Tensor, norms_sq: Tensor) -> Tensor:
+    """c^2 w of each response: E||g||^2 without the products of different responses. 0 where w is not finite."""
+    return coefficients**2 * norms_sq.nan_to_num(posinf=0.0)
 
 
 def running_mean_norm(norms_sq: Tensor, before: float, share: float = 0.1) -> float:

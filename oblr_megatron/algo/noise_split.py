@@ -17,7 +17,8 @@ c = 1 + 1 / (G - 1)^2 leave-one-out, because two responses are in each other's b
 `rloo`, and an approximation for weighted means. A baseline that is pulled towards other prompts or earlier steps has
 another c. This needs exact norms: a proxy has no scale. It needs G >= 2 and two folds. A KL penalty or a router loss
 must not add to g: `samples` counts their gradient as signal. Groups must not be chosen by their rewards: the products
-of two responses of a chosen group have another expectation.
+of two responses of a chosen group have another expectation. Under tempering (`algo.norm_power`) the mean of c s is not
+0 where the reward is constant, so that c above does not hold: only b without responses of its own step is split.
 
 All estimates are in the unit of g, squared: `algo.token_scale` L divides them by L^2.
 """
@@ -58,7 +59,7 @@ class NoiseSplit:
     """Averages of `between` and `within` over steps (horizon `algo.snr.horizon`).
 
     Args:
-        algo: baseline, aggregation, kl_coefficient and snr.horizon are read.
+        algo: baseline, norm_power, aggregation, kl_coefficient and snr.horizon are read.
         num_prompts: Q.
         group_size: G.
         router_losses: whether a router loss adds to the gradient.
@@ -77,7 +78,7 @@ class NoiseSplit:
         self._alone = facts_of(algo.baseline).over == "nothing"
         self._defined = (
             group_size > 1
-            and (self._alone or algo.baseline in MEANS)
+            and (self._alone or (algo.baseline in MEANS and not algo.norm_power))
             and algo.aggregation == "constant"
             and not (algo.kl_coefficient or router_losses or chosen)
         )

@@ -59,6 +59,7 @@ class Pools:
         self._prompts: dict[str, list[float]] = {}  # N, D
         self._norms = [0.0, 0.0]  # w, number of responses
         self._trust = [0.0, 0.0]  # w (r - b) x, w x^2
+        self._effective = 0.0  # (sum w)^2 / sum w^2 of the last step
         self._pull = [0.0, 0.0]  # w (r - x)(b_t - x), w (b_t - x)^2
 
     def history(self, prompts: Sequence[Prompt]) -> History:
@@ -80,7 +81,9 @@ class Pools:
             terms = [float((weights * (rewards - own) * away).sum()), float((weights * away**2).sum())]
             self._pull = self._added(self._pull, terms)
         self._observe_trust(prompts, rewards, weights)
+        self._effective = 0.0
         if bool(weights.any()):  # or the mean would be 0 / 0 where older steps do not count
+            self._effective = float(weights.sum() ** 2 / weights.square().sum())
             self._norms = self._added(self._norms, [float(weights.sum()), float((weights > 0).sum())])
         sums = torch.stack([weights * rewards, weights]).sum(-1).T.tolist()  # [Q, 2]
         by_source: dict[str, list[float]] = {}
@@ -93,8 +96,10 @@ class Pools:
             self._sources[source] = self._added(self._sources.get(source, [0.0] * 2), total)
 
     def metrics(self) -> dict[str, float]:
-        """The pools' means (see `means_of`), beta and alpha, as far as they are defined."""
+        """The pools' means (see `means_of`), effective responses of the last step, beta and alpha, where defined."""
         metrics = means_of(self._sources)
+        if self._effective and self._facts.pool == "norms":
+            metrics["pool/effective_samples"] = self._effective
         if self._trust[1] > 0:
             metrics["pool/trust"] = _least_squares(self._trust)
         if self._pull[1] > 0:

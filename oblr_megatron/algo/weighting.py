@@ -1,4 +1,4 @@
-"""Weighted means of a group's rewards: over the whole group, and over the others of each response."""
+"""Weights of responses: means of a group's rewards, over all or over the others of each; norm tempering."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ from torch import Tensor
 from torch.nn.functional import pad
 
 TINY_WEIGHT = 1e-6  # weights that sum to less than this share of the mean weight carry no information
+LARGEST_FACTOR = 100.0  # of tempering, for norms close to 0
 
 
 def weighted_mean(values: Tensor, weights: Tensor) -> Tensor:
@@ -45,3 +46,21 @@ def sum_of_others(values: Tensor) -> Tensor:
     before = pad(values, (1, 0))[..., :-1].cumsum(-1)
     after = pad(values.flip(-1), (1, 0))[..., :-1].cumsum(-1).flip(-1)
     return before + after
+
+
+def tempering(norms_sq: Tensor, mean_norm: float, power: float) -> Tensor:
+    """Norm tempering: the factor (wbar / w)^gamma of each response's coefficient, at most LARGEST_FACTOR.
+
+    Few responses with large norms hold most of the gradient's energy sum A^2 w. The factor weights them down, so that
+    the gradient turns little and its noise falls more. E[f s] = Cov(f, s) is not 0: the gradient is biased.
+
+    Args:
+        norms_sq: w [Q, G] fp64, finite and not negative.
+        mean_norm: wbar, the mean of w over earlier steps; 0 before the first: every factor is 1.
+        power: gamma; 0: every factor is 1.
+
+    Example: tempering(tensor([[16.0, 1.0]]), 1.0, 0.25) -> [[0.5, 1.0]]
+    """
+    if power == 0 or mean_norm <= 0:
+        return torch.ones_like(norms_sq)
+    return (mean_norm / norms_sq.clamp(min=1e-12 * mean_norm)).pow(power).clamp(max=LARGEST_FACTOR)

@@ -12,6 +12,7 @@ from oblr_megatron.config.section import Section
 
 PresetName = Literal[
     "oblr_pooled",
+    "oblr_tempered",
     "oblr_po",
     "opo",
     "grpo",
@@ -25,6 +26,7 @@ PresetName = Literal[
 
 PRESETS: dict[str, dict[str, Any]] = {
     "oblr_pooled": {"baseline": "pooled", "schedule": "constant"},  # this project's own
+    "oblr_tempered": {"baseline": "pooled", "norm_power": 0.25, "schedule": "constant"},  # the same, norms tempered
     # OBLR-PO, arXiv 2511.23310, as far as its text is known (docs/algorithm.md): Theorems 4 and 7 with estimates of one
     # batch, without averages, floor or bound on the change, and in the theorems' unit. Its rate is meant for SGD.
     "oblr_po": {
@@ -116,14 +118,17 @@ class AlgoConfig(Section):
     """The gradient estimator: baseline, aggregation, KL penalty, learning-rate schedule."""
 
     preset: PresetName | None = None
-    """A recipe. Sets baseline, aggregation, token_scale, schedule, snr, updates_per_batch and clipping; other keys
-    given here win."""
+    """A recipe. Sets baseline, norm_power, aggregation, token_scale, schedule, snr, updates_per_batch and clipping;
+    other keys given here win."""
     baseline: str = "pooled"
     """Subtracted from the reward. "optimal" is OBLR-PO's leave-one-out estimate (Theorem 7). "pooled" is the
     norm-weighted mean reward of earlier steps, "pooled_mean" the plain one; "optimal_pooled" pulls "optimal" towards
     "pooled". docs/algorithm.md lists all. Or your own "package.module:function"."""
     pool_decay: float = Field(0.9, ge=0, lt=1)
     """rho of pooled, pooled_mean and optimal_pooled: weight of the earlier steps' sums when a step is added."""
+    norm_power: float = Field(0.0, ge=0, le=0.5)
+    """gamma of norm tempering: each response's coefficient is multiplied by (wbar / w)^gamma, wbar the mean norm of
+    earlier steps. Above 0 the gradient is biased, with less noise (docs/algorithm.md)."""
     aggregation: Literal["constant", "token_mean", "sample_mean"] = "constant"
     """Divisor of the loss. Only "constant", 1 / (Q G token_scale), keeps the gradient unbiased (before clipping); the
     others are for comparison."""

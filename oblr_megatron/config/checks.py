@@ -115,6 +115,11 @@ def biases(config: Config) -> Iterator[str]:
             f'rollout.rejection "{rollout.rejection}" biases the gradient: it leaves out what has an importance ratio '
             "outside its band; importance_sampling alone has a smaller bias and a larger variance"
         )
+    if config.algo.norm_power:
+        yield (
+            f"algo.norm_power {config.algo.norm_power:g} biases the gradient towards responses with small norms, for "
+            "less noise; 0 is unbiased"
+        )
     if rollout.dynamic_sampling and not (facts.zero_on_equal and not penalty):
         cause = "algo.kl_coefficient" if facts.zero_on_equal else f"baseline {config.algo.baseline!r}"
         yield (
@@ -132,10 +137,10 @@ def _coefficients(config: Config) -> Iterator[Problem]:
     """Norms and coefficients that suit the mode, the measured share and the "samples" estimator."""
     if problem := mode_problem(config, config.gradnorm.mode):
         yield f"gradnorm.mode {config.gradnorm.mode!r}: {problem[0]}", problem[1]
-    if config.gradnorm.sample_fraction < 1 and config.norms_come_first:
+    if config.gradnorm.sample_fraction < 1 and config.reads_own_norms:
         yield (
-            f"gradnorm.sample_fraction is below 1, but baseline {config.algo.baseline!r} reads every norm of its step",
-            'set algo.baseline to "pooled", or gradnorm.sample_fraction to 1',
+            f"gradnorm.sample_fraction is below 1, but {config.reads_own_norms} reads every norm of its step",
+            'set algo.baseline to "pooled" and algo.norm_power to 0, or gradnorm.sample_fraction to 1',
         )
     if config.algo.snr.estimator == "samples" and not (config.measures_norms or config.rollout.only):
         yield (
@@ -302,9 +307,12 @@ def _on_policy_only(config: Config, what: str) -> Iterator[Problem]:
     algo = config.algo
     if config.uses_norms:
         cause = "gradnorm.always" if config.gradnorm.always else f"algo.baseline {algo.baseline!r}"
+        if algo.norm_power:
+            cause = f"algo.norm_power {algo.norm_power:g}"
         yield (
             f"{what} with {cause}: norms measured before the first update are not those of later ones",
-            'set algo.baseline to e.g. "rloo" or "grpo" and gradnorm.always to false, or algo.updates_per_batch to 1',
+            'set algo.baseline to e.g. "rloo" or "grpo", gradnorm.always to false and algo.norm_power to 0, or '
+            "algo.updates_per_batch to 1",
         )
     if algo.schedule not in ("constant", "cosine"):
         yield (

@@ -43,8 +43,8 @@ def _fp8_problem(config: Config, mode: str, block: int) -> Problem | None:
 
 def _one_pass_problem(config: Config, mode: str, block: int) -> Problem | None:
     algo, what = config.algo, ""
-    if mode == "inline" and config.norms_come_first:
-        what = f"algo.baseline {algo.baseline!r} reads norms of its own step, which come too late in one pass"
+    if mode == "inline" and config.reads_own_norms:
+        what = f"{config.reads_own_norms} reads norms of its own step, which come too late in one pass"
         return what, 'set gradnorm.mode to "auto"'
     if config.gradnorm.sample_fraction < 1:
         what = "gradnorm.sample_fraction below 1 measures some samples, but one pass measures all"

@@ -73,12 +73,17 @@ class Config(Section):
     def uses_norms(self) -> bool:
         """Whether a step needs w, exact or estimated: for a baseline, of this or later steps, or for the metrics."""
         facts = facts_of(self.algo.baseline)
-        return facts.needs_norms or facts.pool == "norms" or self.gradnorm.always
+        return bool(self.reads_own_norms) or facts.pool == "norms" or self.gradnorm.always
 
     @property
-    def norms_come_first(self) -> bool:
-        """Whether the coefficients of a step depend on its norms, so that they need the norms before the gradient."""
-        return facts_of(self.algo.baseline).needs_norms
+    def reads_own_norms(self) -> str:
+        """The option by which coefficients of a step depend on its own norms, which must come first; "" if none does.
+
+        Examples: "algo.baseline 'optimal'", "algo.norm_power 0.25".
+        """
+        if facts_of(self.algo.baseline).needs_norms:
+            return f"algo.baseline {self.algo.baseline!r}"
+        return f"algo.norm_power {self.algo.norm_power:g}" if self.algo.norm_power else ""
 
     @property
     def measures_norms(self) -> bool:

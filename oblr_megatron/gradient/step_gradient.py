@@ -20,6 +20,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
+from oblr_megatron.algo.advantage import energies
 from oblr_megatron.algo.loss import sample_coefficients
 from oblr_megatron.checks.layout import num_experts
 from oblr_megatron.data.packing import SampleBatches, empty_batch
@@ -112,10 +113,11 @@ class StepGradient:
         """w [Q, G]: zeros for groups without a gradient, and where nothing needs w."""
         self.exact_sq = torch.zeros_like(self.norms_sq)
         """Exact norms [Q, G] of the samples that estimates are compared with; 0 for the others."""
+        self.coefficients = torch.zeros_like(self.norms_sq)
+        """c [Q, G] of the step's gradient; zeros where nothing needs w."""
         self._measured = measured_prompts(config, step)
         self._broken: list[Sample] = []
         self._pass_metrics = PassMetrics()
-        self._sample_sq_norm = 0.0
         self._routers_began = False
         self._sums: FoldSums | None = None
         self._later: list[tuple[Wave, AdvantageRule, Tensor]] = []  # further updates, with log pi_old [n, T]
@@ -170,7 +172,7 @@ class StepGradient:
             )
         self._refuse_broken()
         if self._config.measures_norms and self._config.gradnorm.sample_fraction == 1:
-            stats = replace(stats, sample_sq_norm=self._sample_sq_norm)
+            stats = replace(stats, sample_sq_norm=float(energies(self.coefficients, self.norms_sq).sum()))
         if self._momentum is not None:
             with self._timer("gradient"):
                 stats = replace(stats, momentum_dot=self._momentum.dot_and_add(stats.sq_norm))
@@ -298,9 +300,8 @@ class StepGradient:
         self.norms_sq[list(batch.positions)] = norms
         broken = norms.isfinite().logical_not().flatten().nonzero().flatten().tolist()
         self._broken += [batch.samples[n] for n in broken]
-        if self._config.measures_norms and self._config.gradnorm.sample_fraction == 1:
-            coefficients = advantage(range(len(norms)), norms)
-            self._sample_sq_norm += float((coefficients**2 * norms.nan_to_num(posinf=0.0)).sum())
+        if self._config.uses_norms:
+            self.coefficients[list(batch.positions)] = advantage(range(len(norms)), norms)
 
     def _finish(self) -> GradientStats:
         """Leave g of an update in main_grad; returns its statistics."""

@@ -31,6 +31,7 @@ RESTING = 30  # steps at a low rate (and a quarter of the run) after which the r
 SETTLED = 60  # values of an average before advice is taken from it
 NOISIER = 2.0  # times the noise of the best group size at equal samples
 SMALL, LARGE = 1 / 50, 10.0  # num_prompts as a multiple of the critical batch size
+NOISELESS = 0.8  # averaged shrink factor above which norm tempering turns the gradient by more than it saves in noise
 BEYOND = 5.0  # standard errors between two means; large, because the test is repeated every step
 
 
@@ -136,6 +137,15 @@ def _batch_size(window: Window) -> str:
     return ""
 
 
+def _tempering(window: Window) -> str:
+    course = window.courses["snr/shrink_ema"]
+    if not window.courses["temper/energy"].count or course.count < SETTLED:
+        return ""
+    shrink = statistics.median(course.recent)
+    text = f"The gradient is {shrink:.0%} signal, so tempering biases it for little less noise; lower algo.norm_power."
+    return text if shrink > NOISELESS else ""
+
+
 def _clipped(window: Window) -> str:
     factors = list(window.courses["optimizer/clip_factor"].recent)
     clipped = sum(factor < 1 for factor in factors)
@@ -226,6 +236,7 @@ CHECKS: dict[str, Callable[[Window], str]] = {
     "rate": _rate,
     "group_size": _group_size,
     "batch_size": _batch_size,
+    "tempering": _tempering,
     "clipped": _clipped,
     "spread": _spread,
     "self_dependence": _self_dependence,

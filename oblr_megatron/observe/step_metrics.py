@@ -10,8 +10,10 @@ import torch
 from torch import Tensor
 
 from oblr_megatron.algo import panel
+from oblr_megatron.algo.advantage import energies
 from oblr_megatron.algo.baseline import baseline_values, mixed_groups, sanitize_norms, variance_ratio_vs_rloo
 from oblr_megatron.algo.formulas import NO_HISTORY, History
+from oblr_megatron.algo.weighting import tempering
 from oblr_megatron.config.algo import AlgoConfig
 from oblr_megatron.observe.performance.utilization import working_s
 from oblr_megatron.rewards.base import RewardResult
@@ -70,6 +72,28 @@ def of_norms(norms_sq: Tensor, exact_sq: Tensor) -> dict[str, float]:
     metrics: dict[str, float] = {"gradnorm/nonfinite": int(norms_sq.isfinite().logical_not().sum())}
     if compared.any():
         metrics["gradnorm/estimate_corr"] = correlation(exact_sq[compared], norms_sq[compared])
+    return metrics
+
+
+def of_energies(algo: AlgoConfig, coefficients: Tensor, norms_sq: Tensor, history: History) -> dict[str, float]:
+    """How few responses hold a step's gradient, and how tempering changes it; {} where no response has a gradient.
+
+    Args:
+        algo: norm_power is read.
+        coefficients: c [Q, G] of the step.
+        norms_sq: w [Q, G].
+        history: the step's; its mean norm is read.
+    """
+    energy = energies(coefficients, norms_sq)
+    total, own = float(energy.sum()), energy > 0
+    if not total > 0:
+        return {}
+    largest = energy.flatten().topk(-(-int(own.sum()) // 100)).values
+    metrics = {"gradnorm/top_share": float(largest.sum()) / total}
+    if algo.norm_power:
+        factors = tempering(norms_sq[own], history.running_mean_norm, algo.norm_power)
+        before = energy[own] / factors.square()
+        metrics |= {"temper/energy": total / float(before.sum()), "temper/factor_max": float(factors.max())}
     return metrics
 
 

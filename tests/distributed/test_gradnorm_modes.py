@@ -26,6 +26,7 @@ from safetensors.torch import load_file
 from transformers import AutoConfig
 
 from oblr_megatron.algo.advantage import AdvantageRule
+from oblr_megatron.algo.formulas import History
 from oblr_megatron.checkpoint.hf import load_hf_weights
 from oblr_megatron.config import Config, parse_config
 from oblr_megatron.gradient.step_gradient import StepGradient
@@ -44,6 +45,7 @@ from tests.tiny import VOCAB, make_hf_dir
 PROMPTS, GROUP = 4, 4
 WAVES = [[1, 3], [2], [0]]  # positions of prompts in the order in which they are finished
 RTOL = 1e-10
+EARLIER = History(running_mean_norm=3.0)
 MASKED_OUT = 4  # the sample with tokens, but none of the policy
 MODES: dict[str, dict[str, Any]] = {
     "two_pass": {"mode": "two_pass"},
@@ -126,7 +128,9 @@ def samples_of(config: Config) -> list[Sample]:
     return with_routes(make_samples(), path) if config.model.moe_routing_replay else make_samples()
 
 
-def config_of(path: str, gradnorm: dict[str, Any], folds: int, *, replay: bool = False, **parallel: Any) -> Config:
+def config_of(
+    path: str, gradnorm: dict[str, Any], folds: int, *, replay: bool = False, norm_power: float = 0.0, **parallel: Any
+) -> Config:
     """In any mode: these tests give `inline` its coefficients, so it works with a baseline that it is refused with."""
     model = {"path": path, "dtype": "float64", "make_vocab_size_divisible_by": 8, "moe_routing_replay": replay}
     config = parse_config(
@@ -136,7 +140,7 @@ def config_of(path: str, gradnorm: dict[str, Any], folds: int, *, replay: bool =
             "group_size": GROUP,
             "model": model,
             "data": {"train": "unused"},
-            "algo": {"baseline": "optimal", "token_scale": 1, "snr": {"num_folds": folds}},
+            "algo": {"baseline": "optimal", "norm_power": norm_power, "token_scale": 1, "snr": {"num_folds": folds}},
             "rollout": {"importance_sampling": "token", "importance_cap": 1.1, "temperature": 0.8},
             "parallel": {"micro_batch_tokens": 24} | parallel,
             "gradnorm": gradnorm | {"mode": "two_pass"},
@@ -181,7 +185,7 @@ def in_waves(gradients: StepGradient, path: str, config: Config, waves: list[lis
     samples = samples_of(config)
     for number, wave in enumerate(waves, 1):
         part = Scored(scored().rewards[wave], scored().lengths[wave], 0)
-        rule = AdvantageRule(part, config) if known is None else KnownNorms(part, config, known[wave])
+        rule = AdvantageRule(part, config, EARLIER) if known is None else KnownNorms(part, config, known[wave])
         own = [sample for position in wave for sample in samples[position * GROUP : (position + 1) * GROUP]]
         gradients.add(Wave(wave, Batch([], own, part), last=number == len(waves)), rule)
     (stats,) = gradients.updates()
@@ -193,7 +197,7 @@ class KnownNorms(AdvantageRule):
     """The rule of norms [k, G] that are known, whatever a pass measures."""
 
     def __init__(self, part: Scored, config: Config, norms: torch.Tensor) -> None:
-        super().__init__(part, config)
+        super().__init__(part, config, EARLIER)
         self._known = norms
 
     def __call__(self, prompts: Sequence[int], norms_sq: torch.Tensor) -> torch.Tensor:
@@ -249,9 +253,9 @@ def steps_of(
 
 
 @cache
-def expected(path: str, replay: bool = False) -> dict[str, Any]:
+def expected(path: str, replay: bool = False, norm_power: float = 0.0) -> dict[str, Any]:
     """The step by the oracle: autograd sample by sample, sums written out."""
-    config = config_of(path, {"mode": "two_pass"}, folds=4, replay=replay)
+    config = config_of(path, {"mode": "two_pass"}, folds=4, replay=replay, norm_power=norm_power)
     hf_config = AutoConfig.from_pretrained(path)
     weights = {name: tensor.double() for name, tensor in load_file(Path(path) / "model.safetensors").items()}
     gradients, scores = [], []
@@ -263,7 +267,7 @@ def expected(path: str, replay: bool = False) -> dict[str, Any]:
     norms = torch.stack([sum(g.square().sum() for g in grad.values()) for grad in gradients])
     used = norms.view(PROMPTS, GROUP).clone()
     used[2] = 0  # the group of equal rewards is left out
-    coefficients = AdvantageRule(scored(), config)(range(PROMPTS), used).flatten()
+    coefficients = AdvantageRule(scored(), config, EARLIER)(range(PROMPTS), used).flatten()
     folds = [
         {k: -sum(coefficients[n] * gradients[n][k] for n in range(q * GROUP, (q + 1) * GROUP)) for k in weights}
         for q in range(PROMPTS)
@@ -319,6 +323,15 @@ def test_packing_recomputation_and_interleaving(
     layouts = {name: case for name, case in VARIANTS[world_size].items() if ("pp" in case[0]) == (model == "deep")}
     turn = None if nightly else world_size
     check(expected(models[model]), run_ranks(on_ranks, world_size, models[model], layouts, turn))
+
+
+def test_tempered_coefficients_in_every_mode(models: dict[str, str]) -> None:
+    """Each response's norm enters its own coefficient, also in waves and where ranks have parts of a response."""
+    tempered = {"norm_power": 0.25}
+    layouts = {"dp2": ({}, tempered), "tp2sp packed": ({"tp": 2, "sp": True}, PACKED | tempered)}
+    wanted = expected(models["tied"], norm_power=0.25)
+    assert wanted["stats"]["B"] != pytest.approx(expected(models["tied"])["stats"]["B"], rel=0.1)
+    check(wanted, run_ranks(on_ranks, 2, models["tied"], layouts, 0))
 
 
 def check(wanted: dict[str, Any], results: list[dict[tuple[str, str], dict[str, Any]]]) -> None:

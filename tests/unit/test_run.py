@@ -132,6 +132,18 @@ def test_a_sample_without_a_finite_norm_gets_no_gradient(tmp_path: Path, measure
     assert all(torch.tensor(found).isfinite() for found in parts.record.metrics.values())
 
 
+def test_a_tempered_step_reports_the_energy_it_saves(tmp_path: Path, measured: Measured) -> None:
+    """A = 1 or -1, and w = 2, 32, 2, 2 against 2 in earlier steps: c^2 w are as 2, 8, 2, 2."""
+    parts = make_run(tmp_path, baseline="rloo", norm_power=0.25)
+    parts.running_mean_norm = 2.0
+    stats = measured.step(parts, 2.0, 32.0, 2.0, 2.0)
+    assert (4 * measured.coefficients).flatten().tolist() == pytest.approx([1.0, -0.5, -1.0, 1.0])
+    assert stats.sample_sq_norm == pytest.approx(14 / 16)
+    wanted = {"temper/energy": 14 / 38, "temper/factor_max": 1.0, "gradnorm/top_share": 8 / 14}
+    assert {name: parts.record.metrics[name] for name in wanted} == pytest.approx(wanted)
+    assert parts.running_mean_norm == pytest.approx(0.9 * 2 + 0.1 * 9.5)
+
+
 def test_many_norms_that_are_not_finite_end_the_run_and_save_the_samples(tmp_path: Path, measured: Measured) -> None:
     parts = make_run(tmp_path, baseline="optimal")
     with pytest.raises(RunError, match=r"4 of 4 gradient norms are not finite.*samples are in ") as caught:

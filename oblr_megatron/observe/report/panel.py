@@ -96,6 +96,7 @@ def pools(history: RunHistory) -> list[Chart]:
         "A history with a weight near 1: prompts differ much and change slowly, so that their own past predicts best.",
         panel("", *(Curve(name, name[5:-5], "line", place) for place, name in enumerate(means, 1)), include=(0.0,)),
         strip("", Curve("pool/trust", "history", "line", 2), Curve("pool/pull", "pull", "line", 3)),
+        strip("responses", Curve("pool/effective_samples", "that a step's sums rest on", "average", 1), include=(0.0,)),
     )
     return [figure]
 

@@ -23,7 +23,7 @@ def sections(history: RunHistory) -> dict[str, list[Chart]]:
         "Signal, noise and learning rate": [SHRINK, LEARNING_RATE, SIGNAL, batch_size(history), group_size(history)],
         "Baselines": [VARIANCE, every_baseline(history), *pools(history)],
         "Gradients, and agreement with vLLM": [
-            *(GRADIENT, CLIPPING, SAMPLE_NORMS, MISMATCH, REJECTION, SOURCES, SPECULATION),
+            *(GRADIENT, CLIPPING, SAMPLE_NORMS, ENERGY, MISMATCH, REJECTION, SOURCES, SPECULATION),
         ],
         "Cost": [TIME, RANKS, UTILIZATION, THROUGHPUT],
     }
@@ -155,6 +155,20 @@ SAMPLE_NORMS = chart(
         Curve("gradnorm/estimate_corr", "of estimates with exact norms", colour=1),
         include=(0.0, 1.0),
     ),
+)
+
+ENERGY = chart(
+    "Responses that hold the gradient",
+    "Share of sum c^2 w, the gradient's energy, that 1% of the responses hold; with algo.norm_power the energy over "
+    "that without tempering. The strip shows the largest factor of tempering.",
+    "A share above a half: the gradient is that of single responses. algo.norm_power tempers them.",
+    panel(
+        "",
+        Curve("gradnorm/top_share", "1% of the responses", colour=2),
+        Curve("temper/energy", "tempered over untempered", "average", 1),
+        include=(0.0, 1.0),
+    ),
+    strip("", Curve("temper/factor_max", "largest factor", "average", 1), include=(1.0,), log=True),
 )
 
 MISMATCH = chart(

@@ -31,11 +31,13 @@ def step() -> tuple[Scored, torch.Tensor]:
     return Scored(rewards, lengths, 0), torch.rand(Q, G, generator=generator, dtype=torch.float64)
 
 
+@pytest.mark.parametrize("power", [0.0, 0.25])
 @pytest.mark.parametrize("baseline", ["optimal", "rloo", "opo", "grpo"])
 @pytest.mark.parametrize("aggregation", ["constant", "token_mean", "sample_mean"])
-def test_prompts_one_by_one_give_what_all_together_give(baseline: str, aggregation: str) -> None:
+def test_prompts_one_by_one_give_what_all_together_give(baseline: str, aggregation: str, power: float) -> None:
     scored, norms = step()
-    advantage = AdvantageRule(scored, config_of(baseline=baseline, aggregation=aggregation), EARLIER)
+    config = config_of(baseline=baseline, aggregation=aggregation, norm_power=power)
+    advantage = AdvantageRule(scored, config, EARLIER)
     together = advantage(range(Q), norms)
     for prompts in ([0], [2], [2, 0]):
         torch.testing.assert_close(advantage(prompts, norms[prompts]), together[prompts], rtol=1e-12, atol=0)
@@ -91,3 +93,35 @@ def test_a_mini_batch_has_the_batches_advantages_and_its_own_divisor(baseline: s
         part = whole.of_update([prompt])
         torch.testing.assert_close(part([0], norms[:1]), factor * together[[prompt]], rtol=1e-12, atol=0)
         assert part.active.tolist() == whole.active[[prompt]].tolist()
+
+
+def factors_of(norms: torch.Tensor, mean_norm: float, power: float = 0.25) -> torch.Tensor:
+    """Coefficients with tempering over those without it."""
+    scored, _ = step()
+    history = History(torch.full((Q,), 0.4, dtype=torch.float64), running_mean_norm=mean_norm)
+    of_power = [AdvantageRule(scored, config_of(norm_power=gamma), history)(range(Q), norms) for gamma in (power, 0.0)]
+    return of_power[0] / of_power[1]
+
+
+def test_tempering_multiplies_by_a_power_of_the_norm_over_that_of_earlier_steps() -> None:
+    _, norms = step()
+    torch.testing.assert_close(factors_of(norms, 0.5), (0.5 / norms) ** 0.25, rtol=1e-12, atol=0)
+    torch.testing.assert_close(factors_of(norms, 0.5, 0.5), (0.5 / norms) ** 0.5, rtol=1e-12, atol=0)
+
+
+def test_the_unit_of_norms_does_not_matter_to_tempering() -> None:
+    _, norms = step()
+    torch.testing.assert_close(factors_of(1e6 * norms, 0.5e6), factors_of(norms, 0.5), rtol=1e-12, atol=0)
+
+
+def test_nothing_is_tempered_before_a_norm_is_known() -> None:
+    _, norms = step()
+    assert bool((factors_of(norms, 0.0) == 1).all())
+
+
+def test_a_norm_of_nothing_has_a_bounded_factor() -> None:
+    _, norms = step()
+    norms[0, 1], norms[2, 3] = 0.0, 1e-300
+    for power, largest in ((0.125, 1e12**0.125), (0.5, 100.0)):
+        found = factors_of(norms, 0.5, power)
+        assert float(found.max()) == pytest.approx(largest) == float(found[0, 1]) and bool(found.isfinite().all())

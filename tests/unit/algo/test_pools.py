@@ -65,11 +65,19 @@ def test_a_source_for_each_row_does_not_fill_the_log() -> None:
     pools = make()
     prompts = [prompt("a", f"https://{number}") for number in range(40)]
     step(pools, prompts, torch.ones(40, 1), torch.arange(1.0, 41.0)[:, None])
-    assert set(pools.metrics()) == {f"pool/https://{number}/mean" for number in range(24, 40)}
+    largest = {f"pool/https://{number}/mean" for number in range(24, 40)}
+    assert set(pools.metrics()) == largest | {"pool/effective_samples"}
     same, reordered = make(baseline="pooled_mean"), make(baseline="pooled_mean")
     step(same, prompts, torch.ones(40, 1), torch.ones(40, 1))
     reordered.load_state_dict(json.loads(json.dumps(same.state_dict(), sort_keys=True)))
     assert set(same.metrics()) == set(reordered.metrics()) and len(same.metrics()) == 16
+
+
+def test_one_large_norm_leaves_one_effective_response() -> None:
+    pools = make()
+    for norms, wanted in ((tensor([1.0, 1.0], [1.0, 1.0]), 4.0), (tensor([1e6, 1.0], [1.0, 0.0]), 1.0)):
+        step(pools, [prompt("a"), prompt("b")], tensor([1.0, 0.0], [0.0, 1.0]), norms)
+        assert pools.metrics()["pool/effective_samples"] == pytest.approx(wanted, rel=1e-5)
 
 
 def test_plain_pools_ignore_the_norms() -> None:

@@ -15,20 +15,21 @@ from oblr_megatron.algo.loss import sample_coefficients
 
 UNBIASED = ["none", "rloo", "optimal", "pooled_mean", "pooled", "optimal_pooled"]
 EXPECTED, PULL = (0.37, -0.8), 0.6  # what earlier steps told about each prompt, whatever it was
+MEAN_NORM = 0.7  # of earlier steps
 
 
-def group_gradients(toy, name: str, prompt: int, size: int) -> tuple[Tensor, Tensor]:
+def group_gradients(toy, name: str, prompt: int, size: int, power: float = 0.0) -> tuple[Tensor, Tensor]:
     """(1/G) sum_i A_i s_i of every group of a prompt [E, D], and the groups' probabilities [E]."""
     picks, probs = toy.groups(prompt, size)
     values = (tensor[prompt][picks] for tensor in (toy.rewards, toy.norms_sq, toy.lengths))
-    history = History(torch.full((len(picks),), EXPECTED[prompt], dtype=torch.float64), PULL)
-    advantage = advantages(name, *values, history)
+    history = History(torch.full((len(picks),), EXPECTED[prompt], dtype=torch.float64), PULL, MEAN_NORM)
+    advantage = advantages(name, *values, history, power)
     return torch.einsum("eg,egd->ed", advantage, toy.scores[prompt][picks]) / size, probs
 
 
-def expectation(toy, name: str, size: int) -> Tensor:
+def expectation(toy, name: str, size: int, power: float = 0.0) -> Tensor:
     """E[g] over prompts and groups."""
-    parts = [group_gradients(toy, name, prompt, size) for prompt in range(len(toy.probs))]
+    parts = [group_gradients(toy, name, prompt, size, power) for prompt in range(len(toy.probs))]
     return torch.stack([probs @ gradients for gradients, probs in parts]).mean(0)
 
 
@@ -126,3 +127,20 @@ def test_norm_weights_can_increase_the_variance_in_small_groups(toy_maker):
     """A few rare responses have nearly all the norm: four samples cannot estimate E[w r] / E[w]."""
     toy = toy_maker(2, num_prompts=1, spread=0.5, rewards=torch.tensor([[0.0, 0, 0, 1]], dtype=torch.float64))
     assert variance(toy, "optimal", 4) / variance(toy, "rloo", 4) == pytest.approx(1.521, abs=1e-3)
+
+
+@pytest.mark.parametrize("size", [1, 3])
+@pytest.mark.parametrize("power", [0.125, 0.25, 0.5])
+def test_tempering_has_exactly_this_bias(toy, size, power):
+    """E[g] = E_q sum_o pi(o) (r - b) (wbar / w)^gamma s, which is not the gradient of the expected reward."""
+    centred = toy.rewards - torch.tensor(EXPECTED, dtype=torch.float64)[:, None]
+    factors = (MEAN_NORM / toy.norms_sq) ** power
+    want = torch.einsum("pk,pkd->pd", toy.probs * centred * factors, toy.scores).mean(0)
+    torch.testing.assert_close(expectation(toy, "pooled", size, power), want, rtol=0, atol=1e-12)
+    cosine = torch.cosine_similarity(want, toy.gradients.mean(0), dim=0)
+    assert cosine < 1 - 1e-4
+
+
+def test_tempering_leaves_a_policy_alone_where_the_reward_equals_the_baseline(toy_maker):
+    rewards = torch.tensor(EXPECTED, dtype=torch.float64)[:, None].expand(2, 4)
+    assert not expectation(toy_maker(1, rewards=rewards), "pooled", 1, 0.25).any()

@@ -15,6 +15,7 @@ from oblr_megatron.errors import UserError
 # preset -> baseline, aggregation, schedule: as published
 PUBLISHED = {
     "oblr_pooled": ("pooled", "constant", "constant"),
+    "oblr_tempered": ("pooled", "constant", "constant"),
     "oblr_po": ("optimal", "constant", "snr"),
     "opo": ("opo", "constant", "constant"),
     "grpo": ("grpo", "sample_mean", "constant"),
@@ -47,6 +48,12 @@ def test_what_a_preset_sets(preset: str) -> None:
     algo = parsed(f"algo.preset={preset}").algo
     assert (algo.baseline, algo.aggregation, algo.schedule) == PUBLISHED[preset]
     assert algo.preset == preset and algo.baseline in FORMULAS
+
+
+def test_only_one_preset_tempers() -> None:
+    assert {preset: parsed(f"algo.preset={preset}").algo.norm_power for preset in PUBLISHED} == {
+        preset: 0.25 * (preset == "oblr_tempered") for preset in PUBLISHED
+    }
 
 
 @pytest.mark.parametrize("preset", CLIPPED)
@@ -99,6 +106,10 @@ def test_what_a_run_saves_is_read_back(preset: str) -> None:
         (["algo.preset=rloo", "group_size=1"], "baseline 'rloo'"),
         (["algo.preset=oblr_pooled", "algo.kl_coefficient=0.04", "gradnorm.mode=bookkeep"], "algo.kl_coefficient 0.04"),
         (["algo.preset=oblr_po", "algo.kl_coefficient=0.04", "gradnorm.mode=stash"], "gradnorm.mode 'stash'"),
+        (["algo.preset=oblr_tempered", "gradnorm.mode=inline"], "algo.norm_power 0.25 reads norms of its own step"),
+        (["algo.preset=oblr_tempered", "gradnorm.sample_fraction=0.5"], "algo.norm_power 0.25 reads every norm"),
+        (["algo.preset=grpo", "algo.norm_power=0.25", "algo.updates_per_batch=2"], "with algo.norm_power 0.25"),
+        (["algo.norm_power=0.6"], "algo.norm_power = 0.6"),
         (["algo.preset=dapo", "num_prompts=120"], "algo.updates_per_batch 16 does not divide num_prompts 120"),
         (["algo.preset=dapo", "num_prompts=32"], "leaves 2 prompts for each update"),
         (["algo.preset=dapo", "algo.baseline=pooled"], "algo.updates_per_batch 16 with algo.baseline 'pooled'"),

@@ -50,6 +50,7 @@ CASES: dict[str, tuple[str, Callable[[int], float | None], list[str]]] = {
     "rate": ("lr", rising(1e-3, 3e-4), ["33%", "34", "30%", "num_prompts"]),
     "group_size": ("snr/best_group_size", rising(3.0, 1.0), ["2.3", "1", "512"]),
     "batch_size": ("snr/critical_batch_size", rising(80.0, 6400.0), ["64", "1.9%", "num_prompts"]),
+    "tempering": ("snr/shrink_ema", rising(0.4, 0.9), ["90%", "algo.norm_power"]),
     "clipped": ("optimizer/clip_factor", rising(1.0, 0.25), ["11", "20", "optimizer.clip_grad"]),
     "spread": ("baseline/spread", rising(0.2, 3.0), ["1.6", "pooled"]),
     "self_dependence": ("baseline/self_dependence", lambda _: 0.125, ["0.12", "pooled"]),

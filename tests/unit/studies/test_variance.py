@@ -90,9 +90,19 @@ def test_the_noise_between_different_prompts_is_measured() -> None:
 def test_a_group_of_one_has_the_baselines_that_read_no_group() -> None:
     pool, _, _ = bandit_pool(30, 32, seed=7)
     names = set(names_for(1))
-    assert {"none", "pooled", "pooled_mean", "pooled[logit]", ORACLE} == names <= set(names_for(2))
+    assert {"none", "pooled", "pooled_mean", "pooled[logit]", "pooled[tempered]", ORACLE} == names <= set(names_for(2))
     lines = cells("bandit", "low", 1, measure(pool, 1, num_deals=1, seed=0), pool.mean_sq, seed=0)
     assert {line.baseline for line in lines} == names and all(line.ratio is None for line in lines)
+
+
+def test_a_tempered_gradient_has_its_own_second_moment() -> None:
+    pool, _, _ = bandit_pool(8, 16, seed=0)
+    found, norms = measure(pool, 1, num_deals=2, seed=1), pool.norms_sq
+    centred = pool.rewards - pooled_values(pool, "pooled")[:, None]
+    for name, power in (("pooled", 0.0), ("pooled[tempered]", 0.25)):
+        second = (centred * (norms.mean() / norms) ** power).square() * norms
+        torch.testing.assert_close(found[name][0], second.mean(-1), rtol=1e-6, atol=0)
+    assert not torch.allclose(found["pooled[tempered]"], found["pooled"], rtol=1e-3)
 
 
 def test_pooled_values_leave_the_prompt_out() -> None:
