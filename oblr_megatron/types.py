@@ -23,6 +23,14 @@ The last two have an empty response."""
 Speculation = Literal["none", "ngram", "suffix"]
 """Where an engine takes drafts of the next tokens from."""
 
+HeadDtype = Literal["auto", "model", "float32"]
+"""Dtype of the logits of bf16 weights; "auto" is float32 on GPUs (docs/precision.md)."""
+
+
+def widens_logits(head_dtype: HeadDtype, dtype: str, *, on_gpu: bool) -> bool:
+    """Whether the output layer multiplies bf16 factors to fp32 logits."""
+    return dtype == "bfloat16" and (head_dtype == "float32" or (head_dtype == "auto" and on_gpu))
+
 
 @dataclass(frozen=True, slots=True)
 class Prompt:
@@ -110,7 +118,8 @@ class TokenRows:
 
     __slots__ = ()
     input_ids: Tensor  # [b, t] int64
-    mask: Tensor  # [b, t] bool, True where a token counts
+    labels: Tensor  # [b, t] int64, what position j predicts
+    mask: Tensor  # [b, t] bool, True where a label counts
     cu_seqlens: Tensor | None  # [n + 1] int32, packed only: sample i is tokens cu_seqlens[i]..cu_seqlens[i + 1]
 
     @property

@@ -114,8 +114,8 @@ def _policy_logits(
         sample_index=torch.arange(len(ids), device=ids.device),
     )
 
-    def keep(logits: Tensor, _batch: MicroBatch) -> tuple[Tensor, dict[str, Tensor]]:
-        return logits.sum(), {"logits": logits[..., : policy.vocab_size].float()}
+    def keep(hidden: Tensor, _batch: MicroBatch) -> tuple[Tensor, dict[str, Tensor]]:
+        return hidden.sum(), {"logits": policy.head.logits(hidden)[..., : policy.vocab_size].float()}
 
     return run_schedule(policy, [batch], keep, forward_only=True)[0]["logits"]
 

@@ -27,6 +27,7 @@ _REASONS: dict[str, str] = {
     "is set by rollout.kv_cache_gib on a CPU, rollout.gpu_memory_utilization on GPUs": "kv_cache_memory_bytes",
     "is set by rollout.tensor_parallel_size": "tensor_parallel_size",
     "is set by rollout.sleep_level": "enable_sleep_mode",
+    "is set by model.head_dtype": "hf_overrides",
     "is set by rollout.quantization": "quantization quantization_config allow_deprecated_quantization",
     "is set by rollout.speculation": "speculative_config spec_method spec_model spec_tokens scheduler_cls",
     "is set by model.moe_routing_replay": "enable_return_routed_experts aux_output_config",
@@ -36,7 +37,7 @@ _REASONS: dict[str, str] = {
     "pushes and read-back need our worker": "worker_cls worker_extension_cls",
     "the engine runs the model of model.path, which pushes replace": """
         model model_weights served_model_name tokenizer tokenizer_mode skip_tokenizer_init tokenizer_revision revision
-        code_revision hf_config_path hf_overrides config_format model_class_overrides model_impl load_format
+        code_revision hf_config_path config_format model_class_overrides model_impl load_format
         trust_remote_code runner convert enable_lora""",
     "weights are pushed to the workers of rollout.tensor_parallel_size, on one node": """
         distributed_executor_backend device_ids nnodes node_rank master_addr master_port pipeline_parallel_size

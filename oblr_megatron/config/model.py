@@ -8,6 +8,7 @@ from typing import Literal
 from pydantic import Field
 
 from oblr_megatron.config.section import Section
+from oblr_megatron.types import HeadDtype
 
 
 class ModelConfig(Section):
@@ -17,6 +18,9 @@ class ModelConfig(Section):
     """Hugging Face model directory (config.json, *.safetensors, tokenizer files)."""
     dtype: Literal["float64", "float32", "bfloat16"] = "float32"
     """Dtype of the trained weights. With bfloat16 the optimizer keeps fp32 master weights. float64 is for tests."""
+    head_dtype: HeadDtype = "auto"
+    """Dtype of the logits in trainer and engines, if dtype is bfloat16. "float32": the output layer's product is not
+    rounded; "model": rounded to bfloat16. "auto": float32 on GPUs, where it is nearly free; "model" on CPUs."""
     make_vocab_size_divisible_by: int = Field(128, ge=1, le=2**20)
     """The vocabulary is padded to a multiple of this times tensor_model_parallel_size."""
     transformer_impl: Literal["auto", "local", "transformer_engine"] = "auto"

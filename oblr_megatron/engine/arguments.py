@@ -21,6 +21,8 @@ def vllm_arguments(spec: EngineSpec, backend: str) -> dict[str, Any]:
         "logprobs_mode": "processed_logprobs",  # those of the distribution that is sampled from, temperature applied
         "weight_transfer_config": {"backend": backend},
     }
+    if spec.widens_logits:
+        options["hf_overrides"] = {"head_dtype": "float32"}
     if spec.speculation != "none":
         drafting = extension("rollout.speculation").vllm_options
         options |= drafting(spec.speculation, spec.speculation_below, spec.max_num_seqs)

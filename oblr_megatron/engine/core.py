@@ -102,6 +102,7 @@ class EngineServer:
             model=str(self._spec.model),
             shapes=self._digest,
             dtype=self._spec.dtype,
+            widens_logits=self._spec.widens_logits,
             quantization=config.model_config.quantization or "none",
             speculation=self._spec.speculation,
             routes=self._spec.routes,

@@ -65,6 +65,7 @@ class Info(Message):
     model: str
     shapes: str  # `shapes_digest` of the checkpoint it started from
     dtype: str
+    widens_logits: bool = False  # whether bf16 weights give fp32 logits
     quantization: str = "none"  # vLLM's name, e.g. "fp8_per_tensor"
     speculation: str = "none"
     routes: bool = False  # whether it can return routes

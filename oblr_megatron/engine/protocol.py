@@ -19,6 +19,7 @@ from typing import TYPE_CHECKING, Any, Literal, Protocol
 from oblr_megatron.checks.lengths import longest_evaluated
 from oblr_megatron.errors import UserError
 from oblr_megatron.memory.buffer_sizes import CPU_STEP_TOKENS
+from oblr_megatron.types import HeadDtype, widens_logits
 
 if TYPE_CHECKING:
     from oblr_megatron.config import Config
@@ -143,6 +144,7 @@ class EngineSpec:
     tensor_parallel_size: int = 1
     visible_devices: str | None = None  # CUDA_VISIBLE_DEVICES of a GPU engine
     quantization: Literal["none", "fp8"] = "none"
+    head_dtype: HeadDtype = "auto"
     batch_invariant: bool = False  # log-probs that depend on no batch, equal to the trainer's
     sleep_mode: bool = False  # whether a GPU engine can free its memory and take it back later
     speculation: Speculation = "none"
@@ -151,6 +153,11 @@ class EngineSpec:
     routes: bool = False  # whether the engine can return routes (`engine.routes`)
     server: bool = False  # whether it stands behind `engine.http_door`, not next to a rank
     vllm: Mapping[str, Any] = field(default_factory=dict)  # further options of vLLM's engine
+
+    @property
+    def widens_logits(self) -> bool:
+        """Whether logits are fp32 although the weights are not."""
+        return widens_logits(self.head_dtype, self.dtype, on_gpu=self.device == "cuda")
 
     @property
     def vllm_quantization(self) -> str | None:

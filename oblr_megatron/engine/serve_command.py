@@ -29,7 +29,7 @@ from oblr_megatron.engine.protocol import API_KEY, EngineSpec
 from oblr_megatron.errors import UserError
 from oblr_megatron.families import head_dim
 from oblr_megatron.runtime.command_line import LARGEST, amount, count, port_number, whole
-from oblr_megatron.types import Speculation
+from oblr_megatron.types import HeadDtype, Speculation
 
 MIN_KEY_LENGTH = 16
 
@@ -50,6 +50,12 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--dtype",
         choices=("float32", "bfloat16"),
         help="dtype of the weights; default: bfloat16 on GPUs, float32 on a CPU",
+    )
+    parser.add_argument(
+        "--head-dtype",
+        choices=get_args(HeadDtype),
+        default="auto",
+        help="dtype of the logits; must agree with the run's model.head_dtype (default: %(default)s)",
     )
     parser.add_argument(
         "--quantization",
@@ -206,6 +212,7 @@ def spec_of(options: argparse.Namespace, device: Literal["cpu", "cuda"]) -> Engi
         gpu_memory_utilization=options.gpu_memory_utilization,
         tensor_parallel_size=options.tensor_parallel_size,
         quantization=options.quantization,
+        head_dtype=options.head_dtype,
         speculation=options.speculation,
         speculation_below=options.speculation_below,
         seed=options.seed,

@@ -11,14 +11,13 @@ The policy gradient is unbiased for every source; a worse estimate of w only inc
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import torch
 
 from oblr_megatron.engine.protocol import call_seed
 from oblr_megatron.gradient.loss_fn import score_loss
 from oblr_megatron.gradient.ratios import RatioFn
-from oblr_megatron.model.logprobs import vocab_parallel_energy, vocab_parallel_logprobs
 from oblr_megatron.model.step import run_schedule
 from oblr_megatron.runtime.collectives import all_reduce
 
@@ -81,12 +80,12 @@ def sq_norms_of(
 def _energies(policy: Policy, microbatches: Sequence[MicroBatch], temperature: float, ratios: RatioFn) -> Tensor:
     """rho^2 times the squared norm of the score at the logits, summed over each sample's tokens: [n]."""
     parallel = policy.parallel
-    vocab: dict[str, Any] = {"vocab_size": policy.vocab_size, "parallel": parallel, "temperature": temperature}
 
-    def loss_of(logits: Tensor, batch: MicroBatch) -> tuple[Tensor, dict[str, Tensor]]:
-        rho, _ = ratios(vocab_parallel_logprobs(logits, batch.labels, **vocab, operations=policy.tap.operations), batch)
-        energies = vocab_parallel_energy(logits, batch.labels, **vocab) * rho.square()
-        return logits.new_zeros(()), {"energy": batch.per_sample(energies.to(torch.float64))}
+    def loss_of(hidden: Tensor, batch: MicroBatch) -> tuple[Tensor, dict[str, Tensor]]:
+        tokens = policy.head(hidden, batch, temperature=temperature, energy=True)
+        rho, _ = ratios(tokens.logprobs, batch)
+        energies = tokens.energy * rho.square()
+        return hidden.new_zeros(()), {"energy": batch.per_sample(energies.to(torch.float64))}
 
     records = run_schedule(policy, microbatches, loss_of, forward_only=True)
     energies = torch.zeros(sum(b.num_samples for b in microbatches), dtype=torch.float64, device=parallel.device)

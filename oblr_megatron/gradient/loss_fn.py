@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, fields
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import torch
 
@@ -134,12 +134,10 @@ def score_loss(
         records: return `SUM_NAMES` as "sums", c_i sum_t rho_t log pi(o_t) of each sample as "scores" [n] fp64, and
             their numbers [n].
     """
-    from oblr_megatron.model.logprobs import vocab_parallel_entropy, vocab_parallel_logprobs
 
-    vocab: dict[str, Any] = {"vocab_size": policy.vocab_size, "parallel": policy.parallel, "temperature": temperature}
-
-    def loss_of(logits: Tensor, batch: MicroBatch) -> tuple[Tensor, dict[str, Tensor]]:
-        logprobs = vocab_parallel_logprobs(logits, batch.labels, **vocab, operations=policy.tap.operations)  # [b, t]
+    def loss_of(hidden: Tensor, batch: MicroBatch) -> tuple[Tensor, dict[str, Tensor]]:
+        tokens = policy.head(hidden, batch, temperature=temperature, entropy=records)
+        logprobs = tokens.logprobs  # [b, t]
         detached = logprobs.detach()
         rho, sums_of = (torch.ones_like(detached), _no_sums) if ratios is None else ratios(detached, batch)
         own = torch.ones_like(detached)
@@ -151,7 +149,7 @@ def score_loss(
             loss = loss + added
         if not records:
             return loss, {}
-        entropy = vocab_parallel_entropy(logits, **vocab)[batch.mask].sum()
+        entropy = tokens.entropy[batch.mask].sum()
         around = torch.stack([part.to(torch.float64) for part in (entropy, kl, batch.mask.sum())])
         sums = torch.cat([around[:1], sums_of().to(around.device), around[1:]])
         scores = batch.per_sample((own * rho * detached).to(torch.float64))

@@ -6,8 +6,10 @@ KEPT_BYTES = 2**29
 """Bytes of partial gradients and embedding rows that a norm pass keeps until their all-reduce (two_pass.py)."""
 SQUARE_CHUNK = 2**22
 """Elements converted to fp64 at a time: 32 MiB, which stay in a GPU's cache between both reads (model/sq_norms.py)."""
-ENTROPY_ROWS = 1024
-"""Token positions per step of the entropy, so that no second [b, t, V] tensor is needed (model/logprobs.py)."""
+BLOCK_LOGITS = {False: 2**22, True: 2**27}
+"""Logits of a block of the output layer, on a CPU and on a GPU (model/lm_head.py)."""
+KEPT_LOGITS = {False: 2**26, True: 2**28}
+"""Logits that the output layer keeps for backward; it computes the others again."""
 CPU_TILE_SIDE, GPU_TILE_SIDE = 512, 4096
 """Side of a tile [side, side] of dy^T x (norms/products.py)."""
 CPU_STEP_TOKENS = 4096

@@ -15,7 +15,14 @@ from oblr_megatron.memory.activations import (
     layer_bytes,
     recomputed_mlp_bytes,
 )
-from oblr_megatron.memory.buffer_sizes import CPU_TILE_SIDE, ENTROPY_ROWS, GPU_TILE_SIDE, KEPT_BYTES, SQUARE_CHUNK
+from oblr_megatron.memory.buffer_sizes import (
+    BLOCK_LOGITS,
+    CPU_TILE_SIDE,
+    GPU_TILE_SIDE,
+    KEPT_BYTES,
+    KEPT_LOGITS,
+    SQUARE_CHUNK,
+)
 from oblr_megatron.memory.pass_plan import Pass
 from oblr_megatron.memory.rank_shapes import RankSizes, Tokens
 
@@ -126,7 +133,7 @@ class PassOnRank:
     def factor_bytes(self) -> int:
         """Bytes per token of x and dy of every linear layer, and of dy of the embedding."""
         sizes = self.sizes
-        ends = sizes.hidden * sizes.is_first + (sizes.hidden + sizes.columns) * sizes.is_last
+        ends = sizes.hidden * (sizes.is_first + sizes.is_last)  # the output layer makes dy again
         return (sizes.layers * self.layer_factors + ends) * sizes.element
 
     @property
@@ -166,21 +173,38 @@ class PassOnRank:
     # moments ----------------------------------------------------------------------------------------------------------
 
     def _head(self, held: int, kept: int) -> Iterator[Moment]:
-        """The loss: softmax, or the entropy in blocks of rows (scores, exponentials, products). Then the backward.
+        """The output layer in blocks of columns (`model.lm_head`): forward; dy of a block in backward; then its sink.
 
-        The softmax takes as much in backward as in forward.
+        Forward keeps the first blocks, and backward begins with them. Every token counts as a response token.
         """
         sizes, n, wide = self.sizes, self.tokens.count, self.sizes.wide
-        columns, narrow = sizes.columns, sizes.element < sizes.wide
-        inputs = held + 2 * self._residual  # of the last norm and of the output layer
-        softmax = n * columns * (sizes.element + wide * (2 if narrow else 1))
-        rows = 0 if self.run.kind == "norms" else min(n, ENTROPY_ROWS)
-        entropy = n * columns * (sizes.element + wide) + 3 * rows * columns * wide
-        yield Moment("loss", inputs, max(softmax, entropy), kept)
-        work = self._linear_work(columns, sizes.hidden) + self._cross_work()
-        yield Moment("output layer's backward", inputs, n * columns * sizes.element, kept, work)
-        norm = self._residual * 2 + self.tokens.split * sizes.hidden * 4 * (4 + narrow)
+        logit, x = sizes.logit, self.tokens.count * sizes.hidden
+        width = max(1, min(sizes.columns, BLOCK_LOGITS[self.on_gpu] // n))
+        block, blocks = n * width, -(-sizes.columns // width)
+        stored = min(blocks, KEPT_LOGITS[self.on_gpu] // block)
+        all_stored = min(stored * block, n * sizes.columns) * wide
+        earlier = all_stored if stored < blocks else all_stored - block * wide
+        product = (logit if logit < wide else 0) + wide  # the product, and its copy in fp32
+        entropy = wide if self.run.kind == "norms" else 2 * wide  # scores, and the exponentials besides
+        copies = self._copies_of_factors(width)
+        hidden = 2 * self._residual + x * sizes.element * (1 + sizes.sequence_parallel)
+        yield Moment("loss", held + hidden, earlier + block * max(product, entropy), kept, copies)
+        inputs = held + self._residual + x * (sizes.element + wide)  # of the last norm; x and dx
+        work = self._sink_work(width, sizes.hidden) + self._cross_work(width)
+        work = max(work, x * sizes.element * (sizes.element < wide))  # a block's summand of dx
+        again = block * max(wide + sizes.element, product) if stored < blocks else 0
+        dy = block * sizes.element
+        yield Moment("loss's backward", inputs, max(all_stored + dy, again), kept, copies)
+        yield Moment("output layer's backward", inputs, max(0, all_stored - block * wide) + dy, kept, work)
+        norm = self._residual * 2 + self.tokens.split * sizes.hidden * 4 * (4 + (sizes.element < wide))
         yield Moment("last norm's backward", held, 0, kept + self._head_kept, norm)
+
+    def _copies_of_factors(self, width: int) -> int:
+        """Bytes of the fp32 copies that a CPU makes of bf16 factors for fp32 logits."""
+        sizes = self.sizes
+        if self.on_gpu or sizes.logit == sizes.element:
+            return 0
+        return (self.tokens.count + width) * sizes.hidden * sizes.logit
 
     def _layer_backward(self, held: int, kept: int) -> Iterator[Moment]:
         """The last layer: its output projection, then its gated unit."""
@@ -215,7 +239,7 @@ class PassOnRank:
         sizes = self.sizes
         if self.run.kind != "bookkeep":
             return 0
-        return self.tokens.count * (sizes.hidden + sizes.columns) * sizes.element
+        return self.tokens.count * sizes.hidden * sizes.element
 
     def _linear_work(self, outputs: int, inputs: int) -> int:
         """Working bytes in the backward of a linear layer: input gradient, gathered input, and the norm sink's."""
@@ -237,12 +261,12 @@ class PassOnRank:
             return widened + tiles * (2 if sizes.cp > 1 else 1)
         return widened + (2 * weight * sizes.wide if sizes.cp > 1 else tiles)
 
-    def _cross_work(self) -> int:
-        """Bytes of the cross term of a tied embedding (`segments.product_rows`)."""
+    def _cross_work(self, width: int) -> int:
+        """Bytes of a block's part of the cross term of a tied embedding (`segments.product_rows`)."""
         sizes, tokens = self.sizes, self.tokens
         if not sizes.tied or self.run.kind not in ("norms", "inline", "bookkeep"):
             return 0
-        rows = min(tokens.length // sizes.tp + 1, sizes.columns)
+        rows = min(tokens.length // sizes.tp + 1, width)
         return rows * (tokens.length * sizes.wide + tokens.rows * sizes.hidden * sizes.wide)
 
 

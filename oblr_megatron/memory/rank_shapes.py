@@ -15,6 +15,7 @@ from oblr_megatron.checks.layout import num_experts
 from oblr_megatron.config import Config
 from oblr_megatron.families import family_of, head_dim
 from oblr_megatron.padding import Padding, padded_vocab_size, padding_of
+from oblr_megatron.types import widens_logits
 
 ELEMENT_BYTES = {"float64": 8, "float32": 4, "bfloat16": 2}
 
@@ -68,6 +69,7 @@ class RankSizes:
     only_stage: bool
     element: int  # bytes of a weight and of an activation
     wide: int  # bytes of an element of main_grad and of fp32 computations (8 in float64 runs)
+    logit: int  # bytes of an output layer's product
     fused: bool  # the gated unit keeps only its input and its output
     transformer_engine: bool
     padding: Padding
@@ -120,6 +122,7 @@ class RankSizes:
             only_stage=pp == 1,
             element=element,
             wide=max(element, 4),
+            logit=4 if widens_logits(config.model.head_dtype, config.model.dtype, on_gpu=on_gpu) else element,
             fused=on_gpu or not (experts or config.model.batch_invariant),
             transformer_engine=transformer_engine,
             padding=padding_of(config.model, parallel, transformer_engine=transformer_engine),

@@ -24,22 +24,24 @@ from megatron.core.models.gpt.gpt_layer_specs import (
 from megatron.core.transformer.spec_utils import ModuleSpec
 from megatron.core.transformer.transformer_block import TransformerBlockSubmodules, get_num_layers_to_build
 from megatron.core.transformer.transformer_config import TransformerConfig
-from torch import nn
+from torch import Tensor, nn
 
 from oblr_megatron.checks.layout import check_model
 from oblr_megatron.config import ModelConfig, ParallelConfig
 from oblr_megatron.model import moe
 from oblr_megatron.model.cpu.attention import RMSNorm, SdpaAttention
 from oblr_megatron.model.cpu.operations import SwiGLU
+from oblr_megatron.model.lm_head import LMHead, install_head
 from oblr_megatron.model.megatron_versions import mlp_submodules
 from oblr_megatron.model.numerics import Numerics, numerics_of
 from oblr_megatron.model.parallel import Parallel
 from oblr_megatron.model.precision import uses_transformer_engine
-from oblr_megatron.model.tapped import TappedModel
+from oblr_megatron.model.tapped import TappedModel, unwrapped
 from oblr_megatron.model.taps import Tap, install
 from oblr_megatron.model.te_taps import install_te
 from oblr_megatron.model.transformer_config import HFConfig, transformer_config_of
 from oblr_megatron.padding import padded_vocab_size, padding_of
+from oblr_megatron.types import TokenRows, widens_logits
 
 
 @dataclass(slots=True)
@@ -49,6 +51,17 @@ class Policy(TappedModel):
     hf_config: HFConfig
     vocab_size: int  # without padding
     padded_vocab_size: int  # a multiple of make_vocab_size_divisible_by * tp_size
+    lm_head: LMHead | None  # on the last pipeline stage
+
+    @property
+    def head(self) -> LMHead:
+        """The output layer, which a loss function calls with the model's output."""
+        assert self.lm_head is not None, "only the last pipeline stage has the output layer"
+        return self.lm_head
+
+    def no_loss(self, output: Tensor, batch: TokenRows) -> tuple[Tensor, dict[str, Tensor]]:
+        """Also of the output layer's weight: with `parallel.overlap_grad_reduce` a sum waits for every gradient."""
+        return self.head(output, batch).logprobs.sum(), {}  # of no token
 
     def named_parameters(self) -> Iterator[tuple[str, nn.Parameter]]:
         """Parameters by global Megatron name: the layer number counts over all pipeline stages and chunks.
@@ -118,7 +131,11 @@ def build_policy(
         syncs = [chunk.no_sync for chunk in chunks]
         transformer_config.no_sync_func = syncs if len(chunks) > 1 else syncs[0]
     padding = padding_of(config, options, transformer_engine=uses_transformer_engine(config, parallel))
-    return Policy(chunks, transformer_config, parallel, tap, padding, hf_config, hf_config.vocab_size, padded)
+    last = unwrapped(chunks[-1])
+    wider = widens_logits(config.head_dtype, config.dtype, on_gpu=parallel.device.type == "cuda")
+    dtype = torch.float32 if wider else transformer_config.params_dtype
+    head = install_head(last, tap, parallel, hf_config.vocab_size, dtype) if last.post_process else None
+    return Policy(chunks, transformer_config, parallel, tap, padding, hf_config, hf_config.vocab_size, padded, head)
 
 
 def build_model(

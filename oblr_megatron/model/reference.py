@@ -30,7 +30,7 @@ class Reference:
         self._weights = [parameter.detach().clone() for _, parameter in policy.named_parameters()]
 
     def logprobs(self, samples: Sequence[Sample], batches: Sequence[MicroBatch], *, temperature: float) -> Tensor:
-        """log pi_ref [N, T] fp64 of every response token, by a forward pass; arguments as in `token_values`.
+        """log pi_ref [N, T] fp64 of every response token, by a forward pass; arguments as in `response_logprobs`.
 
         The reference routes by itself: pi_ref is one model, which no update of the policy changes (docs/moe.md).
         """

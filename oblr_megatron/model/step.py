@@ -30,6 +30,7 @@ from torch.autograd import Variable
 from oblr_megatron.data.packing import empty_batch
 from oblr_megatron.model.router import RouterBatch, routers_of
 from oblr_megatron.model.sequence import local_part, packed_params
+from oblr_megatron.model.tapped import unwrapped
 from oblr_megatron.model.taps import DropSink, Sink, Tap
 from oblr_megatron.types import TokenRows
 
@@ -38,10 +39,13 @@ if TYPE_CHECKING:
     from oblr_megatron.model.tapped import TappedModel
 
 LossFn = Callable[[Tensor, Any], tuple[Tensor, dict[str, Tensor]]]
-"""(logits [b, t, Vp / tp], microbatch) -> (scalar loss, metrics), called on the last pipeline stage.
+"""(output [b, t, ..], microbatch) -> (scalar loss, metrics), called on the last pipeline stage.
+
+The output is that of the model: of a `Policy` the input [b, t, h] of its output layer (`lm_head.py`), else logits
+[b, t, Vp / tp]. An arbitrary loss, as the norms' library allows, needs all logits of a token.
 
 The microbatch is this rank's part (`sequence.local_part`): padded for sequence or context parallelism, and cut under
-context parallelism, so that loss and metrics are partial sums over `cp_group`. The loss must depend on the logits, if
+context parallelism, so that loss and metrics are partial sums over `cp_group`. The loss must depend on the output, if
 only with weight 0, because the earlier stages wait for its gradient.
 """
 
@@ -86,9 +90,10 @@ def run_schedule(
                 attention_mask=None,
                 packed_seq_params=packed_params(policy.parallel, batch),
             )
-            if not forward_only:
-                output.register_hook(partial(_announce, policy.tap, position, chunk, batch, routed))
-            return output, partial(_loss, loss_fn if position is not None else _no_loss, batch)
+            begin = None if forward_only else partial(_announce, policy.tap, position, chunk, batch, routed)
+            if begin and not unwrapped(model).post_process:
+                output.register_hook(begin)
+            return output, partial(_loss, loss_fn if position is not None else policy.no_loss, batch, begin)
 
         records: list[dict[str, Tensor]] = get_forward_backward_func()(
             forward_step_func=forward_step,
@@ -176,7 +181,7 @@ def _items(policy: TappedModel, microbatches: Sequence[TokenRows]) -> list[Item]
 
 
 def _announce(tap: Tap, position: int | None, chunk: int, batch: TokenRows, routed: RouterBatch, grad: Tensor) -> None:
-    """Call `sink.begin` when a microbatch's backward reaches the chunk's output, and `sink.end` when it is complete.
+    """Call `sink.begin` when a microbatch's backward reaches this chunk, and `sink.end` when it is complete.
 
     The autograd engine runs queued callbacks when the current backward ends, after the last weight gradient was
     accumulated. A filler's zero gradients bypass the sink. Routers of layers that run again need their microbatch.
@@ -191,13 +196,15 @@ def _announce(tap: Tap, position: int | None, chunk: int, batch: TokenRows, rout
         Variable._execution_engine.queue_callback(partial(sink.end, position, chunk))
 
 
-def _loss(loss_fn: LossFn, batch: TokenRows, logits: Tensor) -> tuple[Tensor, Tensor, dict[str, Tensor]]:
-    """Return three values: with `calculate_per_token_loss` this is the only form that megatron-core does not divide."""
-    loss, metrics = loss_fn(logits, batch)
-    assert loss.requires_grad or not torch.is_grad_enabled(), "loss_fn must return a loss that depends on the logits"
+def _loss(
+    loss_fn: LossFn, batch: TokenRows, begin: Callable[[Tensor], None] | None, output: Tensor
+) -> tuple[Tensor, Tensor, dict[str, Tensor]]:
+    """Return three values: with `calculate_per_token_loss` this is the only form that megatron-core does not divide.
+
+    The backward of the last chunk begins at the loss: the output layer may be a part of it.
+    """
+    loss, metrics = loss_fn(output, batch)
+    assert loss.requires_grad or not torch.is_grad_enabled(), "loss_fn must return a loss that depends on the output"
+    if begin:
+        loss.register_hook(begin)
     return loss, torch.ones((), dtype=torch.int, device=loss.device), metrics
-
-
-def _no_loss(logits: Tensor, batch: TokenRows) -> tuple[Tensor, dict[str, Tensor]]:
-    """A zero loss that depends on the logits, with gradient zero even for logits that are not finite."""
-    return logits[..., :0].sum(), {}

@@ -12,10 +12,12 @@ if TYPE_CHECKING:
     from megatron.core.distributed import DistributedDataParallel
     from megatron.core.models.gpt import GPTModel
     from megatron.core.transformer.transformer_config import TransformerConfig
+    from torch import Tensor
 
     from oblr_megatron.model.parallel import Parallel
     from oblr_megatron.model.taps import Tap
     from oblr_megatron.padding import Padding
+    from oblr_megatron.types import TokenRows
 
 
 @dataclass(slots=True)
@@ -41,6 +43,10 @@ class TappedModel:
     def tied(self) -> bool:
         """Whether embedding and output layer share their weight."""
         return any(module.share_embeddings_and_output_weights for module in self.modules)
+
+    def no_loss(self, output: Tensor, batch: TokenRows) -> tuple[Tensor, dict[str, Tensor]]:
+        """A zero loss that depends on the output, with gradient zero even for outputs that are not finite."""
+        return output[..., :0].sum(), {}
 
     def zero_grad(self) -> None:
         """Set every `main_grad` to zero."""

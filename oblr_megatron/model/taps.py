@@ -40,6 +40,7 @@ from oblr_megatron.model.norm_taps import torch_norms
 from oblr_megatron.model.numerics import Operations
 
 if TYPE_CHECKING:
+    from oblr_megatron.model.lm_head import HeadFactors
     from oblr_megatron.types import TokenRows
 
 Splits = Sequence[tuple[int, int]]
@@ -64,6 +65,12 @@ class Sink(Protocol):
         under sequence parallelism. `splits` tells which replicas an expert's tokens come from; None: this rank's own.
         """
 
+    def head(self, factors: HeadFactors, rows: slice, dy: Tensor) -> None:
+        """A block of the output layer's gradient: dW[rows] = dy^T x with x of the factors [n, h], dy [n, rows].
+
+        Called for each block of `factors.rows()` in order. `factors.blocks()` makes them again, later.
+        """
+
     def embedding(self, weight: nn.Parameter, rows: Tensor, dy: Tensor) -> None:
         """dW[r] = sum of dy with rows = r: rows [b, t] int64, -1 if another rank holds the token; dy [b, t, h]."""
 
@@ -82,6 +89,7 @@ class DropSink:
 
     def begin(self, position: int, chunk: int, batch: TokenRows) -> None: ...
     def linear(self, weight: nn.Parameter, x: Tensor, dy: Tensor, splits: Splits | None = None) -> None: ...
+    def head(self, factors: HeadFactors, rows: slice, dy: Tensor) -> None: ...
     def embedding(self, weight: nn.Parameter, rows: Tensor, dy: Tensor) -> None: ...
     def scale(self, weight: nn.Parameter, terms: Tensor) -> None: ...
     def end(self, position: int, chunk: int) -> None: ...
@@ -93,6 +101,10 @@ class AccumulateSink(DropSink):
     def linear(self, weight: nn.Parameter, x: Tensor, dy: Tensor, splits: Splits | None = None) -> None:
         """main_grad += dy^T x."""
         add_product(main_grad(weight), x, dy)
+
+    def head(self, factors: HeadFactors, rows: slice, dy: Tensor) -> None:
+        """main_grad[rows] += dy^T x."""
+        add_product(main_grad(factors.weight)[rows], factors.x, dy)
 
     def embedding(self, weight: nn.Parameter, rows: Tensor, dy: Tensor) -> None:
         """main_grad[rows] += dy."""

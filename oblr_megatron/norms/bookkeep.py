@@ -1,8 +1,9 @@
 """Mode `bookkeep`: one pass that keeps the factors of every weight gradient and multiplies them once A is known.
 
-Forward and input gradients run once. Each linear layer's x and dy are kept. They give the norms, the norms give the
-advantages, and sum_i c_i dy_i^T x_i is one product over the tokens of a microbatch. The cost is the arithmetic of the
-norms (the Gram form for short responses) and the memory of all factors of a window of prompts.
+Forward and input gradients run once. Each linear layer's x and dy are kept; the output layer makes its dy again. They
+give the norms, the norms give the advantages, and sum_i c_i dy_i^T x_i is one product over the tokens of a microbatch.
+The cost is the arithmetic of the norms (the Gram form for short responses) and the memory of all factors of a window of
+prompts.
 
 With activation recomputation the kept factors are those of the second forward, so that recomputation saves less memory.
 """
@@ -18,13 +19,14 @@ import torch
 from oblr_megatron.model.step import run_schedule
 from oblr_megatron.model.taps import add_product, add_rows, main_grad
 from oblr_megatron.norms.accumulate import NormAccumulator
-from oblr_megatron.norms.norm_sink import NormSink
+from oblr_megatron.norms.norm_sink import NormSink, segments_of
 from oblr_megatron.norms.rules import Rule, untapped_aside
 
 if TYPE_CHECKING:
     from torch import Tensor
     from torch.nn import Parameter
 
+    from oblr_megatron.model.lm_head import HeadFactors
     from oblr_megatron.model.step import LossFn
     from oblr_megatron.model.tapped import TappedModel
     from oblr_megatron.model.taps import Splits
@@ -81,17 +83,31 @@ class _KeptVectors:
     grads: Tensor
 
 
+@dataclass(slots=True)
+class _Head:
+    """The output layer's factors, which make dy again."""
+
+    slot: int
+    factors: HeadFactors
+
+
 class BookkeepSink(NormSink):
     """Measures the norms and keeps the factors of the gradient."""
 
     def __init__(self, rules: Sequence[Rule], accumulator: NormAccumulator) -> None:
         super().__init__(rules, accumulator)
-        self._kept: list[_Product | _Rows | _KeptVectors] = []
+        self._kept: list[_Product | _Head | _Rows | _KeptVectors] = []
 
     def linear(self, weight: Parameter, x: Tensor, dy: Tensor, splits: Splits | None = None) -> None:
         """Keep x and dy without copying."""
         super().linear(weight, x, dy, splits)
         self._kept.append(_Product(weight, self.slot, self.segments, x, dy))
+
+    def head(self, factors: HeadFactors, rows: slice, dy: Tensor) -> None:
+        """Keep what makes dy again."""
+        super().head(factors, rows, dy)
+        if rows.start == 0:
+            self._kept.append(_Head(self.slot, factors))
 
     def embedding(self, weight: Parameter, rows: Tensor, dy: Tensor) -> None:
         """Keep dy."""
@@ -122,11 +138,15 @@ class BookkeepSink(NormSink):
             if isinstance(kept, _KeptVectors):
                 add_sample_vectors(kept.weight, kept.grads, coefficients[kept.slot : kept.slot + len(kept.grads)])
                 continue
-            own = coefficients[kept.slot : kept.slot + kept.segments.num_samples]
-            if isinstance(kept, _Product):
-                add_sample_products(kept.weight, kept.x, kept.dy, kept.segments, own)
+            segments = segments_of(kept.factors) if isinstance(kept, _Head) else kept.segments
+            own = coefficients[kept.slot : kept.slot + segments.num_samples]
+            if isinstance(kept, _Head):
+                for rows, dy in kept.factors.blocks():
+                    add_sample_products(main_grad(kept.factors.weight)[rows], kept.factors.x, dy, segments, own)
+            elif isinstance(kept, _Product):
+                add_sample_products(main_grad(kept.weight), kept.x, kept.dy, segments, own)
             else:
-                add_sample_rows(kept.weight, kept.rows, kept.dy, kept.segments, own)
+                add_sample_rows(kept.weight, kept.rows, kept.dy, segments, own)
 
 
 def add_sample_vectors(weight: Parameter, grads: Tensor, own: Tensor) -> None:
@@ -144,14 +164,16 @@ def add_sample_rows(weight: Parameter, rows: Tensor, dy: Tensor, segments: Segme
     add_rows(main_grad(weight), rows, scaled)
 
 
-def add_sample_products(weight: Parameter, x: Tensor, dy: Tensor, segments: Segments, own: Tensor) -> None:
-    """main_grad += sum_i c_i dy_i^T x_i: leave out the samples with c = 0, scale the narrower factor, and multiply."""
-    target = main_grad(weight)
+def add_sample_products(target: Tensor, x: Tensor, dy: Tensor, segments: Segments, own: Tensor) -> None:
+    """target += sum_i c_i dy_i^T x_i: leave out the samples with c = 0, scale the narrower factor, and multiply."""
     if len(own) == 1:
         if own[0] != 0:
             add_product(target, x, dy, float(own[0]))
         return
-    values = own if segments.cu_seqlens is None else _per_token(segments, own)[0][:, None]  # [b], packed [t, 1]
+    if segments.cu_seqlens is None:
+        values = own  # [b]
+    else:
+        values = _per_token(segments, own)[0][:, None] if x.dim() > 2 else _per_token(segments, own)[0]
     if x.shape[-1] < dy.shape[-1]:
         add_product(target, _scaled(x, values), _without(dy, values))
     else:

@@ -17,7 +17,7 @@ from oblr_megatron.model.step import run_schedule
 from oblr_megatron.model.taps import main_grad
 from oblr_megatron.norms.accumulate import NormAccumulator
 from oblr_megatron.norms.bookkeep import add_sample_products, add_sample_rows, add_sample_vectors
-from oblr_megatron.norms.norm_sink import NormSink
+from oblr_megatron.norms.norm_sink import NormSink, segments_of
 from oblr_megatron.norms.products import product, sum_dtype, tile_rows, wants_product
 from oblr_megatron.norms.rules import Rule, untapped_aside
 
@@ -25,6 +25,7 @@ if TYPE_CHECKING:
     from torch import Tensor
     from torch.nn import Parameter
 
+    from oblr_megatron.model.lm_head import HeadFactors
     from oblr_megatron.model.step import LossFn
     from oblr_megatron.model.tapped import TappedModel
     from oblr_megatron.model.taps import Splits
@@ -56,10 +57,27 @@ class InlineSink(NormSink):
         rule = self.rules[id(weight)]
         if not self._forms_product(rule, x, dy):
             super().linear(weight, x, dy, splits)
-            add_sample_products(weight, x, dy, self.segments, self._own)
+            add_sample_products(main_grad(weight), x, dy, self.segments, self._own)
             return
-        factor, rows = float(self._own[0]), x.flatten(0, -2)
-        target, columns = main_grad(weight), dy.flatten(0, -2)
+        self._add_product(rule, main_grad(weight), x, dy)
+        if rule.tied:
+            self._head_rows(x, dy, self.segments)
+
+    def head(self, factors: HeadFactors, rows: slice, dy: Tensor) -> None:
+        """Measure and add a block of the output layer's gradient."""
+        rule, x, segments = self.rules[id(factors.weight)], factors.x, segments_of(factors)
+        target = main_grad(factors.weight)[rows]
+        if not self._forms_product(rule, x, dy):
+            super().head(factors, rows, dy)
+            add_sample_products(target, x, dy, segments, self._own)
+            return
+        self._add_product(rule, target, x, dy)
+        if rule.tied:
+            self._head_rows(x, dy, segments, rows.start)
+
+    def _add_product(self, rule: Rule, target: Tensor, x: Tensor, dy: Tensor) -> None:
+        """Form the only sample's product in tiles, for its norm and for its part of `target`."""
+        factor, rows, columns = float(self._own[0]), x.flatten(0, -2), dy.flatten(0, -2)
         height = tile_rows(rows)
         tile = torch.empty(min(height, columns.shape[1]), rows.shape[1], dtype=sum_dtype(x), device=x.device)
         for start in range(0, columns.shape[1], height):
@@ -70,8 +88,6 @@ class InlineSink(NormSink):
                 target[start : start + height].add_(grad, alpha=factor)
             if self.accumulator.counts(rule):
                 self.accumulator.own[self.slot] += sq_norm(self.accumulator.reducer.complete(rule, grad))
-        if rule.tied:
-            self._head_rows(x, dy)
 
     def embedding(self, weight: Parameter, rows: Tensor, dy: Tensor) -> None:
         """Measure the embedding's rows and add them."""

@@ -30,6 +30,7 @@ if TYPE_CHECKING:
     from torch import Tensor
     from torch.nn import Parameter
 
+    from oblr_megatron.model.lm_head import HeadFactors
     from oblr_megatron.model.taps import Splits
     from oblr_megatron.norms.accumulate import NormAccumulator
     from oblr_megatron.types import TokenRows
@@ -63,16 +64,16 @@ class NormSink:
         if rule.expert:
             self._expert(rule, x, dy, splits or [(self.accumulator.parallel.block_rank, len(x))])
             return
-        own = self.accumulator.own[self.slot : self.slot + self.segments.num_samples]
-        if not self.accumulator.counts(rule):
-            pass
-        elif self.accumulator.reducer.sum_group(rule) is None:
-            own += product_sq_norms(x, dy, self.segments)
-        else:
-            for sample, grad in sample_products(x, dy, self.segments):
-                self.accumulator.matrix(rule, self.slot + sample, grad)
+        self._products(rule, x, dy, self.segments)
         if rule.tied:
-            self._head_rows(x, dy)
+            self._head_rows(x, dy, self.segments)
+
+    def head(self, factors: HeadFactors, rows: slice, dy: Tensor) -> None:
+        """Measure a block of the output layer's gradient: its squares add to those of the other blocks."""
+        rule, segments = self.rules[id(factors.weight)], segments_of(factors)
+        self._products(rule, factors.x, dy, segments)
+        if rule.tied:
+            self._head_rows(factors.x, dy, segments, rows.start)
 
     def embedding(self, weight: Parameter, rows: Tensor, dy: Tensor) -> None:
         """Measure the embedding: rows [b, t], dy [b, t, h]."""
@@ -108,12 +109,26 @@ class NormSink:
         start = self.accumulator.parallel.tp_rank * length
         return Segments(self.segments.num_samples, tuple(min(max(end - start, 0), length) for end in offsets))
 
-    def _head_rows(self, x: Tensor, dy: Tensor) -> None:
-        """Buffer a tied output layer's gradient rows at the tokens of each sample."""
+    def _products(self, rule: Rule, x: Tensor, dy: Tensor, segments: Segments) -> None:
+        """Add the squares of dy_i^T x_i of each sample i; ranks that share the sequence first sum it."""
+        if not self.accumulator.counts(rule):
+            return
+        if self.accumulator.reducer.sum_group(rule) is None:
+            own = self.accumulator.own[self.slot : self.slot + segments.num_samples]
+            own += product_sq_norms(x, dy, segments)
+            return
+        for sample, grad in sample_products(x, dy, segments):
+            self.accumulator.matrix(rule, self.slot + sample, grad)
+
+    def _head_rows(self, x: Tensor, dy: Tensor, segments: Segments, start: int = 0) -> None:
+        """Buffer a tied output layer's gradient rows at the tokens of each sample; dy has the rows from `start` on."""
         rows = self.accumulator.rows
         assert rows is not None and rows.head is not None, f"{OUTPUT} is tied and its rows are not buffered"
-        span = rows.span(self.slot, self.slot + self.segments.num_samples)
-        rows.head[span] = product_rows(x, dy, self.segments, rows.sample[span] - self.slot, rows.row[span])
+        span = rows.span(self.slot, self.slot + segments.num_samples)
+        row = rows.row[span] - start
+        held = ((row >= 0) & (row < dy.shape[-1])).nonzero().flatten()
+        sample = rows.sample[span][held] - self.slot
+        rows.head.index_copy_(0, held + span.start, product_rows(x, dy, segments, sample, row[held]))
 
     def _expert(self, rule: Rule, x: Tensor, dy: Tensor, splits: Splits) -> None:
         """Measure an expert, which has seen the tokens of one sample of each replica in the block."""
@@ -128,3 +143,8 @@ class NormSink:
                 grad = torch.empty(rule.param.shape, dtype=sum_dtype(own_x), device=own_x.device)
                 product(own_x, own_dy, grad)
                 self.accumulator.matrix(rule, self.slot, grad, source)
+
+
+def segments_of(factors: HeadFactors) -> Segments:
+    """The samples of the output layer's factors, which are packed and have only the tokens that count."""
+    return Segments(len(factors.bounds) - 1, factors.bounds)

@@ -23,6 +23,7 @@ if TYPE_CHECKING:
     from torch import Tensor
     from torch.nn import Parameter
 
+    from oblr_megatron.model.lm_head import HeadFactors
     from oblr_megatron.model.step import LossFn
     from oblr_megatron.model.tapped import TappedModel
     from oblr_megatron.model.taps import Splits
@@ -79,6 +80,13 @@ class StashSink:
         else:
             product(x, dy, view)
             self._written.add(id(weight))
+
+    def head(self, factors: HeadFactors, rows: slice, dy: Tensor) -> None:
+        """Write a block's product. Backward comes to the output layer first, so nothing is there yet."""
+        view = self._view(factors.weight)
+        product(factors.x, dy, view[rows])
+        if rows.stop == len(view):
+            self._written.add(id(factors.weight))
 
     def embedding(self, weight: Parameter, rows: Tensor, dy: Tensor) -> None:
         """Add the gradient rows."""

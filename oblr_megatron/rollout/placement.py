@@ -92,6 +92,7 @@ def engine_spec(config: Config, parallel: Parallel, index: int, placement: Place
         gpu_memory_utilization=rollout.gpu_memory_utilization,
         tensor_parallel_size=placement.width,
         quantization=rollout.quantization,
+        head_dtype=config.model.head_dtype,
         batch_invariant=config.model.batch_invariant,
         visible_devices=_visible_devices(parallel.device.index or 0, placement.width) if on_gpu else None,
         sleep_mode=on_gpu and rollout.sleep_level > 0,

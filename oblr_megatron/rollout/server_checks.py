@@ -20,6 +20,7 @@ from oblr_megatron.engine.protocol import API_KEY
 from oblr_megatron.errors import Problem, RunError, UserError
 from oblr_megatron.rollout.placement import engine_dtype
 from oblr_megatron.rollout.server_client import ServerLostError, VllmServer
+from oblr_megatron.types import widens_logits
 
 WHERE = "config: rollout.servers"
 ANSWER_SECONDS = 10.0
@@ -91,6 +92,11 @@ def _misfits(info: Info, config: Config) -> Iterator[Problem]:
     if info.dtype != dtype:
         what = f"computes in {info.dtype}, but the run pushes {dtype}"
         yield what, f"start it with --dtype {dtype}, or set rollout.dtype to {info.dtype!r}"
+    wider = widens_logits(model.head_dtype, info.dtype, on_gpu=torch.cuda.is_available())
+    if info.widens_logits != wider:
+        names = ("float32", "model") if wider else ("model", "float32")
+        what = f"has logits of head_dtype {names[1]!r}, but model.head_dtype {model.head_dtype!r} needs {names[0]!r}"
+        yield what, f"start it with --head-dtype {names[0]}, or set model.head_dtype to {names[1]!r}"
     if (info.quantization == "none") != (rollout.quantization == "none"):
         what = f"has quantization {info.quantization!r}, but the run has {rollout.quantization!r}"
         yield what, f"start it with --quantization {rollout.quantization}, or set rollout.quantization"

@@ -18,7 +18,6 @@ from transformers import AutoConfig
 from oblr_megatron.checkpoint.hf import load_hf_weights
 from oblr_megatron.config import ModelConfig, ParallelConfig
 from oblr_megatron.families import OUTPUT
-from oblr_megatron.model.logprobs import vocab_parallel_logprobs
 from oblr_megatron.model.optimizer import grad_sq_norm
 from oblr_megatron.model.parallel import Parallel
 from oblr_megatron.model.policy import Policy, build_policy
@@ -39,10 +38,15 @@ hf_config_of = cache(AutoConfig.from_pretrained)
 
 
 def load_policy(path: Path, parallel: Parallel, options: ParallelConfig | None = None, **model: object) -> Policy:
-    """The directory's model in fp64; `options` are those of `build_policy`, `model` further fields of ModelConfig."""
+    """The directory's model in fp64; `options` are those of `build_policy`, `model` further fields of ModelConfig.
+
+    The output layer works in several blocks, and keeps some of them for backward.
+    """
     config = ModelConfig.model_validate({"path": path, "dtype": "float64"} | model)
     policy = build_policy(hf_config_of(path), config, parallel, options)
     load_hf_weights(policy, path)
+    if policy.lm_head is not None:
+        policy.head.block_elements, policy.head.kept_elements = 7 * 16, 6 * 16
     return policy
 
 
@@ -104,12 +108,9 @@ def with_routes(samples: Sequence[Sample], path: str) -> list[Sample]:
 def weighted_logprob_loss(policy: Policy) -> Callable[[Tensor, MicroBatch], tuple[Tensor, dict[str, Tensor]]]:
     """sum_n c_n sum_t log pi(o_t). The metric is each sample's unweighted sum over this rank's tokens."""
 
-    def loss_fn(logits: Tensor, batch: MicroBatch) -> tuple[Tensor, dict[str, Tensor]]:
-        assert batch.labels.shape == logits.shape[:2]
-        logprobs = vocab_parallel_logprobs(
-            logits, batch.labels, vocab_size=policy.vocab_size, parallel=policy.parallel, temperature=TEMPERATURE
-        )
-        sums = batch.per_sample(logprobs)
+    def loss_fn(hidden: Tensor, batch: MicroBatch) -> tuple[Tensor, dict[str, Tensor]]:
+        assert batch.labels.shape == hidden.shape[:2]
+        sums = batch.per_sample(policy.head(hidden, batch, temperature=TEMPERATURE).logprobs)
         return (COEFFICIENTS[batch.sample_index] * sums).sum(), {"sums": sums.detach()}
 
     return loss_fn
@@ -123,16 +124,20 @@ def numbered(batch: MicroBatch) -> MicroBatch:
 
 def logits_by_position(policy: Policy, batches: Sequence[MicroBatch]) -> list[tuple[Tensor, Tensor]] | None:
     """For each microbatch the positions [t] of this rank's tokens, 0 for padding, and their logits [b, t, V]."""
-    parallel = policy.parallel
 
-    def gather(logits: Tensor, batch: MicroBatch) -> tuple[Tensor, dict[str, Tensor]]:
-        shards = [torch.empty_like(logits) for _ in range(parallel.tp_size)]
-        dist.all_gather(shards, logits, group=parallel.tp_group)
-        whole = torch.cat(shards, dim=-1)[..., :VOCAB]
-        return logits.sum(), {"positions": batch.rollout_logprobs[0].long(), "logits": whole}
+    def gather(hidden: Tensor, batch: MicroBatch) -> tuple[Tensor, dict[str, Tensor]]:
+        return hidden.sum(), {"positions": batch.rollout_logprobs[0].long(), "logits": whole_logits(policy, hidden)}
 
     records = run_schedule(policy, [numbered(batch) for batch in batches], gather, forward_only=True)
-    return [(record["positions"], record["logits"]) for record in records] if parallel.is_last_stage else None
+    return [(record["positions"], record["logits"]) for record in records] if policy.parallel.is_last_stage else None
+
+
+def whole_logits(policy: Policy, hidden: Tensor) -> Tensor:
+    """[b, t, V] of the model's output, from all tensor-parallel ranks."""
+    logits = policy.head.logits(hidden)
+    shards = [torch.empty_like(logits) for _ in range(policy.parallel.tp_size)]
+    dist.all_gather(shards, logits, group=policy.parallel.tp_group)
+    return torch.cat(shards, dim=-1)[..., :VOCAB]
 
 
 def merge(item: Entry, shards: Sequence[Tensor], shape: ModelShape) -> list[tuple[str, Tensor]]:

@@ -168,7 +168,8 @@ def broken_ratios(logprobs: torch.Tensor, batch: object) -> tuple[torch.Tensor, 
 def by_megatrons_reductions(policy: Policy) -> torch.Tensor:
     """The long way: a pass for each sample, megatron-core's reductions of the whole gradient, its norm."""
 
-    def loss_of(logits: torch.Tensor, batch: object) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
+    def loss_of(hidden: torch.Tensor, batch: object) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
+        logits = torch.nn.functional.linear(hidden, policy.head.weight)
         logprobs = (logits[..., : policy.vocab_size] / TEMPERATURE).log_softmax(-1)
         return logprobs.gather(-1, batch.labels.unsqueeze(-1)).squeeze(-1).masked_fill(~batch.mask, 0.0).sum(), {}
 

@@ -19,6 +19,7 @@ from oblr_megatron.model.policy import build_policy
 from oblr_megatron.model.step import run_schedule
 from oblr_megatron.types import MicroBatch
 from tests.distributed.launch import layout, run_ranks
+from tests.distributed.passes import whole_logits
 from tests.oracle import exact_norms, load_oracle
 from tests.tiny import DENSE, VOCAB, make_hf_dir
 
@@ -40,16 +41,14 @@ def make_batch(seed: int, rows: int, length: int) -> MicroBatch:
 BATCHES = [(1, 2, 11), (2, 3, 7), (3, 1, 16)]  # lengths that neither agree nor divide by the ranks
 
 
-def whole_logits(parallel: Parallel, path: Path, dtype: str = "float32") -> list[torch.Tensor] | None:
+def logits_of_batches(parallel: Parallel, path: Path, dtype: str = "float32") -> list[torch.Tensor] | None:
     """Logits of every batch over the real vocabulary, on the last stage; None on the others."""
     config = ModelConfig.model_validate({"path": path, "dtype": dtype})
     policy = build_policy(AutoConfig.from_pretrained(path), config, parallel)
     load_hf_weights(policy, path)
 
-    def gather(logits: torch.Tensor, batch: MicroBatch) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
-        shards = [torch.empty_like(logits) for _ in range(parallel.tp_size)]
-        dist.all_gather(shards, logits, group=parallel.tp_group)
-        return logits.sum(), {"logits": torch.cat(shards, dim=-1)[..., :VOCAB]}
+    def gather(hidden: torch.Tensor, batch: MicroBatch) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
+        return hidden.sum(), {"logits": whole_logits(policy, hidden)}
 
     outputs = run_schedule(policy, [make_batch(*batch) for batch in BATCHES], gather, forward_only=True)
     return [output["logits"] for output in outputs] if parallel.is_last_stage else None
@@ -60,7 +59,7 @@ def all_layouts(paths: list[Path], dtype: str = "float32") -> dict[str, list[lis
     for name in LAYOUTS[dist.get_world_size()]:
         sizes = {kind: int(name.split(kind)[1][0]) for kind in ("tp", "pp") if kind in name}
         with layout(**sizes, sp="sp" in name) as parallel:
-            results[name] = [whole_logits(parallel, path, dtype) for path in paths]
+            results[name] = [logits_of_batches(parallel, path, dtype) for path in paths]
     return results
 
 

@@ -46,8 +46,9 @@ from tests.distributed.passes import (
     merge,
     weighted_logprob_loss,
     whole_gradients,
+    whole_logits,
 )
-from tests.tiny import VOCAB, make_moe_hf_dir
+from tests.tiny import make_moe_hf_dir
 
 LAYOUTS: dict[int, list[dict[str, Any]]] = {
     1: [{}],
@@ -120,12 +121,8 @@ class SplitSink(AccumulateSink):
 
 
 def logits_of(policy: Policy, batches: list[MicroBatch]) -> list[Tensor]:
-    parallel = policy.parallel
-
-    def gather(logits: Tensor, batch: MicroBatch) -> tuple[Tensor, dict[str, Tensor]]:
-        shards = [torch.empty_like(logits) for _ in range(parallel.tp_size)]
-        dist.all_gather(shards, logits, group=parallel.tp_group)
-        return logits.sum(), {"logits": torch.cat(shards, dim=-1)[0, :, :VOCAB]}
+    def gather(hidden: Tensor, batch: MicroBatch) -> tuple[Tensor, dict[str, Tensor]]:
+        return hidden.sum(), {"logits": whole_logits(policy, hidden)[0]}
 
     return [record["logits"] for record in run_schedule(policy, batches, gather, forward_only=True)]
 

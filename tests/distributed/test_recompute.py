@@ -16,6 +16,7 @@ import pytest
 from torch import Tensor, nn
 
 from oblr_megatron.config import ParallelConfig
+from oblr_megatron.model.lm_head import HeadFactors
 from oblr_megatron.model.policy import Policy
 from oblr_megatron.model.step import run_schedule
 from oblr_megatron.model.taps import AccumulateSink, Splits
@@ -64,6 +65,12 @@ class _Recorder(AccumulateSink):
     def linear(self, weight: nn.Parameter, x: Tensor, dy: Tensor, splits: Splits | None = None) -> None:
         self._note()
         super().linear(weight, x, dy, splits)
+
+    def head(self, factors: HeadFactors, rows: slice, dy: Tensor) -> None:
+        assert self.current is not None
+        if rows.start == 0:
+            self._note()
+        super().head(factors, rows, dy)
 
     def embedding(self, weight: nn.Parameter, rows: Tensor, dy: Tensor) -> None:
         self._note()

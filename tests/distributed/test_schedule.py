@@ -171,6 +171,6 @@ def constant_loss(path: Path) -> None:
         run_schedule(policy, make_batches(), loss_fn)
 
 
-def test_a_loss_without_logits_is_refused(tmp_path: Path) -> None:
-    with pytest.raises(RankError, match="depends on the logits"):
+def test_a_loss_without_the_output_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(RankError, match="depends on the output"):
         run_ranks(constant_loss, 1, make_hf_dir(tmp_path / "model"))

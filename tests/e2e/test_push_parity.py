@@ -20,7 +20,6 @@ from torch import Tensor
 
 from oblr_megatron.config import WeightsConfig
 from oblr_megatron.data.packing import one_per_microbatch
-from oblr_megatron.model.logprobs import vocab_parallel_logprobs
 from oblr_megatron.model.policy import Policy
 from oblr_megatron.model.step import run_schedule
 from oblr_megatron.rollout.colocated import ColocatedEngines
@@ -30,7 +29,7 @@ from tests.distributed.launch import layout, run_ranks
 from tests.distributed.passes import load_policy
 from tests.e2e.forked_processes import fork_keeper
 from tests.e2e.tiny_rollout import make_config, sample
-from tests.tiny import VOCAB, make_hf_dir
+from tests.tiny import make_hf_dir
 
 LAYOUTS: tuple[dict[str, int], ...] = ({}, {"tp": 2}, {"pp": 2}, {"tp": 2, "pp": 2})
 PARITY = 2e-5  # 6e-6 seen, rounding of fp32
@@ -107,10 +106,10 @@ def drawn(samples: list[Sample]) -> list[tuple[tuple[int, ...], tuple[float, ...
 def largest_error(policy: Policy, samples: list[Sample]) -> float:
     """max |engine's log-prob - trainer's log-prob| on the last stage; 0 on the others."""
 
-    def error(logits: Tensor, batch: MicroBatch) -> tuple[Tensor, dict[str, Tensor]]:
-        logprobs = vocab_parallel_logprobs(logits, batch.labels, vocab_size=VOCAB, parallel=policy.parallel)
+    def error(hidden: Tensor, batch: MicroBatch) -> tuple[Tensor, dict[str, Tensor]]:
+        logprobs = policy.head(hidden, batch).logprobs
         assert batch.mask.any()
-        return logits.sum(), {"error": (logprobs - batch.rollout_logprobs)[batch.mask].abs().max()}
+        return hidden.sum(), {"error": (logprobs - batch.rollout_logprobs)[batch.mask].abs().max()}
 
     batches = one_per_microbatch(samples, range(len(samples)))
     return max((one["error"].item() for one in run_schedule(policy, batches, error, forward_only=True)), default=0.0)

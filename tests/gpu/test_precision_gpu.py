@@ -39,7 +39,7 @@ def logits(policy: Policy, batches: list[MicroBatch]) -> Tensor:
     found: list[Tensor] = []
 
     def keep(output: Tensor, batch: MicroBatch) -> tuple[Tensor, dict[str, Tensor]]:
-        found.append(output.detach()[batch.mask].float())
+        found.append(policy.head.logits(output.detach()[batch.mask]).float())
         return output.float().sum() * 0.0, {}
 
     run_schedule(policy, batches, keep)

@@ -295,7 +295,6 @@ def _response_rows(found: list[dict[str, Any]]) -> Tensor:
 
 def _logprobs(policy: Any, found: list[dict[str, Any]]) -> tuple[Tensor, Tensor]:
     """Log-probs of all response tokens: the trainer's, from one packed row, and the engine's."""
-    from oblr_megatron.model.logprobs import vocab_parallel_logprobs
     from oblr_megatron.model.step import run_schedule
     from oblr_megatron.types import MicroBatch
 
@@ -307,16 +306,8 @@ def _logprobs(policy: Any, found: list[dict[str, Any]]) -> tuple[Tensor, Tensor]
         ids, labels, torch.ones_like(ids, dtype=torch.bool), torch.zeros(ids.shape), torch.arange(len(whole)), ends
     )
 
-    def values(logits: Tensor, part: MicroBatch) -> tuple[Tensor, dict[str, Tensor]]:
-        logprobs = vocab_parallel_logprobs(
-            logits,
-            part.labels,
-            vocab_size=VOCAB,
-            parallel=policy.parallel,
-            temperature=TEMPERATURE,
-            operations=policy.tap.operations,
-        )
-        return logits.new_zeros(()), {"values": logprobs[0]}
+    def values(hidden: Tensor, part: MicroBatch) -> tuple[Tensor, dict[str, Tensor]]:
+        return hidden.new_zeros(()), {"values": policy.head(hidden, part, temperature=TEMPERATURE).logprobs[0]}
 
     (record,) = run_schedule(policy, [batch], values, forward_only=True)
     theirs = torch.tensor([value for each in found for value in each["logprobs"]], dtype=torch.float32)

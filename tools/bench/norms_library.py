@@ -16,7 +16,6 @@ import warnings
 from collections.abc import Callable, Sequence
 from functools import partial
 from pathlib import Path
-from typing import Any
 
 import torch
 from meter import Meter, Step
@@ -28,7 +27,6 @@ from steps import GHOST, PLAIN, PLAIN_TORCH, Candidate
 from torch import Tensor
 
 from oblr_megatron.config import OptimizerConfig, ParallelConfig
-from oblr_megatron.model.logprobs import vocab_parallel_logprobs
 from oblr_megatron.model.parallel import Parallel, initialize, shutdown
 from oblr_megatron.model.policy import build_policy
 from oblr_megatron.model.step import run_schedule
@@ -69,12 +67,11 @@ def by_library(cell: Cell, parallel: Parallel) -> list[Candidate]:
     mask = torch.arange(ids.shape[1] - 1, device=ids.device)[None] >= PROMPT_TOKENS - 1
     batches = [TokenBatch(row[None, :-1], row[None, 1:], mask) for row in ids]
 
-    def loss(logits: Tensor, batch: TokenBatch) -> Tensor:
-        options: dict[str, Any] = {"vocab_size": policy.vocab_size, "parallel": parallel}
-        return -batch.per_sample(vocab_parallel_logprobs(logits, batch.labels, **options))
+    def loss(hidden: Tensor, batch: TokenBatch) -> Tensor:
+        return -batch.per_sample(policy.head(hidden, batch).logprobs)
 
     def plain() -> None:
-        run_schedule(policy, batches, lambda logits, batch: (loss(logits, batch).sum(), {}))
+        run_schedule(policy, batches, lambda hidden, batch: (loss(hidden, batch).sum(), {}))
 
     given = torch.linspace(0.5, 1.0, cell.samples, dtype=torch.float64)
     calls: dict[str, Callable[[], object]] = {

@@ -74,6 +74,7 @@ def serve_arguments(config: Config, environment: Mapping[str, str], port: int, t
         "host": environment["SLURMD_NODENAME"],
         "port": port + int(environment["SLURM_LOCALID"]),
         "dtype": str(engine_dtype(config)).removeprefix("torch."),
+        "head-dtype": config.model.head_dtype,
         "quantization": rollout.quantization,
         "speculation": rollout.speculation,
         "max-model-len": max_model_len(config),

@@ -15,6 +15,8 @@ import pytest
 import step
 from step_system import Work
 
+from tests.tiny import make_hf_dir
+
 ROOT = Path(__file__).resolve().parents[3]
 LAYER = 4096 * 1024 + 1024 + 2 * 1024 + 2 * 128 + 1024 * 128 * (2 * 16 + 2 * 8) + 3 * 3072 * 1024  # parameters
 SMALL = ["--layers", "1", "--vocab", "4096", "--rounds", "1"]
@@ -100,6 +102,16 @@ def test_balance(tmp_path: Path) -> None:
 def test_memory(tmp_path: Path) -> None:
     (row,) = rows_of("memory", tmp_path, "--cases", "two_pass shape=tiny layers=1 tokens=64 samples=2")
     assert row["mode"] == "two_pass" and 0.5 < row["ratio"] == row["estimated"] / row["measured"] < 1.5
+
+
+def test_lm_head(tmp_path: Path) -> None:
+    """Memory grows by hidden states and a few numbers a token, 100 times less than logits do."""
+    short, long = rows_of("lm_head", tmp_path, "memory", "--tokens", "8192", "16384")
+    more = {name: long[name] - short[name] for name in short}
+    assert 0 < 100 * more["peak_bytes"] < more["whole_logits_bytes"]
+    model = make_hf_dir(tmp_path / "model")
+    plain, wide = rows_of("lm_head", tmp_path, "cost", str(model), "--rounds", "1")
+    assert wide["head_dtype"] == "float32" and wide["ratio"] == wide["cpu_s"] / plain["cpu_s"]
 
 
 def test_planner(tmp_path: Path) -> None:

@@ -12,13 +12,19 @@ from types import SimpleNamespace
 import pytest
 import torch
 
+from oblr_megatron.checkpoint.hf_dir import checkpoint_shapes
 from oblr_megatron.config import parse_config
 from oblr_megatron.engine.arguments import vllm_arguments
 from oblr_megatron.engine.handle import child_environment
+from oblr_megatron.engine.http_messages import PROTOCOL, Holding, Info, shapes_digest
+from oblr_megatron.engine.plugin import SERVER_SHM_BACKEND
 from oblr_megatron.engine.protocol import EngineSpec
 from oblr_megatron.engine.serve_command import check_quantization
 from oblr_megatron.errors import UserError
 from oblr_megatron.rollout.placement import Placement, engine_spec, place
+from oblr_megatron.rollout.server_checks import check_servers
+from oblr_megatron.rollout.server_client import VllmServer
+from tests.tiny import make_hf_dir
 
 TORCHRUN = (
     "RANK WORLD_SIZE LOCAL_RANK LOCAL_WORLD_SIZE GROUP_RANK GROUP_WORLD_SIZE ROLE_RANK ROLE_NAME ROLE_WORLD_SIZE "
@@ -141,3 +147,59 @@ def test_an_engine_in_fp8_rounds_what_it_loads_and_what_is_pushed():
         check_quantization(replace(CPU, quantization="fp8"))
     with pytest.raises(UserError, match="float32"):
         check_quantization(replace(GPU, quantization="fp8", dtype="float32"))
+
+
+@pytest.mark.parametrize(
+    ("head_dtype", "dtype", "device", "wide"),
+    [
+        ("float32", "bfloat16", "cpu", True),
+        ("auto", "bfloat16", "cpu", False),
+        ("auto", "bfloat16", "cuda", True),
+        ("model", "bfloat16", "cuda", False),
+        ("float32", "float32", "cpu", False),
+    ],
+)
+def test_logits_of_bf16_weights_are_fp32_by_vllms_own_option(head_dtype, dtype, device, wide):
+    model = {"path": "m", "dtype": dtype, "head_dtype": head_dtype}
+    run = parse_config({"run_dir": "r", "model": model, "data": {"train": "t"}})
+    spec = engine_spec(run, SimpleNamespace(device=torch.device(device)), 0, Placement((0,), 1))
+    overrides = vllm_arguments(spec, "b").get("hf_overrides")
+    assert overrides == ({"head_dtype": "float32"} if wide else None)
+
+
+@pytest.mark.parametrize("wide", [False, True])
+def test_a_server_with_other_logits_is_refused(wide, tmp_path, monkeypatch):
+    """The server's answer is made up."""
+    path = make_hf_dir(tmp_path / "model")
+    info = Info(
+        protocol=PROTOCOL,
+        instance="a",
+        model=str(path),
+        shapes=shapes_digest(checkpoint_shapes(path)),
+        dtype="bfloat16",
+        widens_logits=wide,
+        max_model_len=10**6,
+        max_num_seqs=8,
+        workers=1,
+        transfer=SERVER_SHM_BACKEND,
+        holding=Holding(),
+        unusable=None,
+        generated=0,
+        cached=0,
+    )
+
+    async def answer(*_):
+        return info
+
+    monkeypatch.setattr(VllmServer, "info", answer)
+
+    def run(head_dtype):
+        model = {"path": str(path), "dtype": "bfloat16", "head_dtype": head_dtype}
+        rollout = {"servers": ["http://127.0.0.1:1"]}
+        return parse_config({"run_dir": "r", "model": model, "data": {"train": "t"}, "rollout": rollout})
+
+    agreed, other = ("float32", "model") if wide else ("model", "float32")
+    check_servers(run(agreed))
+    with pytest.raises(UserError, match=f"--head-dtype {other}") as error:
+        check_servers(run(other))
+    assert error.value.where == "config: rollout.servers"
