@@ -107,13 +107,18 @@ class Run:
         history = self.history(record.prompts)
         if config.uses_norms:
             record.metrics |= step_metrics.of_norms(norms_sq, gradient.exact_sq)
-            record.metrics |= step_metrics.of_energies(config.algo, gradient.coefficients, norms_sq, history)
+            record.metrics |= step_metrics.of_energies(
+                config.algo, gradient.coefficients, norms_sq, history, gradient.kept
+            )
             self.running_mean_norm = running_mean_norm(norms_sq, self.running_mean_norm)
-        record.metrics |= step_metrics.of_baseline(config.algo, scored, norms_sq, history, exact=config.measures_norms)
+        if config.algo.keep < 1:
+            record.metrics["keep/tokens"] = float(scored.lengths[gradient.kept > 0].sum() / scored.lengths.sum())
+        exact = config.measures_norms and config.algo.keep == 1
+        record.metrics |= step_metrics.of_baseline(config.algo, scored, norms_sq, history, exact=exact)
         self.noise.observe(stats)
         record.metrics |= self.schedule.metrics() | self.noise.metrics()
         if self.pools is not None:
-            self.pools.observe(record.prompts, scored, norms_sq, history)
+            self.pools.observe(record.prompts, scored, norms_sq, history, gradient.kept)
             record.metrics |= self.pools.metrics()
 
     def history(self, prompts: Sequence[Prompt]) -> History:

@@ -10,11 +10,12 @@ from typing import Literal
 import torch
 from torch import Tensor
 
-from oblr_megatron.algo.baseline import advantages
+from oblr_megatron.algo.baseline import active_groups, advantages
 from oblr_megatron.algo.formulas import NO_HISTORY, History
 from oblr_megatron.algo.kl import kl_slope
 from oblr_megatron.algo.loss import sample_coefficients
 from oblr_megatron.algo.snr import MOMENTUM_HORIZON
+from oblr_megatron.algo.thinning import sampled_energies, thinned
 from oblr_megatron.config.algo import AlgoConfig
 from oblr_megatron.types import GradientStats
 from studies.policy import Drawn, ToyPolicy
@@ -48,6 +49,7 @@ class Estimate:
     stats: GradientStats
     weights: Tensor  # [Q, G] w as baselines and pools read it
     coefficients: Tensor  # c [Q, G]; zeros under a token-wise baseline
+    kept: Tensor  # [Q, G] weights of the responses in c, 0 for those that `algo.keep` leaves out
 
 
 class Estimator:
@@ -77,18 +79,22 @@ class Estimator:
         self._average = torch.zeros(policy.num_parameters, dtype=policy.model.dtype)  # of past gradients
         self._count = 0
 
-    def __call__(self, batch: Batch, history: History = NO_HISTORY) -> Estimate:
+    def __call__(self, batch: Batch, history: History = NO_HISTORY, seed: int = 0) -> Estimate:
         """g = 1/(Q G L) sum_i A_i s_i (or its token-wise form) minus the KL penalty's gradient, with fold statistics.
 
         Args:
             batch: responses and rewards.
             history: what earlier steps tell about its prompts, for pooled baselines.
+            seed: of the responses that `algo.keep` leaves in.
         """
         rows, logits, tokens, mask = self._policy.scored(batch.samples)  # S [N, P], [N, T, V], [N, T], [N, T]
         norms_sq = squares(rows)
         of_tokens = energies(logits, tokens) * mask  # [N, T]
         weights = self._weights(batch, norms_sq, of_tokens)
-        coefficients = self._coefficients(batch, history, weights, of_tokens)
+        coefficients, kept = self._coefficients(batch, history, weights, of_tokens), torch.ones_like(weights)
+        if self._algo.keep < 1:
+            kept = self._kept(batch, coefficients.view_as(weights), seed)
+            coefficients = coefficients * kept.flatten()
         num_folds = len(batch.rewards) if self._algo.snr.estimator == "prompts" else self._algo.snr.num_folds
         if coefficients.dim() == 1 and self._reference is None:
             folds = fold_gradients(rows, coefficients, num_folds)
@@ -109,7 +115,7 @@ class Estimator:
             sample_sq_norm=float((coefficients.square() * norms_sq).sum()) if coefficients.dim() == 1 else math.nan,
         )
         own = coefficients if coefficients.dim() == 1 else torch.zeros_like(norms_sq)
-        return Estimate(gradient, norms_sq.view_as(weights), stats, weights, own.view_as(weights))
+        return Estimate(gradient, norms_sq.view_as(weights), stats, weights, own.view_as(weights), kept)
 
     def _weights(self, batch: Batch, norms_sq: Tensor, of_tokens: Tensor) -> Tensor:
         """`Estimate.weights`, from exact norms [N] and energies [N, T]."""
@@ -129,6 +135,15 @@ class Estimator:
             return otb(rewards, of_tokens, lengths) * share[:, None]
         values = advantages(algo.baseline, rewards, weights, lengths, history, algo.norm_power)
         return self._scaled(values.flatten(), batch)
+
+    def _kept(self, batch: Batch, coefficients: Tensor, seed: int) -> Tensor:
+        """`Estimate.kept`, from the coefficients [Q, G] of all responses."""
+        active = active_groups(self._algo.baseline, batch.rewards)
+        energy = sampled_energies([sample.logprobs for sample in batch.samples]).view_as(coefficients)
+        tokens = torch.tensor([len(sample.prompt) + len(sample.tokens) - 1 for sample in batch.samples])
+        tokens, kept = tokens.view_as(coefficients), torch.zeros_like(coefficients)
+        kept[active] = thinned(coefficients[active], energy[active], tokens[active], self._algo.keep, seed)
+        return kept
 
     def _scaled(self, values: Tensor, batch: Batch) -> Tensor:
         """Numbers [N] times the constant of the aggregation."""

@@ -30,6 +30,7 @@ from oblr_megatron.config import OptimizerConfig, validated
 from oblr_megatron.config.algo import AlgoConfig
 from oblr_megatron.config.baselines import facts_of
 from oblr_megatron.config.section import Section
+from oblr_megatron.engine.protocol import call_seed, prompt_seed
 from oblr_megatron.errors import EXIT_OK, UserError
 from oblr_megatron.metrics import MetricsWriter, write_whole
 from oblr_megatron.observe import step_metrics
@@ -103,8 +104,10 @@ class ToyConfig(Section):
         of_tokens, baseline = self.token_baseline, self.algo.baseline
         if of_tokens != "none" and baseline != "none":
             raise ValueError(f"token_baseline {of_tokens!r} replaces algo.baseline {baseline!r}; set that to 'none'")
-        if of_tokens != "none" and self.algo.norm_power:
-            raise ValueError(f"algo.norm_power {self.algo.norm_power:g} with token_baseline {of_tokens!r}: set one")
+        if of_tokens != "none" and (self.algo.norm_power or self.algo.keep < 1):
+            raise ValueError(f"token_baseline {of_tokens!r} works without algo.norm_power and algo.keep alone")
+        if self.algo.keep < 1 and (facts_of(baseline).needs_norms or self.algo.norm_power or self.algo.kl_coefficient):
+            raise ValueError("algo.keep below 1 needs coefficients that read no norm of their step, and no KL penalty")
         if self.group_size == 1 and (of_tokens != "none" or facts_of(baseline).needs_group):
             named = baseline if of_tokens == "none" else of_tokens
             raise ValueError(f"group_size is 1, but baseline {named!r} needs other responses in the group")
@@ -152,13 +155,13 @@ class ToyRun:
         prompts = [Prompt(row, str(row), "", (), "", self.config.task) for row in rows]
         history = NO_HISTORY if self._pools is None else self._pools.history(prompts)
         history = replace(history, running_mean_norm=self._mean_norm)
-        estimate = self._estimator(batch, history)
+        estimate = self._estimator(batch, history, prompt_seed(call_seed(self.config.seed, step), -1))
         self._split.observe(estimate.stats)
         lr = update(self.policy, self._optimizer, self._schedule, estimate, self.config.optimizer, step)
         self._mean_norm = running_mean_norm(estimate.weights, self._mean_norm)
         scored = Scored(batch.rewards, batch.lengths, failures=0)
         if self._pools is not None:
-            self._pools.observe(prompts, scored, estimate.weights, history)
+            self._pools.observe(prompts, scored, estimate.weights, history, estimate.kept)
         baseline = {}
         if self.config.token_baseline == "none":
             baseline = step_metrics.of_baseline(
@@ -167,7 +170,9 @@ class ToyRun:
         return {
             **step_metrics.of_rewards(batch.rewards),
             **baseline,
-            **step_metrics.of_energies(self.config.algo, estimate.coefficients, estimate.weights, history),
+            **step_metrics.of_energies(
+                self.config.algo, estimate.coefficients, estimate.weights, history, estimate.kept
+            ),
             **({} if self._pools is None else self._pools.metrics()),
             **self._schedule.metrics(),
             **self._split.metrics(),

@@ -38,6 +38,7 @@ class AdvantageRule:
         history: what earlier steps tell about the step's prompts. Its mean norm is wbar, and the norm of the prompts
             that a call leaves out. A baseline reads it only to decide whether a group's norms are negligible.
         own: the prompts of a mini-batch, see `of_update`; None: all.
+        weights: [k, G] of all coefficients, see `thinned`; None: 1.
     """
 
     def __init__(
@@ -46,9 +47,11 @@ class AdvantageRule:
         config: Config,
         history: History = NO_HISTORY,
         own: Sequence[int] | None = None,
+        weights: Tensor | None = None,
     ) -> None:
         self._scored, self._config, self._history = scored, config, history
         self._own = list(range(len(scored.rewards)) if own is None else own)
+        self._weights = torch.ones_like(scored.rewards) if weights is None else weights
 
     def of_update(self, own: Sequence[int]) -> AdvantageRule:
         """The rule of an update on some of the prompts (`algo.updates_per_batch`), which counts them from 0.
@@ -56,6 +59,10 @@ class AdvantageRule:
         Baselines read the whole batch; divisors count only the update's own prompts.
         """
         return AdvantageRule(self._scored, self._config.per_update, self._history, own)
+
+    def thinned(self, weights: Tensor) -> AdvantageRule:
+        """The rule for a gradient of some responses (`algo.keep`): weights [k, G], 0 for those that are left out."""
+        return AdvantageRule(self._scored, self._config, self._history, self._own, weights)
 
     @property
     def active(self) -> Tensor:
@@ -77,7 +84,7 @@ class AdvantageRule:
         norms = torch.full_like(rewards, self._history.running_mean_norm)
         norms[chosen] = norms_sq.to(norms)
         values = advantages(config.algo.baseline, rewards, norms, lengths, self._history, config.algo.norm_power)
-        values = values.masked_fill(~norms.isfinite(), 0.0)
+        values = (values * self._weights).masked_fill(~norms.isfinite(), 0.0)
         scaled = sample_coefficients(
             values[self._own].flatten(),
             lengths[self._own].flatten(),

@@ -67,14 +67,24 @@ class Pools:
         expected = torch.tensor([self._expected(prompt) for prompt in prompts], dtype=torch.float64)
         return History(expected, _least_squares(self._pull))
 
-    def observe(self, prompts: Sequence[Prompt], scored: Scored, weights: Tensor, history: History) -> None:
+    def observe(
+        self, prompts: Sequence[Prompt], scored: Scored, weights: Tensor, history: History, kept: Tensor | None = None
+    ) -> None:
         """Add a step, with the history of its prompts before it.
 
-        `weights` are w [Q, G]. A response with w <= 0 or not finite was not measured and is left out.
+        Args:
+            prompts: Q.
+            scored: their rewards [Q, G].
+            weights: w [Q, G]. A response with w <= 0 or not finite was not measured and is left out.
+            history: of the prompts, before the step.
+            kept: [Q, G] how many responses a measured one stands for (`algo.keep`); None: 1.
         """
         rewards = scored.rewards.to(torch.float64)
         known = torch.ones_like(rewards) if self._facts.pool == "plain" else weights.to(torch.float64)
-        weights = torch.where(known.isfinite() & (known > 0), known, 0.0)
+        counts = (known.isfinite() & (known > 0)).to(torch.float64)
+        if kept is not None and self._facts.pool == "norms":
+            counts *= kept
+        weights = torch.where(counts > 0, known * counts, 0.0)
         if self._facts.over == "others" and history.expected is not None:
             own = mean_of_others(rewards, weights)
             away = (history.expected[:, None] - own).nan_to_num(nan=0.0)  # 0: no pool yet
@@ -84,7 +94,7 @@ class Pools:
         self._effective = 0.0
         if bool(weights.any()):  # or the mean would be 0 / 0 where older steps do not count
             self._effective = float(weights.sum() ** 2 / weights.square().sum())
-            self._norms = self._added(self._norms, [float(weights.sum()), float((weights > 0).sum())])
+            self._norms = self._added(self._norms, [float(weights.sum()), float(counts.sum())])
         sums = torch.stack([weights * rewards, weights]).sum(-1).T.tolist()  # [Q, 2]
         by_source: dict[str, list[float]] = {}
         for prompt, terms in zip(prompts, sums, strict=True):

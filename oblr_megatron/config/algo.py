@@ -129,6 +129,9 @@ class AlgoConfig(Section):
     norm_power: float = Field(0.0, ge=0, le=0.5)
     """gamma of norm tempering: each response's coefficient is multiplied by (wbar / w)^gamma, wbar the mean norm of
     earlier steps. Above 0 the gradient is biased, with less noise (docs/algorithm.md)."""
+    keep: float = Field(1.0, gt=0, le=1)
+    """Share of the tokens that go through the gradient pass, on average. Below 1 responses are left out at random, most
+    often those with a small |A| and sure tokens; the others weigh more. Unbiased, with more noise."""
     aggregation: Literal["constant", "token_mean", "sample_mean"] = "constant"
     """Divisor of the loss. Only "constant", 1 / (Q G token_scale), keeps the gradient unbiased (before clipping); the
     others are for comparison."""

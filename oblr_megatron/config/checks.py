@@ -73,6 +73,7 @@ def problems(config: Config) -> Iterator[Problem]:
         what = f"num_prompts is 1, but baseline {config.algo.baseline!r} takes its prior from the other prompts"
         yield what, 'set num_prompts to 2 or more, or algo.baseline to "optimal" or "rloo"'
     yield from _coefficients(config)
+    yield from _thinning(config)
     yield from parallel_problems(config)
     folds = config.algo.snr.num_folds
     if config.algo.snr.reads_num_folds and config.num_prompts % folds:
@@ -152,6 +153,27 @@ def _coefficients(config: Config) -> Iterator[Problem]:
             "gradnorm.sample_fraction is below 1, but algo.snr.estimator 'samples' needs the norm of every response",
             'set gradnorm.sample_fraction to 1, or algo.snr.estimator to "folds"',
         )
+
+
+def _thinning(config: Config) -> Iterator[Problem]:
+    """Options that `algo.keep` below 1 excludes."""
+    algo, reason = config.algo, ""
+    if algo.keep == 1:
+        return
+    if config.reads_own_norms:
+        reason = f"{config.reads_own_norms} reads the norms of all responses of its step"
+    elif config.gradnorm.sample_fraction < 1:
+        reason = "gradnorm.sample_fraction below 1 already chooses the responses with norms"
+    elif algo.updates_per_batch > 1:
+        reason = "algo.updates_per_batch above 1 clips by coefficients of all responses"
+    elif algo.kl_coefficient:
+        reason = "the KL penalty (algo.kl_coefficient) has a gradient of every response"
+    elif config.model.router_losses:
+        reason = "a router loss (model.moe_aux_loss_coeff, moe_z_loss_coeff) is a mean over the tokens of all responses"
+    elif config.rollout.overlap == "stream":
+        reason = 'rollout.overlap "stream" begins before all coefficients are known'
+    if reason:
+        yield f"algo.keep {algo.keep:g} leaves out responses, but {reason}", "set algo.keep to 1, or change the other"
 
 
 def _data(config: Config) -> Iterator[Problem]:

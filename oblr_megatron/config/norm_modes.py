@@ -46,6 +46,9 @@ def _one_pass_problem(config: Config, mode: str, block: int) -> Problem | None:
     if mode == "inline" and config.reads_own_norms:
         what = f"{config.reads_own_norms} reads norms of its own step, which come too late in one pass"
         return what, 'set gradnorm.mode to "auto"'
+    if mode != "inline" and algo.keep < 1:
+        what = f"algo.keep {algo.keep:g} leaves out single responses, but {mode} needs all of a group"
+        return what, 'set gradnorm.mode to "auto"'
     if config.gradnorm.sample_fraction < 1:
         what = "gradnorm.sample_fraction below 1 measures some samples, but one pass measures all"
     elif algo.kl_coefficient:

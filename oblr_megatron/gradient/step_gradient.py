@@ -22,8 +22,10 @@ import torch
 
 from oblr_megatron.algo.advantage import energies
 from oblr_megatron.algo.loss import sample_coefficients
+from oblr_megatron.algo.thinning import sampled_energies, thinned
 from oblr_megatron.checks.layout import num_experts
 from oblr_megatron.data.packing import SampleBatches, empty_batch
+from oblr_megatron.engine.protocol import call_seed, prompt_seed
 from oblr_megatron.errors import BrokenStepError
 from oblr_megatron.gradient.estimate import estimates_are_due, measured_prompts, some_prompts, sq_norms_of
 from oblr_megatron.gradient.fold_sums import FoldSums
@@ -115,6 +117,8 @@ class StepGradient:
         """Exact norms [Q, G] of the samples that estimates are compared with; 0 for the others."""
         self.coefficients = torch.zeros_like(self.norms_sq)
         """c [Q, G] of the step's gradient; zeros where nothing needs w."""
+        self.kept = torch.ones_like(self.norms_sq)
+        """[Q, G] weights of the responses in the gradient, 0 for those that `algo.keep` leaves out."""
         self._measured = measured_prompts(config, step)
         self._broken: list[Sample] = []
         self._pass_metrics = PassMetrics()
@@ -142,6 +146,8 @@ class StepGradient:
         With `algo.updates_per_batch` the batch is the whole step's. Its first mini-batch is added; the others wait.
         """
         own, *others = mini_batches(batch, self._config.algo.updates_per_batch)
+        if self._config.algo.keep < 1:
+            advantage = self._thinned(own, advantage)
         own = self._routed(own)
         if others:
             rules = [advantage.of_update(part.positions) for part in others]
@@ -219,12 +225,14 @@ class StepGradient:
         packed, norms = self._packed(batch.samples), torch.zeros(len(batch.samples), dtype=torch.float64)
         loss_of = self._loss()
         known = torch.zeros_like(norms) if gradients.mode == "inline" else None  # c depends on no norm of this step
+        kept = self._kept(batch)
 
         def add(own: Sequence[int]) -> None:
             """Add one fold's part to main_grad, which is zero before."""
             if known is not None:
                 prompts = [n // group_size for n in own[::group_size]]
                 known[own] = advantage(prompts, torch.zeros(len(prompts), group_size, dtype=torch.float64)).flatten()
+                own = [n for n in own if kept[n]]
             total = gradients.add(packed, own, loss_of, advantage if known is None else known, group_size)
             norms[own] = total.sq_norms[own].cpu()
             broken = ~norms.isfinite()
@@ -344,8 +352,26 @@ class StepGradient:
         return self._sharing.even(self._packed(batch.samples).microbatches(self._own_samples(batch, active)))
 
     def _own_samples(self, batch: Wave, active: Tensor) -> list[int]:
-        """This replica's samples in active groups, by number."""
-        return [n for fold in self._sharing.folds(batch.positions, batch.samples, active) for n in fold]
+        """This replica's samples in active groups, by number, without those that `algo.keep` leaves out."""
+        kept = self._kept(batch)
+        return [n for fold in self._sharing.folds(batch.positions, batch.samples, active) for n in fold if kept[n]]
+
+    def _kept(self, batch: Wave) -> list[bool]:
+        """[n] whether `algo.keep` leaves each sample of a batch in."""
+        kept: list[bool] = (self.kept[list(batch.positions)] > 0).flatten().tolist()
+        return kept
+
+    def _thinned(self, batch: Wave, advantage: AdvantageRule) -> AdvantageRule:
+        """The rule for the responses that `algo.keep` leaves in the step; the same on every rank."""
+        config, active, shape = self._config, advantage.active, (len(batch.positions), self._config.group_size)
+        energies = sampled_energies([sample.logprobs for sample in batch.samples]).view(shape)
+        tokens = torch.tensor([max(1, sample.num_inputs) for sample in batch.samples]).view(shape)
+        weights = torch.zeros(shape, dtype=torch.float64)
+        coefficients = advantage(range(shape[0]), weights)  # reads no norm
+        seed = prompt_seed(call_seed(config.seed, self._step), -1)  # of no prompt
+        weights[active] = thinned(coefficients[active], energies[active], tokens[active], config.algo.keep, seed)
+        self.kept[list(batch.positions)] = weights
+        return advantage.thinned(weights)
 
     def _packed(self, samples: Sequence[Sample]) -> SampleBatches:
         policy = self._policy

@@ -72,6 +72,8 @@ METRICS: tuple[Metric, ...] = (
     Metric("gradnorm/nonfinite", "responses", "responses with a non-finite norm; they are left out of the gradient"),
     Metric("temper/energy", "", "sum c^2 w over its value without tempering; with algo.norm_power"),
     Metric("temper/factor_max", "", "largest factor of a response's coefficient under tempering"),
+    Metric("keep/tokens", "", "share of the response tokens that went through the gradient pass; with algo.keep"),
+    Metric("keep/energy", "", "sum c^2 w over its estimate without thinning: the noise that thinning multiplies by"),
     Metric("baseline/variance_ratio_vs_rloo", "", "E|A score|^2 under the run's baseline over that under rloo"),
     Metric("baseline/<name>/variance_ratio", "", "the same for another baseline, corrected for self-dependence"),
     Metric("baseline/spread", "", "standard deviation over prompts of the run's baseline, averaged over each group"),

@@ -75,14 +75,17 @@ def of_norms(norms_sq: Tensor, exact_sq: Tensor) -> dict[str, float]:
     return metrics
 
 
-def of_energies(algo: AlgoConfig, coefficients: Tensor, norms_sq: Tensor, history: History) -> dict[str, float]:
-    """How few responses hold a step's gradient, and how tempering changes it; {} where no response has a gradient.
+def of_energies(
+    algo: AlgoConfig, coefficients: Tensor, norms_sq: Tensor, history: History, kept: Tensor
+) -> dict[str, float]:
+    """How few responses hold a step's gradient, and how tempering and thinning change it; {} without a gradient.
 
     Args:
-        algo: norm_power is read.
+        algo: norm_power and keep are read.
         coefficients: c [Q, G] of the step.
         norms_sq: w [Q, G].
         history: the step's; its mean norm is read.
+        kept: [Q, G] weights in c that `algo.keep` gives the responses; ones without it.
     """
     energy = energies(coefficients, norms_sq)
     total, own = float(energy.sum()), energy > 0
@@ -94,6 +97,8 @@ def of_energies(algo: AlgoConfig, coefficients: Tensor, norms_sq: Tensor, histor
         factors = tempering(norms_sq[own], history.running_mean_norm, algo.norm_power)
         before = energy[own] / factors.square()
         metrics |= {"temper/energy": total / float(before.sum()), "temper/factor_max": float(factors.max())}
+    if algo.keep < 1:
+        metrics["keep/energy"] = total / float((energy[own] / kept[own]).sum())
     return metrics
 
 
@@ -133,6 +138,8 @@ def of_baseline(
         metrics["baseline/variance_ratio_vs_rloo"] = ratio
         ratios = panel.variance_ratios(rewards, norms_sq, lengths, algo.baseline, history)
         metrics |= {f"baseline/{name}/variance_ratio": ratio for name, ratio in ratios.items()}
+    if algo.keep < 1:
+        measured = norms_sq > 0  # single responses were left out
     flat = norms_sq[measured].flatten()
     return metrics | {
         "gradnorm/sq_mean": float(flat.mean()),

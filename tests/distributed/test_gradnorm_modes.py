@@ -129,7 +129,13 @@ def samples_of(config: Config) -> list[Sample]:
 
 
 def config_of(
-    path: str, gradnorm: dict[str, Any], folds: int, *, replay: bool = False, norm_power: float = 0.0, **parallel: Any
+    path: str,
+    gradnorm: dict[str, Any],
+    folds: int,
+    *,
+    replay: bool = False,
+    algo: dict[str, Any] | None = None,
+    **parallel: Any,
 ) -> Config:
     """In any mode: these tests give `inline` its coefficients, so it works with a baseline that it is refused with."""
     model = {"path": path, "dtype": "float64", "make_vocab_size_divisible_by": 8, "moe_routing_replay": replay}
@@ -140,7 +146,7 @@ def config_of(
             "group_size": GROUP,
             "model": model,
             "data": {"train": "unused"},
-            "algo": {"baseline": "optimal", "norm_power": norm_power, "token_scale": 1, "snr": {"num_folds": folds}},
+            "algo": {"baseline": "optimal", "token_scale": 1, "snr": {"num_folds": folds}} | (algo or {}),
             "rollout": {"importance_sampling": "token", "importance_cap": 1.1, "temperature": 0.8},
             "parallel": {"micro_batch_tokens": 24} | parallel,
             "gradnorm": gradnorm | {"mode": "two_pass"},
@@ -253,9 +259,9 @@ def steps_of(
 
 
 @cache
-def expected(path: str, replay: bool = False, norm_power: float = 0.0) -> dict[str, Any]:
-    """The step by the oracle: autograd sample by sample, sums written out."""
-    config = config_of(path, {"mode": "two_pass"}, folds=4, replay=replay, norm_power=norm_power)
+def oracle_of(path: str, replay: bool) -> tuple[list[dict[str, torch.Tensor]], list[float], torch.Tensor]:
+    """The gradient of each sample, its sum of ratio times log-prob, and its squared norm [n], by autograd."""
+    config = config_of(path, {"mode": "two_pass"}, folds=4, replay=replay)
     hf_config = AutoConfig.from_pretrained(path)
     weights = {name: tensor.double() for name, tensor in load_file(Path(path) / "model.safetensors").items()}
     gradients, scores = [], []
@@ -264,15 +270,22 @@ def expected(path: str, replay: bool = False, norm_power: float = 0.0) -> dict[s
         ratio = (logprobs - drawn(sample)).exp().clamp(max=1.1)
         gradients.append(oracle_gradient(weights, hf_config, sample, 0.8, ratio))
         scores.append(float((ratio * logprobs).sum()))
-    norms = torch.stack([sum(g.square().sum() for g in grad.values()) for grad in gradients])
+    return gradients, scores, torch.stack([sum(g.square().sum() for g in grad.values()) for grad in gradients])
+
+
+@cache
+def expected(path: str, replay: bool = False, norm_power: float = 0.0) -> dict[str, Any]:
+    """The step by the oracle: autograd sample by sample, sums written out."""
+    config = config_of(path, {"mode": "two_pass"}, folds=4, replay=replay, algo={"norm_power": norm_power})
+    gradients, scores, norms = oracle_of(path, replay)
     used = norms.view(PROMPTS, GROUP).clone()
     used[2] = 0  # the group of equal rewards is left out
     coefficients = AdvantageRule(scored(), config, EARLIER)(range(PROMPTS), used).flatten()
     folds = [
-        {k: -sum(coefficients[n] * gradients[n][k] for n in range(q * GROUP, (q + 1) * GROUP)) for k in weights}
+        {k: -sum(coefficients[n] * gradients[n][k] for n in range(q * GROUP, (q + 1) * GROUP)) for k in gradients[0]}
         for q in range(PROMPTS)
     ]
-    total = {k: sum(fold[k] for fold in folds) for k in weights}
+    total = {k: sum(fold[k] for fold in folds) for k in gradients[0]}
     tokens = sum(s.length for n, s in enumerate(make_samples()) if n // GROUP != 2)
     return {
         "norms": used.flatten(),
@@ -327,11 +340,47 @@ def test_packing_recomputation_and_interleaving(
 
 def test_tempered_coefficients_in_every_mode(models: dict[str, str]) -> None:
     """Each response's norm enters its own coefficient, also in waves and where ranks have parts of a response."""
-    tempered = {"norm_power": 0.25}
+    tempered = {"algo": {"norm_power": 0.25}}
     layouts = {"dp2": ({}, tempered), "tp2sp packed": ({"tp": 2, "sp": True}, PACKED | tempered)}
     wanted = expected(models["tied"], norm_power=0.25)
     assert wanted["stats"]["B"] != pytest.approx(expected(models["tied"])["stats"]["B"], rel=0.1)
     check(wanted, run_ranks(on_ranks, 2, models["tied"], layouts, 0))
+
+
+def thinned_steps(path: str, layouts: dict[str, dict[str, Any]]) -> dict[tuple[str, str], tuple[torch.Tensor, ...]]:
+    """Weights, norms, coefficients [Q, G] and squared norm of the gradient, by layout and mode."""
+    results = {}
+    for name, sizes in layouts.items():
+        with layout(**sizes) as parallel:
+            for mode in ("two_pass", "inline"):
+                gradnorm = MODES[mode] | {"always": True}
+                config = config_of(path, gradnorm, folds=4, algo={"baseline": "rloo", "keep": 0.5})
+                gradients = StepGradient(policy_of(path, parallel, config), config).begin(1)
+                gradients.add(whole_step(Batch([], make_samples(), scored())), AdvantageRule(scored(), config))
+                (stats,) = gradients.updates()
+                measured = gradients.norms_sq, gradients.coefficients, torch.tensor(stats.sq_norm, dtype=torch.float64)
+                results[name, mode] = (gradients.kept, *measured)
+    return results
+
+
+def test_a_thinned_gradient_has_the_responses_that_are_kept(models: dict[str, str]) -> None:
+    """The same responses on every rank in every layout, each with the weight 1 / pi, and no others."""
+    gradients, _, norms = oracle_of(models["tied"], False)
+    results = [*run_ranks(thinned_steps, 1, models["tied"], {"one": {}})]
+    results += run_ranks(thinned_steps, 2, models["tied"], {"dp2": {}, "tp2sp": {"tp": 2, "sp": True}})
+    weights = results[0]["one", "inline"][0]
+    assert not weights[2].any(), "equal rewards"
+    assert GROUP <= int((weights > 0).sum()) <= 2 * GROUP + 2
+    whole = config_of(models["tied"], MODES["two_pass"], folds=4, algo={"baseline": "rloo"})
+    c = weights * AdvantageRule(scored(), whole)(range(PROMPTS), torch.zeros(PROMPTS, GROUP, dtype=torch.float64))
+    total = [sum(c.flatten()[n] * g[name] for n, g in enumerate(gradients)) for name in gradients[0]]
+    wanted = (weights, norms.view_as(c) * (weights > 0), c, sum(part.square().sum() for part in total))
+    for number, found in enumerate(results):
+        for case, values in found.items():
+            for value, want in zip(values, wanted, strict=True):
+                torch.testing.assert_close(
+                    value, want, rtol=RTOL, atol=0, msg=lambda m, where=(number, case): f"{where}: {m}"
+                )
 
 
 def check(wanted: dict[str, Any], results: list[dict[tuple[str, str], dict[str, Any]]]) -> None:

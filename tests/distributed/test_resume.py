@@ -73,9 +73,10 @@ def assert_equal(found: dict[str, torch.Tensor], expected: dict[str, torch.Tenso
         ("algo.baseline=pooled", "gradnorm.mode=auto", "gradnorm.sample_fraction=0.5"),
         ("algo.baseline=optimal_pooled",),
         ("algo.preset=oblr_tempered", "gradnorm.mode=auto"),
+        ("algo.baseline=pooled", "gradnorm.mode=inline", "algo.keep=0.5"),
         ("algo.preset=dapo", "algo.updates_per_batch=2", "algo.schedule=cosine", "gradnorm.mode=two_pass"),
     ],
-    ids=["adam", "bf16", "sgd", "synchronous", "kl", "inline", "subsample", "pull", "tempered", "updates"],
+    ids=["adam", "bf16", "sgd", "synchronous", "kl", "inline", "subsample", "pull", "tempered", "thinned", "updates"],
 )
 def test_four_and_four_steps_are_eight(inputs: Path, tmp_path: Path, overrides: tuple[str, ...]) -> None:
     """Weights, masters, moments, schedule and metrics, bit for bit."""

@@ -105,6 +105,8 @@ def _training(step: int, num_steps: int, progress: float, shrink: float, draw: n
         "gradnorm/top_share": 0.4 + noise(0.05),
         "temper/energy": 0.5 + noise(0.05),
         "temper/factor_max": 3.0 + noise(0.2),
+        "keep/tokens": 0.5 + noise(0.02),
+        "keep/energy": 1.2 + noise(0.02),
         "pool/effective_samples": 14 + noise(1.0),
         "gradnorm/length_corr": 0.31 + noise(0.07),
         "gradnorm/estimate_corr": 0.9 + noise(0.02),

@@ -60,7 +60,7 @@ class _Step:
         hf, engine = self.setting.hf_config, self.setting.transformer_engine
         wanted = self.config.measures_norms
         passes = passes_of(hf, self.config, self.layout, norms=wanted, transformer_engine=engine)
-        gradient = self.through(passes[-1], self.forward_and_backward)
+        gradient = scaled(self.through(passes[-1], self.forward_and_backward), self.config.algo.keep)
         whole = added(gradient, self.forward_only(), self.per_fold(), self.reduced(), self.fixed())
         return {
             "norms": Phase(self.norms(passes[0], gradient)),  # refused with several updates
@@ -75,7 +75,7 @@ class _Step:
             ratio = 1.0  # a sample's partial gradient is computed in full, summed over ranks, then squared
         if first.kind == "norms":
             whole = self.through(first, lambda stage, rows: self.norms_only(stage, rows, ratio))
-            terms = added(scaled(whole, self.config.gradnorm.sample_fraction), self.fixed())
+            terms = added(scaled(whole, self.config.gradnorm.sample_fraction * self.config.algo.keep), self.fixed())
         elif first.kind == "bookkeep":
             terms = {"products": ratio / 3 * gradient["products"]}
         else:

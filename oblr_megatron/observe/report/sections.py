@@ -160,15 +160,23 @@ SAMPLE_NORMS = chart(
 ENERGY = chart(
     "Responses that hold the gradient",
     "Share of sum c^2 w, the gradient's energy, that 1% of the responses hold; with algo.norm_power the energy over "
-    "that without tempering. The strip shows the largest factor of tempering.",
+    "that without tempering; with algo.keep the share of the response tokens in the gradient pass. The strip shows the "
+    "largest factor of tempering, and the energy with algo.keep over that without.",
     "A share above a half: the gradient is that of single responses. algo.norm_power tempers them.",
     panel(
         "",
         Curve("gradnorm/top_share", "1% of the responses", colour=2),
         Curve("temper/energy", "tempered over untempered", "average", 1),
+        Curve("keep/tokens", "tokens in the pass", "average", 3),
         include=(0.0, 1.0),
     ),
-    strip("", Curve("temper/factor_max", "largest factor", "average", 1), include=(1.0,), log=True),
+    strip(
+        "",
+        Curve("temper/factor_max", "largest factor of tempering", "average", 1),
+        Curve("keep/energy", "energy by thinning", "average", 3),
+        include=(1.0,),
+        log=True,
+    ),
 )
 
 MISMATCH = chart(
