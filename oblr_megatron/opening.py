@@ -34,6 +34,7 @@ from oblr_megatron.observe.performance.hardware import this_device
 from oblr_megatron.observe.performance.profiler import open_profiler
 from oblr_megatron.observe.performance.ranks import RankLog
 from oblr_megatron.observe.performance.utilization import Utilization, peak_flops
+from oblr_megatron.observe.prompt_log import PromptLog
 from oblr_megatron.observe.report import write_report
 from oblr_megatron.observe.status import recorded
 from oblr_megatron.observe.trackers.feed import Trackers
@@ -124,6 +125,7 @@ def open_sampling(config: Config) -> Iterator[Sampling]:
             trackers=trackers,
             display=display,
             alarms=alarms,
+            prompt_log=PromptLog(config.run_dir, until) if rank == 0 else None,
             timer=PhaseTimer(
                 display.phase, _synchronize, own_clock=own_clock, context=None if profiler is None else profiler.phase
             ),

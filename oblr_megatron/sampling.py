@@ -27,6 +27,7 @@ from oblr_megatron.observe.console import Display
 from oblr_megatron.observe.performance.profiler import Profiler
 from oblr_megatron.observe.performance.ranks import RankLog
 from oblr_megatron.observe.performance.utilization import Utilization
+from oblr_megatron.observe.prompt_log import PromptLog
 from oblr_megatron.observe.step_metrics import StepRecord
 from oblr_megatron.observe.trackers.feed import Trackers
 from oblr_megatron.rewards.base import RewardResult, group_size
@@ -71,6 +72,7 @@ class Sampling:
     trackers: Trackers
     display: Display
     alarms: LiveAlarms | None  # on the first rank
+    prompt_log: PromptLog | None  # on the first rank
     timer: PhaseTimer
     profiler: Profiler | None
     utilization: Utilization
@@ -324,6 +326,8 @@ class Sampling:
         record.metrics = metrics | record.metrics | self.engines.metrics()
         record.metrics |= {"data/epoch": self.stream.epoch, "data/skipped": self.stream.num_skipped}
         self.write(record)
+        if self.prompt_log is not None:
+            self.prompt_log.write(record.done, record.prompts, scored)
         for line in step_metrics.sample_lines(record, self.config.log.samples):
             self.display.message(line)
 

@@ -22,12 +22,14 @@ baseline from here is exactly unbiased, for any w: exact, measured on some promp
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 import torch
 
 from oblr_megatron.algo.formulas import History
+from oblr_megatron.algo.prompt_energies import PromptEnergies
 from oblr_megatron.algo.weighting import mean_of_others
 from oblr_megatron.config.baselines import facts_of
 
@@ -59,6 +61,7 @@ class Pools:
         self._prompts: dict[str, list[float]] = {}  # N, D
         self._norms = [0.0, 0.0]  # w, number of responses
         self._trust = [0.0, 0.0]  # w (r - b) x, w x^2
+        self._energies = PromptEnergies(algo.pool_decay)
         self._effective = 0.0  # (sum w)^2 / sum w^2 of the last step
         self._pull = [0.0, 0.0]  # w (r - x)(b_t - x), w (b_t - x)^2
 
@@ -91,6 +94,8 @@ class Pools:
             terms = [float((weights * (rewards - own) * away).sum()), float((weights * away**2).sum())]
             self._pull = self._added(self._pull, terms)
         self._observe_trust(prompts, rewards, weights)
+        if self._facts.pool == "norms" and history.expected is not None:
+            self._observe_energies(prompts, weights * (rewards - history.expected[:, None]).square(), counts)
         self._effective = 0.0
         if bool(weights.any()):  # or the mean would be 0 / 0 where older steps do not count
             self._effective = float(weights.sum() ** 2 / weights.square().sum())
@@ -106,7 +111,7 @@ class Pools:
             self._sources[source] = self._added(self._sources.get(source, [0.0] * 2), total)
 
     def metrics(self) -> dict[str, float]:
-        """The pools' means (see `means_of`), effective responses of the last step, beta and alpha, where defined."""
+        """The pools' means (see `means_of`), the last step's effective responses, beta, alpha and energies."""
         metrics = means_of(self._sources)
         if self._effective and self._facts.pool == "norms":
             metrics["pool/effective_samples"] = self._effective
@@ -114,12 +119,12 @@ class Pools:
             metrics["pool/trust"] = _least_squares(self._trust)
         if self._pull[1] > 0:
             metrics["pool/pull"] = _least_squares(self._pull)
-        return metrics
+        return metrics | self._energies.metrics()
 
     def state_dict(self) -> dict[str, Any]:
         """JSON-compatible, and unchanged by later steps; `load_state_dict` restores it to the bit."""
-        own = {"sources": dict(self._sources), "prompts": dict(self._prompts)}
         # Every list is replaced, never changed
+        own = {"sources": dict(self._sources), "prompts": dict(self._prompts), "energies": self._energies.state_dict()}
         return own | {"norms": self._norms, "trust": self._trust, "pull": self._pull, "weights": self._facts.pool}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
@@ -128,6 +133,7 @@ class Pools:
             return
         self._sources, self._prompts = dict(state["sources"]), dict(state["prompts"])
         self._norms, self._trust, self._pull = (list(state[name]) for name in ("norms", "trust", "pull"))
+        self._energies.load_state_dict(state["energies"])
 
     def _pool(self, prompt: Prompt) -> float | None:
         """The mean of the prompt's source; of all sources if its own is new; None in the first step."""
@@ -153,6 +159,12 @@ class Pools:
                 terms[0] += float((weights[row] * (rewards[row] - pool)).sum()) * away
                 terms[1] += float(weights[row].sum()) * away**2
         self._trust = self._added(self._trust, terms)
+
+    def _observe_energies(self, prompts: Sequence[Prompt], energies: Tensor, counts: Tensor) -> None:
+        """Add A^2 w [Q, G]. A prompt whose responses `algo.keep` left out has the energy 0: then the mean is right."""
+        sizes = counts.sum(-1) if self._algo.keep == 1 else torch.full_like(counts[:, 0], counts.shape[1])
+        rows = zip(prompts, (energies.sum(-1) / sizes).tolist(), strict=True)
+        self._energies.observe({_key(prompt): energy for prompt, energy in rows if math.isfinite(energy)})
 
     def _added(self, sums: Sequence[float], terms: Sequence[float]) -> list[float]:
         return [self._algo.pool_decay * before + new for before, new in zip(sums, terms, strict=True)]

@@ -70,6 +70,22 @@ class KeptLines:
             raise
 
 
+def step_lines(path: Path, keep_until: int | None) -> KeptLines:
+    """Lines of a file with one JSON object a step.
+
+    Args:
+        path: of the file.
+        keep_until: the last step to keep from an existing file, because the run does later ones again; None: none.
+    """
+
+    def prepare() -> None:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        last = -1 if keep_until is None else keep_until
+        write_whole(path, "".join(text for text, line in intact_lines(path) if line["step"] <= last))
+
+    return KeptLines(path, prepare)
+
+
 class MetricsWriter:
     """Writes every step to RUN_DIR/metrics.jsonl; on ranks other than 0 it writes nothing.
 

@@ -128,6 +128,8 @@ def _training(step: int, num_steps: int, progress: float, shrink: float, draw: n
         "pool/sums/mean": 0.3 + 0.4 * progress,
         "pool/trust": 0.1 + noise(0.01),
         "pool/pull": 0.8,
+        "pool/energy_trust": 0.2 + noise(0.02),
+        "pool/sampling_noise": 0.95 + noise(0.01),
         "optimizer/clip_factor": 1.0,
         "loss": noise(0.02),
         "lr": 1e-3 * min(1.0, step / 10) * (shrink / 0.45) ** 0.5,

@@ -27,7 +27,7 @@ import torch
 import torch.distributed as dist
 
 from oblr_megatron.memory.training import resident_bytes
-from oblr_megatron.metrics import RANKS_FILE, KeptLines, intact_lines, write_whole
+from oblr_megatron.metrics import RANKS_FILE, step_lines
 from oblr_megatron.observe.performance.utilization import TRAINING
 from oblr_megatron.timing import PHASES
 
@@ -132,8 +132,7 @@ class RankLog:
 
     def __init__(self, run_dir: Path, group: ProcessGroup, keep_until: int | None = None) -> None:
         self._group, self._rank, self._size = group, dist.get_rank(group), dist.get_world_size(group)
-        self._path, self._keep_until = run_dir / RANKS_FILE, keep_until
-        self._lines = KeptLines(self._path, self._prepare)
+        self._lines = step_lines(run_dir / RANKS_FILE, keep_until)
 
     def gather(self, step: int, timing: Mapping[str, float], own: Mapping[str, float]) -> dict[str, float]:
         """Gather a finished step; collective.
@@ -155,12 +154,6 @@ class RankLog:
         table = RankTable.of(rows)
         self._lines.write(table.line(step))
         return table.metrics()
-
-    def _prepare(self) -> None:
-        """Drop the steps that this run does again."""
-        self._path.parent.mkdir(parents=True, exist_ok=True)
-        last = -1 if self._keep_until is None else self._keep_until
-        write_whole(self._path, "".join(text for text, line in intact_lines(self._path) if line["step"] <= last))
 
 
 def pace_s(own: Mapping[str, float]) -> float:

@@ -6,6 +6,7 @@ from collections.abc import Iterable
 from contextlib import suppress
 from datetime import UTC, datetime
 from html import escape
+from itertools import islice
 from pathlib import Path
 from string import Template
 from typing import Any
@@ -16,12 +17,14 @@ from oblr_megatron.formatting import MISSING, duration, fixed, flatten, quantity
 from oblr_megatron.metrics import Metric, describe, write_whole
 from oblr_megatron.observe.alarm_window import planned
 from oblr_megatron.observe.alarms import alarms_of
+from oblr_megatron.observe.prompt_log import VISITS, never_solved
 from oblr_megatron.observe.report.axes import step_axis
 from oblr_megatron.observe.report.history import Array, RunHistory, load_history
 from oblr_megatron.observe.report.sections import draw_chart, sections
 
 HERE = Path(__file__).parent
 REPORT_FILE = "report.html"
+LISTED = 50  # prompts that were never solved
 
 
 def write_report(run_dir: str | Path) -> Path:
@@ -48,6 +51,7 @@ def render(history: RunHistory) -> str:
         subtitle=escape(" · ".join(_subtitle(history))),
         headlines=_headlines(history),
         alarms=_alarms(history),
+        unsolved=_unsolved(history),
         facts="".join(f"<div><dt>{escape(name)}</dt><dd>{escape(text)}</dd></div>" for name, text in _facts(history)),
         charts=charts,
         missing=missing,
@@ -114,6 +118,21 @@ def _alarms(history: RunHistory) -> str:
         return '<p class="sound">No alarm: the automatic checks found no problem.</p>'
     lines = (f'<li>{escape(one.text)} <span class="since">first at step {one.step:,}</span></li>' for one in alarms)
     return f'<ul class="alarms">{"".join(lines)}</ul>'
+
+
+def _unsolved(history: RunHistory) -> str:
+    """The prompts that were never solved as a section; "" if there are none."""
+    visits = never_solved(history.directory, history.last_step)
+    if not visits:
+        return ""
+    shown = islice(visits.items(), LISTED)
+    rows = "".join(f"<tr><th>{escape(name)}</th><td>{count}</td></tr>" for name, count in shown)
+    more = f", the first {LISTED} of them" if len(visits) > LISTED else ""
+    return (
+        f"<section><h2>Prompts never solved</h2><p>{len(visits):,} prompts came {VISITS} times or more without success"
+        f"{more}: look for wrong answers in the data.</p>"
+        f"<table><thead><tr><th>source/id</th><td>visits</td></tr></thead><tbody>{rows}</tbody></table></section>"
+    )
 
 
 def _facts(history: RunHistory) -> Iterable[tuple[str, str]]:

@@ -284,7 +284,7 @@ def test_the_fullest_ranks_are_drawn(tmp_path):
 def test_the_pointers_data_match_the_legend(tmp_path):
     page = page_of(tmp_path, synthetic_records(90))
     plots, resting = page.all("div", "plot"), [value for _, value in page.legend()]
-    assert len(plots) == 59 and {plot.get("data-last") for plot in plots} == {"90"}
+    assert len(plots) == 60 and {plot.get("data-last") for plot in plots} == {"90"}
     curves = [curve for plot in plots for curve in json.loads(plot.get("data-curves"))]
     assert len(curves) == len(resting)
     for curve in curves:
