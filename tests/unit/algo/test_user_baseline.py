@@ -267,10 +267,10 @@ def test_what_is_neither_a_name_nor_a_function() -> None:
 @pytest.mark.parametrize(("function", "like"), [("weighted", "optimal"), ("plain", "rloo")])
 def test_a_run_treats_it_like_a_baseline_with_these_facts(function: str, like: str) -> None:
     own, other = (configured(f"algo.baseline={name}") for name in (named(function), like))
-    assert (own.uses_norms, own.measures_norms, own.norms_come_first) == (
+    assert (own.uses_norms, own.measures_norms, bool(own.reads_own_norms)) == (
         other.uses_norms,
         other.measures_norms,
-        other.norms_come_first,
+        bool(other.reads_own_norms),
     )
     hf_config = tiny_config().to_dict()
     assert resolve(hf_config, own, 1).mode == resolve(hf_config, other, 1).mode
