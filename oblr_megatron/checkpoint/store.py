@@ -36,7 +36,7 @@ from oblr_megatron.memory.training import optimizer_bytes
 from oblr_megatron.runtime.run_lock import repeated
 
 MANIFEST = "checkpoint.json"
-FORMAT, VERSION = "oblr_megatron", 1
+FORMAT, VERSION = "oblr_megatron", 2
 FIXED_BYTES = 16 * 2**20  # tokenizer and metadata of a checkpoint
 TOUCH_S = 300.0  # between changes of a partial directory, which show another host that its writer lives
 RESERVE_FRACTION, RESERVE_BYTES = 0.02, 64 * 2**20  # free space required beyond a checkpoint's size

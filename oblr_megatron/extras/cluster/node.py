@@ -17,6 +17,7 @@ from typing import TypeVar
 
 import torch
 
+import oblr_megatron
 from oblr_megatron.checkpoint.hf_dir import check_hf_dir
 from oblr_megatron.checks.layout import check_port
 from oblr_megatron.checks.machine import compiler_problem, driver_problem
@@ -89,7 +90,7 @@ def versions() -> dict[str, str]:
     """Versions that must be equal on all nodes: packages, Python, NCCL and this package's code."""
     by_name = {name: version or "none" for name, version in installed().items()}
     by_name["python"] = ".".join(map(str, sys.version_info[:3]))
-    root = Path(__file__).resolve().parents[1]
+    root = Path(oblr_megatron.__file__).resolve().parent
     by_name["code"] = _digest(sorted(root.rglob("*.py")), root)
     by_name["commit"] = _said(["git", "-C", str(root), "rev-parse", "--short=12", "HEAD"]) or "none"
     if torch.cuda.is_available():

@@ -121,7 +121,7 @@ def test_keys_that_are_numbers_are_strings_when_read(tmp_path: Path) -> None:
 def newer(target: Path) -> None:
     content = json.loads((target / store.MANIFEST).read_text())
     del content["xxh3"]
-    (target / store.MANIFEST).write_bytes(store._seal({**content, "version": 2}))
+    (target / store.MANIFEST).write_bytes(store._seal({**content, "version": store.VERSION + 1}))
 
 
 @pytest.mark.parametrize(
@@ -137,7 +137,7 @@ def newer(target: Path) -> None:
         (lambda target: (target / store.MANIFEST).rename(target / ".metadata"), "", "another program"),
         (lambda target: (target / store.MANIFEST).rename(target / "model-1-of-2.safetensors"), "", "model.path"),
         (lambda target: (target / store.MANIFEST).write_text('{"epoch": 3}'), store.MANIFEST, "oblr_megatron"),
-        (newer, store.MANIFEST, "version 2, this program reads 1"),
+        (newer, store.MANIFEST, "version 3, this program reads 2"),
     ],
 )
 def test_an_unusable_checkpoint_is_named_in_one_line(tmp_path: Path, harm, file: str, said: str) -> None:
