@@ -125,18 +125,24 @@ def parse_options(arguments: Sequence[str] | None) -> argparse.Namespace:
     return parser.parse_args(arguments)
 
 
-def make_work(model: Path, options: argparse.Namespace) -> Work:
-    """Write the model and draw the prompts."""
+def write_model(path: Path, shape: str) -> tuple[str, int]:
+    """Write a model with random weights; returns its dtype and the number of tokens of its tokenizer."""
     tokenizer = train_tokenizer(SAMPLE_TEXTS)
-    dtype = "bfloat16" if options.shape == "qwen3-0.6b" else "float32"
+    dtype = "bfloat16" if shape == "qwen3-0.6b" else "float32"
     config = qwen3_0_6b(tokenizer, dtype)
-    config.update(SHAPES[options.shape])
+    config.update(SHAPES[shape])
     known = len(tokenizer)
     from safetensors.torch import save_file
 
-    config.save_pretrained(model)
-    tokenizer.save_pretrained(model)
-    save_file(random_weights(config, num_tokens=known, seed=0), model / "model.safetensors", metadata={"format": "pt"})
+    config.save_pretrained(path)
+    tokenizer.save_pretrained(path)
+    save_file(random_weights(config, num_tokens=known, seed=0), path / "model.safetensors", metadata={"format": "pt"})
+    return dtype, known
+
+
+def make_work(model: Path, options: argparse.Namespace) -> Work:
+    """Write the model and draw the prompts."""
+    dtype, known = write_model(model, options.shape)
     draw = random.Random(0)
     prompts = [[draw.randrange(4, known) for _ in range(draw.randint(8, 24))] for _ in range(options.prompts)]
     return Work(

@@ -79,7 +79,7 @@ def parse_options(arguments: Sequence[str] | None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("--json", type=Path, help="write the results here")
     parser.add_argument("--systems", nargs="+", choices=SYSTEMS, help="must include at least one of TRL's")
-    parser.add_argument("--shape", choices=SHAPES, default="demo", help="of the step (default: %(default)s)")
+    parser.add_argument("--shape", choices=("demo", "long"), default="demo", help="of the step (default: %(default)s)")
     parser.add_argument("--prompts", type=int, help="prompts per step (default: the shape's)")
     parser.add_argument("--group", type=int, help="responses per prompt (default: the shape's)")
     parser.add_argument("--rounds", type=int, help="measured rounds (default: 20)")

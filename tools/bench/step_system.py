@@ -16,7 +16,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import IO, TYPE_CHECKING, Any
 
-from step_shapes import even_words, table_of
+from step_shapes import REWARDS, table_of
 from transformers import TrainerCallback
 
 from oblr_megatron.config import Config, OptimizerConfig, parse_config
@@ -49,6 +49,9 @@ class Work:
     group_size: int
     num_steps: int  # upper limit
     num_threads: int
+    dtype: str = "float32"
+    micro_batch_tokens: int = ONE_PASS
+    micro_batch_samples: int = 0  # of TRL's passes; 0: the batch in one pass
 
 
 class Finished(Exception):
@@ -95,10 +98,11 @@ def config_of(work: Work, system: str) -> Config:
     table |= {"run_dir": str(directory / system), "num_steps": work.num_steps, "log": {"trackers": []}}
     table |= {"num_prompts": work.num_prompts, "group_size": work.group_size}
     table["algo"]["preset"] = PRESETS.get(system)
+    table["model"]["dtype"] = work.dtype
     table["model"]["path"], table["data"]["train"] = str(directory / "model"), str(directory / "train.jsonl")
     table["optimizer"]["lr"] = STILL
     table["rollout"]["num_threads"] = work.num_threads
-    table.setdefault("parallel", {})["micro_batch_tokens"] = ONE_PASS
+    table.setdefault("parallel", {})["micro_batch_tokens"] = work.micro_batch_tokens
     if PRESETS.get(system) == "rloo":  # TRL estimates no noise: the fewest folds, so that a fold is a rank's whole part
         table["algo"]["snr"]["num_folds"] = 2
     if system.endswith(RANKS):  # each with an engine and one thread
@@ -131,7 +135,7 @@ def run_package(work: Work, system: str, pace: Pace) -> None:
 
 def run_trl(work: Work, system: str, pace: Pace) -> None:
     """Train with TRL, transformers' generate and TRL's default loss, on the same rows and lengths."""
-    from transformers import AutoTokenizer, Qwen3ForCausalLM
+    from transformers import AutoModelForCausalLM, AutoTokenizer
 
     from studies.trl_trainer import open_trainer, trainer_arguments
 
@@ -155,14 +159,15 @@ def run_trl(work: Work, system: str, pace: Pace) -> None:
         temperature=config.rollout.temperature,
         kl_coefficient=0.0,
         optimizer=OptimizerConfig(lr=STILL, clip_grad=config.optimizer.clip_grad),
-        **_of_ranks(work) if system.endswith(RANKS) else {},
+        **_of_ranks(work) if system.endswith(RANKS) else _of_passes(work),
     )
 
     def score(index: int, tokens: list[int]) -> float:
         text, answer = tokenizer.decode(tokens, skip_special_tokens=True), rows[index]["answer"]
-        return even_words(text, answer, "") if work.shape == "long" else float(text == answer)
+        return REWARDS[work.shape](text, answer, "") if work.shape in REWARDS else float(text == answer)
 
-    model, questions = Qwen3ForCausalLM.from_pretrained(config.model.path), [row["question"] for row in rows]
+    model = AutoModelForCausalLM.from_pretrained(config.model.path, dtype=work.dtype)
+    questions = [row["question"] for row in rows]
     open_trainer(TRL[system], arguments, model, tokenizer, questions, score, [Paced()]).train()
 
 
@@ -170,6 +175,18 @@ def _of_ranks(work: Work) -> dict[str, Any]:
     """Settings with which transformers divides a batch over the ranks."""
     samples = work.num_prompts * work.group_size
     return {"per_device_train_batch_size": samples // work.num_threads, "ddp_backend": "gloo"}
+
+
+def _of_passes(work: Work) -> dict[str, Any]:
+    """Settings with which TRL samples the whole batch at once and trains on a part of it in each pass."""
+    if not work.micro_batch_samples:
+        return {}
+    passes = work.num_prompts * work.group_size // work.micro_batch_samples
+    return {
+        "per_device_train_batch_size": work.micro_batch_samples,
+        "gradient_accumulation_steps": passes,
+        "steps_per_generation": passes,
+    }
 
 
 if __name__ == "__main__":

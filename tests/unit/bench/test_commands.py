@@ -166,6 +166,19 @@ def test_step(tmp_path: Path) -> None:
     assert all(row["seconds"] > 0 and row["samples"] == 64 for row in rows)
 
 
+def test_real_model(tmp_path: Path) -> None:
+    """The gradients of both arms have equal samples, microbatches and coefficients; the random model has no task."""
+    pytest.importorskip("trl", reason="TRL, the compared package, is not installed")
+    rows = rows_of("real_model", tmp_path, "--quick", "--threads", "1", "--dtypes", "float32")
+    arms = [("gradient", "transformers"), ("gradient", "exact norms"), ("step", "trl_grpo"), ("step", "oblr_pooled")]
+    assert [(row["part"], row["arm"]) for row in rows] == [*arms, ("rollout", "oblr_pooled")]
+    assert rows[0]["ratio"] == rows[2]["ratio"] == 1 and all(row["responses"] == 16 for row in rows)
+    assert rows[0]["tokens_per_s"] * rows[0]["seconds"] == pytest.approx(
+        rows[1]["tokens_per_s"] * rows[1]["seconds"]
+    ), "both arms read the same tokens"
+    assert 0 < rows[4]["seconds"] < rows[3]["seconds"] and rows[4]["tokens_per_s"] > 0
+
+
 def test_step_ratios_are_to_the_faster_of_trl_in_each_round() -> None:
     times = {"oblr_pooled": [1.0, 2.0, 9.0], "trl_grpo": [2.0, 8.0, 3.0], "trl_rloo": [4.0, 4.0, 4.0]}
     work = Work(shape="demo", directory="", num_prompts=4, group_size=2, num_steps=6, num_threads=1)
