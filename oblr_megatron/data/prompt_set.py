@@ -16,8 +16,8 @@ from collections.abc import Iterable, Iterator, Sequence
 from itertools import islice
 from typing import TYPE_CHECKING, Any
 
-from oblr_megatron.data.rows import Row, Skipped, read_rows
-from oblr_megatron.data.sources import ONE_PER_LINE
+from oblr_megatron.data.rows import LOST_BACKSLASH, Row, Skipped, read_rows
+from oblr_megatron.data.sources import LONE_BACKSLASH, ONE_PER_LINE
 from oblr_megatron.data.template import LongRows, RefusedError, check_template, render, too_long
 from oblr_megatron.errors import UserError
 from oblr_megatron.types import Prompt
@@ -210,6 +210,8 @@ def _fix(skipped: Sequence[Skipped]) -> str:
         "refused by": "give conversations that the chat template accepts, or set data.chat_template to false",
         "overlapping": "give other training rows, or raise data.overlap_threshold",
         "cannot be generated": "change the options of the source",
+        LOST_BACKSLASH: "double the backslashes of LaTeX commands in JSON: \\\\frac",
+        LONE_BACKSLASH: "double the backslashes of LaTeX commands in JSON: \\\\sum",
         "flagged": "give training rows without overlaps_benchmark",
     }
     given = (fix for start, fix in fixes.items() if reason.startswith(start))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import unicodedata
 from collections.abc import Iterable, Iterator, Mapping
 from decimal import Decimal, InvalidOperation
@@ -16,6 +17,12 @@ if TYPE_CHECKING:
 
 MOST_DIGITS = 50
 """A tolerance with a larger exponent is ignored: written out, "1e999999999" has a billion digits."""
+
+LOST_BACKSLASH = "a control character in place of a LaTeX command's backslash"
+_LOST_BACKSLASH = re.compile(
+    r"[\x00-\x08\x0b\x0c\x0e-\x1f](?=[A-Za-z])|\r(?:ight|ho|m|angle|floor|ceil)(?![a-z])|\n(?:eq|abla|mid)(?![a-z])"
+    r"|\t(?:ext(?:bf|it|rm)?(?=\{)|(?:imes|heta|frac|riangle|au|ilde)(?![a-z])|an(?=[({^\\]))"
+)
 
 Messages = list[dict[str, str]]  # [{"role": "user", "content": "2+3?"}]
 Question = str | Messages
@@ -133,7 +140,17 @@ def _row(
     )
     if not _is_unicode([row.id, row.question, row.answer, row.source]):
         raise _UnusableError("half of a surrogate pair")
+    if has_lost_backslash(f"{plain_text(row.question)}\0{row.answer}"):
+        raise _UnusableError(LOST_BACKSLASH)
     return row
+
+
+def has_lost_backslash(words: str) -> bool:
+    r"""Whether a control character stands where a LaTeX command had one backslash too few for JSON or TOML.
+
+    Examples: "\b" + "oxed" is True, "\t" + "imes" is True; "\t" + "Total" is False: tabs and line ends are usual.
+    """
+    return _LOST_BACKSLASH.search(words) is not None
 
 
 def _is_unicode(value: object) -> bool:
@@ -160,10 +177,22 @@ def _question(values: dict[str, Any], columns: Iterable[str], convention: Conven
         if text(value).strip():
             return text(value)
         if isinstance(value, list) and value:
-            if not _is_conversation(value):
+            turns = [_plain_turn(turn) for turn in value]
+            if not _is_conversation(turns):
                 raise _UnusableError(f"{column!r} is not a conversation that ends with a user turn")
-            return value
+            return turns
     raise _missing(columns)
+
+
+def _plain_turn(turn: Any) -> Any:
+    """A message without keys of null, with which arrow fills gaps, and with its text parts as one text."""
+    if not isinstance(turn, dict):
+        return turn
+    turn = {key: value for key, value in turn.items() if value is not None}
+    parts = turn.get("content")
+    if isinstance(parts, list) and all(isinstance(part, dict) and part.get("type") == "text" for part in parts):
+        turn["content"] = "".join(text(part.get("text")) for part in parts)
+    return turn
 
 
 def _is_conversation(value: list[Any]) -> bool:

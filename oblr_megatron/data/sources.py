@@ -34,7 +34,9 @@ BATCH_ROWS = 1024  # rows per read
 _REPEATED = ("huggingface_hub.utils._http", "datasets.packaged_modules.parquet.parquet")
 """Loggers of failed requests and damaged files. Our own error says the same once."""
 ONE_PER_LINE = "write one JSON object per line, instead of one array"
+LONE_BACKSLASH = "not JSON: a backslash that is not doubled"
 _CANNOT = "cannot read the data set"
+_LFS_POINTER = b"version https://git-lfs"
 
 
 class Record(NamedTuple):
@@ -194,6 +196,9 @@ def _is_hub_name(path: str) -> bool:
 
 
 def _file(path: Path) -> Iterator[Record]:
+    if _begins_with(path, _LFS_POINTER):
+        what = f"{_CANNOT}: it is a Git LFS pointer, not the file"
+        raise UserError(what, where=str(path), fix="run git lfs pull where the file comes from")
     if path.suffix == ".parquet":
         rows = _load(str(path), "load_dataset", "parquet", data_files=[str(path)], split="train", streaming=True)
         return _records(path.stem, rows, str(path))
@@ -201,6 +206,14 @@ def _file(path: Path) -> Iterator[Record]:
         fix = "write it as JSON lines or Parquet, for example with pandas"
         raise UserError(f"{_CANNOT}: files of the kind {path.suffix} are not read", where=str(path), fix=fix)
     return _json_lines(path)
+
+
+def _begins_with(path: Path, start: bytes) -> bool:
+    try:
+        with path.open("rb") as file:
+            return file.read(len(start)) == start
+    except OSError:  # the reader of the file says more
+        return False
 
 
 def _json_lines(path: Path) -> Iterator[Record]:
@@ -237,8 +250,8 @@ def _parse(line: bytes) -> dict[str, Any] | str:
         record = json.loads(line.decode("utf-8"))
     except UnicodeDecodeError:
         return "not UTF-8"
-    except (ValueError, RecursionError):  # deep nesting ends in a RecursionError
-        return "not JSON"
+    except (ValueError, RecursionError) as error:  # deep nesting ends in a RecursionError
+        return LONE_BACKSLASH if str(error).startswith("Invalid \\escape") else "not JSON"
     return record if isinstance(record, dict) else "not a JSON object"
 
 

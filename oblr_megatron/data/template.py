@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from oblr_megatron.data.rows import Question, Row, plain_text
+from oblr_megatron.data.rows import LOST_BACKSLASH, Question, Row, has_lost_backslash, plain_text
 from oblr_megatron.errors import UserError
 
 if TYPE_CHECKING:
@@ -34,8 +34,15 @@ def check_template(config: DataConfig, tokenizer: PreTrainedTokenizerBase) -> No
     """Check data.chat_template and data.chat_template_options against the tokenizer.
 
     Raises:
-        UserError: the tokenizer has no chat template, or an option is reserved.
+        UserError: the tokenizer has no chat template, an option is reserved, or a backslash of the prompt is lost.
     """
+    for key, words in (("template", config.template), ("system_prompt", config.system_prompt)):
+        if has_lost_backslash(words):
+            raise UserError(
+                f"data.{key} has {LOST_BACKSLASH}: {words!r:.80}",
+                where=f"config: data.{key}",
+                fix="write the text in single quotes, or double its backslashes",
+            )
     if not config.chat_template:
         return
     if not getattr(tokenizer, "chat_template", None):

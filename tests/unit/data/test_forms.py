@@ -1,0 +1,110 @@
+r"""Rows, templates and conversations in the forms of the wild: read, skipped with a reason, or refused with a remedy.
+
+The table names the project whose data or reports have each form. Not covered: parquet and hub sets (test_sources.py).
+"""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+from transformers import PreTrainedTokenizerFast
+
+from oblr_megatron.errors import UserError
+from tests.unit.data.conftest import stream, write_rows
+
+USER = {"role": "user", "content": "1+1="}
+PARTS = [{"type": "text", "text": "1+"}, {"type": "text", "text": "1="}]
+ASKS = "{% for m in messages %}{% if 'tool_calls' in m and m['tool_calls']|length != 1 %}{{ raise_exception('no') }}"
+ASKS += "{% endif %}{{ m['content'] }}{% endfor %}"
+IMAGE = [{"type": "image", "image": "a.png"}, PARTS[0]]
+
+
+@pytest.mark.parametrize(
+    ("source", "question", "expected"),
+    [
+        ("TRL, prompt", [USER], "1+1="),
+        ("datasets, null-padded", [USER | {"tool_calls": None, "name": None}], "1+1="),
+        ("datasets, null-padded", [{"role": "system", "content": "", "tool_calls": None}, USER], "1+1="),
+        ("OpenAI, content parts", [{"role": "user", "content": PARTS}], "1+1="),
+        ("OpenAI, one part", [{"role": "user", "content": [{"type": "text", "text": "1+1="}]}], "1+1="),
+        ("datasets, null-padded parts", [{"role": "user", "content": [PARTS[0] | {"image": None}, PARTS[1]]}], "1+1="),
+        ("Qwen-VL, an image part", [{"role": "user", "content": IMAGE}], None),
+        ("ShareGPT", [{"from": "human", "value": "1+1="}], None),
+        ("UltraChat, with its reply", [USER, {"role": "assistant", "content": "2"}], None),
+        ("a message of null", [None], None),
+        ("content of null", [{"role": "user", "content": None}], None),
+        ("no parts", [{"role": "user", "content": []}], None),
+    ],
+)
+def test_conversations(
+    chat_tokenizer: PreTrainedTokenizerFast,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    source: str,
+    question: list[Any],
+    expected: str | None,
+) -> None:
+    """The template fails on a key tool_calls, as published templates do that count the calls."""
+    monkeypatch.setattr(chat_tokenizer, "chat_template", ASKS)
+    good = {"question": "good", "answer": "1"}
+    path = write_rows(tmp_path / "rows.jsonl", [{"question": question, "answer": "2"}, good])
+    prompts = stream(chat_tokenizer, path, chat_template=True, shuffle=False)
+    assert len(prompts) == 1 + (expected is not None), source
+    if expected is not None:
+        assert prompts.next_prompts(1)[0].text == expected
+    else:
+        assert prompts.skipped[0].reason == "'question' is not a conversation that ends with a user turn"
+
+
+@pytest.mark.parametrize(
+    ("written", "kept"),
+    [
+        (r"\boxed{}", False), (r"\frac{1}{2}", False), (r"12\text{ cm}", False), (r"3\times 4", False),
+        (r"\theta", False), (r"\tan(x)", False), (r"\right)", False), (r"\rm{a}", False), (r"\rho", False),
+        (r"a \neq b", False), (r"\nabla f", False), (r"\beta", False), (r"\tfrac12", False), (r"\forall x", False),
+        (r"\sum_i", False), (r"\sqrt2", False), (r"\alpha", False),
+        (r"\\frac{1}{2}", True), (r"\\boxed{}", True), (r"one\nTwo", True), (r"a\tb", True), (r"\tTotal", True),
+        (r"x\r\nRight", True), (r"\tangent", True), (r"\n", True), (r"\nequal parts", True), (r"1\f2", True),
+    ],
+)  # fmt: skip
+@pytest.mark.parametrize("column", ["question", "answer"])
+def test_backslashes_in_json(
+    tokenizer: PreTrainedTokenizerFast, tmp_path: Path, column: str, written: str, kept: bool
+) -> None:
+    r"""A LaTeX command with one backslash in JSON is a control character, or no JSON at all."""
+    row = {"question": "1+1=", "answer": "2"} | {column: f"1 {written} 2"}
+    other = json.dumps({"question": "2+2=", "answer": "4"})
+    fields = ", ".join(f'"{name}": "{value}"' for name, value in row.items())
+    (tmp_path / "rows.jsonl").write_text(f"{{{fields}}}\n{other}\n")
+    prompts = stream(tokenizer, tmp_path / "rows.jsonl")
+    assert [skip.line for skip in prompts.skipped] == [1] * (not kept)
+    assert all("backslash" in skip.reason for skip in prompts.skipped)
+    if not kept:
+        (tmp_path / "rows.jsonl").write_text(f"{{{fields}}}\n")
+        with pytest.raises(UserError) as caught:
+            stream(tokenizer, tmp_path / "rows.jsonl")
+        assert "double the backslashes" in caught.value.fix
+
+
+@pytest.mark.parametrize("key", ["template", "system_prompt"])
+@pytest.mark.parametrize(
+    "text", ["{question} in \boxed{}", "{question} \frac", "{question}\text{a}", "{question}\right"]
+)
+def test_a_prompt_with_a_lost_backslash_is_refused(
+    tokenizer: PreTrainedTokenizerFast, chat_tokenizer: PreTrainedTokenizerFast, key: str, text: str
+) -> None:
+    for chat, own in ((False, tokenizer), (True, chat_tokenizer)):
+        with pytest.raises(UserError) as caught:
+            stream(own, chat_template=chat, **{key: text})
+        assert caught.value.where == f"config: data.{key}" and "single quotes" in caught.value.fix
+
+
+@pytest.mark.parametrize("name", ["rows.jsonl", "rows.json", "rows.parquet"])
+def test_a_pointer_of_git_lfs(tokenizer: PreTrainedTokenizerFast, tmp_path: Path, name: str) -> None:
+    (tmp_path / name).write_text("version https://git-lfs.github.com/spec/v1\noid sha256:00\nsize 3\n")
+    with pytest.raises(UserError) as caught:
+        stream(tokenizer, tmp_path / name)
+    assert "Git LFS" in caught.value.what and "git lfs pull" in caught.value.fix and caught.value.where.endswith(name)
