@@ -15,7 +15,7 @@ from oblr_megatron.config import Config
 from oblr_megatron.errors import UserError
 from oblr_megatron.memory.pass_plan import longest_sample
 from oblr_megatron.memory.select_mode import resolve, with_mode
-from oblr_megatron.preflight.device_memory import Device, rank_memory
+from oblr_megatron.preflight.device_memory import RankDevice, rank_memory
 from oblr_megatron.preflight.examine import check_fits
 
 USED_SHARE = {False: 0.75, True: 0.95}
@@ -34,7 +34,7 @@ class Fit:
     num_bytes: int  # that a rank and its engine need
 
 
-def fitting(config: Config, hf_config: Mapping[str, Any], device: Device) -> Fit | None:
+def fitting(config: Config, hf_config: Mapping[str, Any], device: RankDevice) -> Fit | None:
     """The first of `choices` that fits on one rank of this device; None if none does."""
     planned = device
     if device.num_bytes is not None:

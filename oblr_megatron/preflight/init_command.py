@@ -11,8 +11,9 @@ import json
 import re
 import shlex
 import tomllib
+from itertools import islice
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from oblr_megatron.errors import EXIT_OK, UserError
 
@@ -20,18 +21,20 @@ if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
     from oblr_megatron.checkpoint.hf_dir import HFDir
-    from oblr_megatron.config.data import DataConfig
-    from oblr_megatron.preflight.device_memory import Device
+    from oblr_megatron.config.data import DataConfig, SourceConfig
+    from oblr_megatron.preflight.device_memory import RankDevice
     from oblr_megatron.preflight.fitting import Fit
 
 QUESTIONS = ("question", "problem", "prompt", "query", "instruction", "input")
 ANSWERS = ("answer", "solution", "ground_truth", "gold", "target", "output", "response", "label")
+ANSWERS += ("reward_model.ground_truth", "extra_info.answer")  # verl's
 """Columns that are looked for, in this order."""
 BOX = "\\boxed{}"
 TASK = "{question}\nPlease reason step by step, and put your final answer within \\boxed{}."
 GYM_TASK = "{question}\nThink step by step, and put the final answer between <answer> and </answer>."
 MATHEMATICAL = re.compile(r"[-+]?[\d.,]+%?|[-+]?\d+\s*/\s*\d+|.*[\\^$].*", re.DOTALL)
 MOST = 0.8  # share of mathematical answers that makes "math" the reward
+SEEN_ROWS = 100  # by which columns and convention are chosen
 KEPT = 0.99  # share of rows that data.max_prompt_tokens keeps
 RESPONSE_TOKENS = 512
 TINY, TINY_RATE, RATE = 50_000_000, 5e-4, 1e-6  # parameters, and learning rates below and above
@@ -99,7 +102,7 @@ def init(options: argparse.Namespace) -> int:
     return EXIT_OK
 
 
-def fit_sections(sections: Sections, fit: Fit, device: Device) -> None:
+def fit_sections(sections: Sections, fit: Fit, device: RankDevice) -> None:
     """Write what fits into the sections of `settings`."""
     parallel, rollout = fit.config.parallel, sections["rollout"]
     free = "" if device.num_bytes is None else f" of {device.num_bytes / 1e9:.1f} GB that were free here"
@@ -118,24 +121,43 @@ def _cannot_write(out: Path, reason: str) -> UserError:
 
 
 def _data(path: str, question: str | None, answer: str | None) -> DataConfig:
-    """The section of a source, with columns that its first row has.
+    """The section of a source, with columns that its first row has, and the convention by which its answers are read.
 
     Raises:
-        UserError: the source cannot be read.
+        UserError: the source cannot be read, or has no such column.
     """
     from oblr_megatron.config.data import DataConfig, SourceConfig
     from oblr_megatron.config.run import validated
     from oblr_megatron.data.sources import convention_of, open_source
 
     source = validated(SourceConfig, {"path": path}, "DATA_FILE")
-    row = next((record.value for record in open_source(source) if isinstance(record.value, dict)), {})
     if convention_of(source).answers:  # a known benchmark has its own columns
-        row = {}
-    columns = {
-        "question_column": question or next((name for name in QUESTIONS if name in row), QUESTIONS[0]),
-        "answer_column": answer or next((name for name in ANSWERS if name in row), ANSWERS[0]),
-    }
+        return DataConfig(train=(source,), question_column=question or QUESTIONS[0], answer_column=answer or ANSWERS[0])
+    records = (record.value for record in open_source(source) if isinstance(record.value, dict))
+    rows = list(islice(records, SEEN_ROWS))
+    names = {one.lower(): one for row in rows[:1] for one in _names(row)}
+    columns = {}
+    for kind, given, usual in (("question", question, QUESTIONS), ("answer", answer, ANSWERS)):
+        found = given or next((names[name] for name in usual if name in names), "")
+        if rows and not found:
+            raise UserError(
+                f"no column of the usual names of the {kind}, but {', '.join(names.values())}",
+                where=path,
+                fix=f"name it: --{kind}-column NAME",
+            )
+        columns[f"{kind}_column"] = found or usual[0]
+    answers = [str(row.get(columns["answer_column"])) for row in rows]
+    for convention, mark in (("gsm8k", "####"), ("math", "\\boxed{")):
+        if rows and sum(mark in one for one in answers) >= MOST * len(answers):
+            own = {"question_column": columns["question_column"], "answer_column": columns["answer_column"]}
+            source = validated(SourceConfig, {"path": path, "convention": convention, **own}, "DATA_FILE")
     return DataConfig(train=(source,), **columns)
+
+
+def _names(row: dict[str, Any]) -> list[str]:
+    """The columns of a row, and the fields of a column as "a.b"."""
+    inner = [f"{name}.{field}" for name, value in row.items() if isinstance(value, dict) for field in value]
+    return [*row, *inner]
 
 
 def settings(model: HFDir, data: DataConfig, out: Path) -> Sections:
@@ -169,7 +191,7 @@ def settings(model: HFDir, data: DataConfig, out: Path) -> Sections:
         },
         "model": {"path": (str(model.path), "The model to start from.")},
         "data": {
-            "train": (data.train[0].path, "Training rows."),
+            **_source(data.train[0]),
             **{f"{one}_column": (name, f"Column of the {one}.") for one, name in columns.items() if name != one},
             "template": (template, "The prompt around a row's question."),
             **({"chat_template": (chat, "The template is a user's turn for a chat model.")} if chat else {}),
@@ -181,6 +203,18 @@ def settings(model: HFDir, data: DataConfig, out: Path) -> Sections:
         "rollout": {"max_response_tokens": (response, shared)},
         "reward": {"name": (reward, why)},
         "optimizer": {"lr": (rate, "Learning rate: 1e-6 for 0.6B parameters and more, up to 5e-4 for tiny models.")},
+    }
+
+
+def _source(source: SourceConfig) -> dict[str, tuple[str | int | float, str]]:
+    """The keys of the training rows."""
+    if not source.convention:
+        return {"train": (source.path, "Training rows.")}
+    return {
+        "train.path": (source.path, "Training rows."),
+        "train.convention": (source.convention, "How their answers are read (docs/data.md)."),
+        "train.question_column": (source.question_column or "", "Column of the question."),
+        "train.answer_column": (source.answer_column or "", "Column of the answer."),
     }
 
 

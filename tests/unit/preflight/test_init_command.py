@@ -15,6 +15,7 @@ from transformers import PreTrainedTokenizerFast
 
 from oblr_megatron.cli import main
 from oblr_megatron.config import Config, load_config
+from oblr_megatron.data.rows import read_rows
 from oblr_megatron.errors import EXIT_OK, EXIT_USER
 from tests.tiny import make_hf_dir
 
@@ -122,3 +123,56 @@ def test_a_run_directory_in_use_is_refused(tmp_path: Path, words: Path, capsys: 
     (tmp_path / "run" / "config" / "thesis.txt").touch()
     assert main(["init", str(words), "rows.jsonl"]) == EXIT_USER
     assert "run/config" in capsys.readouterr().err and not (tmp_path / "config.toml").exists()
+
+
+GSM8K = "There are 2+{n}=<<2+{n}=0>>. So\n#### {n},000"
+BOXED = "It is 2. So \\boxed{{\\frac{{{n}}}{{7}}}}."
+
+
+@pytest.mark.parametrize(
+    ("source", "row", "convention", "columns"),
+    [
+        ("GSM8K", {"question": "q", "answer": GSM8K}, "gsm8k", ("question", "answer")),
+        ("GSM8K, other names", {"Problem": "q", "Solution": GSM8K}, "gsm8k", ("Problem", "Solution")),
+        ("MATH", {"problem": "q", "level": "Level 5", "solution": BOXED}, "math", ("problem", "solution")),
+        ("verl", {"prompt": "q", "reward_model": {"ground_truth": "{n}"}}, "", ("prompt", "reward_model.ground_truth")),
+        ("AIME 2024", {"ID": 1, "Problem": "q", "Answer": "{n}"}, "", ("Problem", "Answer")),
+        ("Alpaca", {"instruction": "q", "output": "{n}"}, "", ("instruction", "output")),
+    ],
+)
+def test_the_usual_sets_are_recognized_by_their_rows(
+    source: str, row: dict[str, Any], convention: str, columns: tuple[str, str], tmp_path: Path, bytes_model: Path
+) -> None:
+    """Oracle: the question and the bare gold that the config reads."""
+
+    def filled(value: Any, n: int) -> Any:
+        if isinstance(value, dict):
+            return {key: filled(one, n) for key, one in value.items()}
+        return f"What is {n}?" if value == "q" else value.format(n=n) if isinstance(value, str) else value
+
+    config = written(tmp_path, bytes_model, [filled(row, n) for n in range(5)])
+    [train] = config.data.train
+    assert train.convention == convention and config.reward.name == "math", source
+    assert (train.question_column or config.data.question_column) == columns[0]
+    assert (train.answer_column or config.data.answer_column) == columns[1]
+    golds = [one.answer for one in read_rows(train, config.data, [], training=True)]
+    wanted = {"gsm8k": "{n}000", "math": "\\frac{{{n}}}{{7}}", "": "{n}"}[convention]
+    assert golds == [wanted.format(n=n) for n in range(5)]
+
+
+@pytest.mark.parametrize(
+    ("source", "row", "named"),
+    [
+        ("ShareGPT", {"conversations": [{"from": "human", "value": "1"}]}, "--question-column"),
+        ("UltraChat", {"messages": [{"role": "user", "content": "1"}], "prompt_id": "0"}, "--question-column"),
+        ("TRL, prompts alone", {"prompt": "1+1="}, "--answer-column"),
+        ("a set of its own", {"question": "1+1=", "gold_answer": "2"}, "--answer-column"),
+    ],
+)
+def test_a_set_without_the_usual_columns_is_refused_with_its_own(
+    source: str, row: dict[str, Any], named: str, words: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "rows.jsonl").write_text(json.dumps(row) + "\n")
+    assert main(["init", str(words), "rows.jsonl"]) == EXIT_USER
+    error = capsys.readouterr().err.splitlines()[-1]
+    assert named in error and all(name in error for name in row), source
