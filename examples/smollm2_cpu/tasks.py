@@ -85,7 +85,7 @@ def instruction_rows(seed: int) -> tuple[list[Row], list[Row]]:
 def instruction(topic: str, generator: random.Random) -> tuple[str, list[Check]]:
     """(prompt, checks): a form with a number or with keys, and two further demands."""
     first, second, avoided, *keys = generator.sample(TOPICS[topic], 5)
-    words, items = generator.randrange(15, 50), generator.randrange(2, 6)
+    words, items = generator.randrange(15, 45), generator.randrange(2, 6)
     include = (f'Use the words "{first}" and "{second}".', ["include", first, second])
     avoid = (f'Do not use the words "the" and "{avoided}".', ["avoid", "the", avoided])
     if generator.random() < 0.25:  # without a demand on the case, which would change the keys
