@@ -26,7 +26,7 @@ if TYPE_CHECKING:
     from oblr_megatron.preflight.fitting import Fit
 
 QUESTIONS = ("question", "problem", "prompt", "query", "instruction", "input")
-ANSWERS = ("answer", "solution", "ground_truth", "gold", "target", "output", "response", "label")
+ANSWERS: tuple[str, ...] = ("answer", "solution", "ground_truth", "gold", "target", "output", "response", "label")
 ANSWERS += ("reward_model.ground_truth", "extra_info.answer")  # verl's
 """Columns that are looked for, in this order."""
 BOX = "\\boxed{}"

@@ -15,8 +15,8 @@ from transformers import PreTrainedTokenizerFast
 from oblr_megatron.errors import UserError
 from tests.unit.data.conftest import stream, write_rows
 
-USER = {"role": "user", "content": "1+1="}
-PARTS = [{"type": "text", "text": "1+"}, {"type": "text", "text": "1="}]
+USER: dict[str, Any] = {"role": "user", "content": "1+1="}
+PARTS: list[dict[str, Any]] = [{"type": "text", "text": "1+"}, {"type": "text", "text": "1="}]
 ASKS = "{% for m in messages %}{% if 'tool_calls' in m and m['tool_calls']|length != 1 %}{{ raise_exception('no') }}"
 ASKS += "{% endif %}{{ m['content'] }}{% endfor %}"
 IMAGE = [{"type": "image", "image": "a.png"}, PARTS[0]]
@@ -49,7 +49,7 @@ def test_conversations(
 ) -> None:
     """The template fails on a key tool_calls, as published templates do that count the calls."""
     monkeypatch.setattr(chat_tokenizer, "chat_template", ASKS)
-    good = {"question": "good", "answer": "1"}
+    good: dict[str, object] = {"question": "good", "answer": "1"}
     path = write_rows(tmp_path / "rows.jsonl", [{"question": question, "answer": "2"}, good])
     prompts = stream(chat_tokenizer, path, chat_template=True, shuffle=False)
     assert len(prompts) == 1 + (expected is not None), source
@@ -98,7 +98,7 @@ def test_a_prompt_with_a_lost_backslash_is_refused(
 ) -> None:
     for chat, own in ((False, tokenizer), (True, chat_tokenizer)):
         with pytest.raises(UserError) as caught:
-            stream(own, chat_template=chat, **{key: text})
+            stream(own, chat_template=chat, **dict[str, Any]({key: text}))
         assert caught.value.where == f"config: data.{key}" and "single quotes" in caught.value.fix
 
 

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import itertools
 import re
-from collections.abc import Iterator
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -18,11 +18,12 @@ from oblr_megatron.rewards.base import RewardResult
 from oblr_megatron.rewards.registry import build_reward, check_reward
 from tests.unit.rewards.conftest import batch
 
+Scored = Callable[..., RewardResult]
 LIST = "[float(one == gold) for one, gold in zip(responses, answers)]"
 
 
 @pytest.fixture
-def score(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[object]:
+def score(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Scored:
     """Scores the responses "4" and "5" to a gold "4" with a file `rewards_of_a_user.py`."""
     monkeypatch.setattr("sys.path", [*__import__("sys").path])
     monkeypatch.setattr("sys.modules", {**__import__("sys").modules})
@@ -79,7 +80,7 @@ def score(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[object]:
         ),
     ],
 )
-def test_called_by_the_names_of_its_parameters(score, source: str, text: str) -> None:
+def test_called_by_the_names_of_its_parameters(score: Scored, source: str, text: str) -> None:
     assert score(text, batch_size=2).rewards == [1, 0], source
 
 
@@ -118,7 +119,7 @@ def test_called_by_the_names_of_its_parameters(score, source: str, text: str) ->
         ("nothing", "", "()"),
     ],
 )
-def test_refused_with_the_names_wanted(score, source: str, signature: str, named: str) -> None:
+def test_refused_with_the_names_wanted(score: Scored, source: str, signature: str, named: str) -> None:
     with pytest.raises(UserError) as caught:
         score(f"def score({signature}): return 0.0")
     assert named in str(caught.value) and "\n" not in str(caught.value), source
@@ -171,21 +172,21 @@ def copied(response, answer):
         *itertools.product(["rewards_of_a_user.py"], ["executor", "forked", "spawned", "pickled", "copied"]),
     ],
 )
-def test_a_file_whose_functions_and_classes_are_pickled(score, name: str, file: str) -> None:
+def test_a_file_whose_functions_and_classes_are_pickled(score: Scored, name: str, file: str) -> None:
     """A file named like another module, or like none, is not imported by its name: new interpreters do not know it."""
     result = score(PICKLES, name, file, timeout_s=60.0)
     assert (result.rewards, result.error) == ([1, 0], None)
 
 
 @pytest.mark.parametrize("line", ["from helper_of_a_user import same", "import helper_of_a_user as h; same = h.same"])
-def test_a_file_imports_the_modules_beside_it(score, tmp_path: Path, line: str) -> None:
+def test_a_file_imports_the_modules_beside_it(score: Scored, tmp_path: Path, line: str) -> None:
     (tmp_path / "folder").mkdir()
     (tmp_path / "folder" / "helper_of_a_user.py").write_text("def same(one, other): return float(one == other)")
     text = f"{line}\ndef score(response, answer): return same(response, answer)"
     assert score(text, file="folder/rewards_of_a_user.py").rewards == [1, 0]
 
 
-def test_files_of_one_name_in_two_folders(score) -> None:
+def test_files_of_one_name_in_two_folders(score: Scored) -> None:
     assert score("def score(response): return 1.0", file="a/rewards_of_a_user.py").rewards == [1, 1]
     assert score("def score(response): return 2.0", file="b/rewards_of_a_user.py").rewards == [2, 2]
 
@@ -200,6 +201,6 @@ def test_files_of_one_name_in_two_folders(score) -> None:
         "import mmap; mmap.mmap(-1, 2**33)",
     ],
 )
-def test_a_lack_of_memory_names_the_limit(score, statement: str) -> None:
+def test_a_lack_of_memory_names_the_limit(score: Scored, statement: str) -> None:
     result = score(f"def score(response):\n    {statement}\n    return 1.0")
     assert result.failures == 2 and re.search(r"memory limit .* 2 GiB beyond the imports", result.cause)
