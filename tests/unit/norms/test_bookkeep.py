@@ -13,7 +13,7 @@ import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from oblr_megatron.model.taps import add_product
-from oblr_megatron.norms.bookkeep import BookkeepSink, _Product, _Vectors
+from oblr_megatron.norms.bookkeep import BookkeepSink, _KeptVectors, _Product
 
 
 def on_meta(*shape: int) -> Any:
@@ -31,7 +31,7 @@ def test_coefficients_are_read_on_the_host() -> None:
         _Product(weight, 0, alone, on_meta(5, 1, 4), on_meta(5, 1, 3)),
         _Product(weight, 1, rows, on_meta(5, 2, 4), on_meta(5, 2, 3)),
         _Product(weight, 1, packed, on_meta(5, 1, 4), on_meta(5, 1, 3)),
-        _Vectors(weight, 1, on_meta(2, 3, 4)),
+        _KeptVectors(weight, 1, on_meta(2, 3, 4)),
     ]
     sink.add_gradient(torch.tensor([0.5, 0.0, 2.0], dtype=torch.float64))
     assert sink._kept == []

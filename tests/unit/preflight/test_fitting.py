@@ -16,7 +16,7 @@ from oblr_megatron.errors import UserError
 from oblr_megatron.memory.pass_plan import longest_sample
 from oblr_megatron.memory.select_mode import resolve, with_mode
 from oblr_megatron.model.published import published
-from oblr_megatron.preflight.device_memory import Device, rank_memory
+from oblr_megatron.preflight.device_memory import RankDevice, rank_memory
 from oblr_megatron.preflight.examine import check_fits
 from oblr_megatron.preflight.fitting import USED_SHARE, choices, fitting
 
@@ -39,15 +39,15 @@ def first_config(**changes: Any) -> Config:
     return parse_config({"run_dir": "run", "num_prompts": 32, "model": {"path": "model"}, "data": data} | changes)
 
 
-def cpu(gigabytes: float) -> Device:
-    return Device(on_gpu=False, num_bytes=int(gigabytes * 1e9), transformer_engine=False)
+def cpu(gigabytes: float) -> RankDevice:
+    return RankDevice(on_gpu=False, num_bytes=int(gigabytes * 1e9), transformer_engine=False)
 
 
-def gpu(gigabytes: float) -> Device:
-    return Device(on_gpu=True, num_bytes=int(gigabytes * 1e9), transformer_engine=True)
+def gpu(gigabytes: float) -> RankDevice:
+    return RankDevice(on_gpu=True, num_bytes=int(gigabytes * 1e9), transformer_engine=True)
 
 
-def fits(config: Config, hf_config: Mapping[str, Any], device: Device) -> bool:
+def fits(config: Config, hf_config: Mapping[str, Any], device: RankDevice) -> bool:
     """The dry run's verdict."""
     on_gpu, te = device.on_gpu, device.transformer_engine
     choice = resolve(hf_config, config, 1, free_bytes=device.num_bytes, on_gpu=on_gpu, transformer_engine=te)
@@ -64,7 +64,7 @@ def fits(config: Config, hf_config: Mapping[str, Any], device: Device) -> bool:
     [(SMOLLM2, cpu(12)), (SMOLLM2, cpu(14.8)), (SMOLLM2, cpu(24)), (QWEN, cpu(64)), (QWEN, gpu(80))],
     ids=["smollm2 12", "smollm2 14.8", "smollm2 24", "qwen3 64", "qwen3 gpu"],
 )
-def test_a_machine_gets_the_first_choice_that_leaves_room(hf_config: Mapping[str, Any], device: Device) -> None:
+def test_a_machine_gets_the_first_choice_that_leaves_room(hf_config: Mapping[str, Any], device: RankDevice) -> None:
     fit = fitting(first_config(), hf_config, device)
     assert fit is not None and device.num_bytes is not None and fits(fit.config, hf_config, device)
     assert fit.num_bytes <= USED_SHARE[device.on_gpu] * device.num_bytes
@@ -97,6 +97,6 @@ def test_a_small_machine_recomputes_and_a_smaller_one_gets_nothing() -> None:
 
 
 def test_without_a_known_size_everything_fits() -> None:
-    unknown = Device(on_gpu=False, num_bytes=None, transformer_engine=False)
+    unknown = RankDevice(on_gpu=False, num_bytes=None, transformer_engine=False)
     fit = fitting(first_config(), SMOLLM2, unknown)
     assert fit is not None and fit.config == first_config()
