@@ -207,12 +207,14 @@ class PassOnRank:
         return (self.tokens.count + width) * sizes.hidden * sizes.logit
 
     def _layer_backward(self, held: int, kept: int) -> Iterator[Moment]:
-        """The last layer: its output projection, then its gated unit."""
+        """The last layer: its output projection, then its gated unit; of experts with their inputs and gradients."""
         sizes = self.sizes
         held, kept = held + self.recomputed, kept + (self._head_kept if sizes.is_last else 0)
         if sizes.ffn:
             work = max(self._linear_work(sizes.hidden, sizes.ffn), glu_bytes(sizes, self.tokens))
-            yield Moment("last layer's backward", held, 0, kept, self._residual + work)
+        else:
+            work = sizes.routed(self.tokens) * (4 * sizes.expert_ffn + 2 * sizes.hidden) * sizes.element
+        yield Moment("last layer's backward", held, 0, kept, self._residual + work)
 
     def _first_layer_backward(self) -> Moment:
         """The first layer in the last microbatch, when the factors of all other layers are kept."""
@@ -256,9 +258,12 @@ class PassOnRank:
         if self.run.kind == "stash":
             return widened + (weight * sizes.wide if sizes.cp > 1 else 0)
         side = GPU_TILE_SIDE if self.on_gpu else CPU_TILE_SIDE
-        tiles = min(side * side, weight) * (sizes.wide + 8)
+        tile = min(side * side, weight)
+        tiles, length = tile * (sizes.wide + 8), self.tokens.length
         if self.run.kind == "inline":  # with context parallelism a tile is summed in a copy
-            return widened + tiles * (2 if sizes.cp > 1 else 1)
+            return max(widened + tile * sizes.wide, tiles) * (2 if sizes.cp > 1 else 1)
+        if length * (outputs + inputs) < 2 * weight:  # the Gram form: products of pairs of tokens, for both factors
+            tiles = 2 * min(side * side, n * min(length, 128)) * (sizes.wide + 8)
         return widened + (2 * weight * sizes.wide if sizes.cp > 1 else tiles)
 
     def _cross_work(self, width: int) -> int:

@@ -192,9 +192,10 @@ class HeadFactors:
             old, new = (self._largest - common).exp_(), (largest - common).exp_()
             self._largest, self._total = common, self._total * old + sums * new
             if entropy:
-                weighted = weighted * old + (torch.linalg.vecdot(exponentials, shifted) + largest * sums) * new
+                weighted = weighted * old + (shifted.mul_(exponentials).sum(dim=1) + largest * sums) * new
             if energy:
-                squares = squares * old.square() + torch.linalg.vecdot(exponentials, exponentials) * new.square()
+                norm = torch.linalg.vector_norm(exponentials, dim=1)
+                squares = squares * old.square() + (norm * new).square()
             if exponentials.numel() <= room:
                 room -= exponentials.numel()
                 self._kept[rows.start] = largest, exponentials
@@ -283,6 +284,7 @@ class _Scores(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, grad: Tensor, *_: Tensor) -> tuple[Tensor, Tensor | None, None, None, None, None]:
         factors: HeadFactors = ctx.factors
+        del ctx.factors  # x would stay until the end of the whole backward
         weight, tap = ctx.weight, factors.head.tap
         tapped = id(weight) in tap.weights
         dw = torch.empty_like(weight) if weight.requires_grad and not tapped else None
