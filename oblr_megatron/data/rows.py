@@ -140,7 +140,7 @@ def _row(
     )
     if not _is_unicode([row.id, row.question, row.answer, row.source]):
         raise _UnusableError("half of a surrogate pair")
-    if has_lost_backslash(f"{plain_text(row.question)}\0{row.answer}"):
+    if has_lost_backslash(plain_text(row.question)) or has_lost_backslash(row.answer):
         raise _UnusableError(LOST_BACKSLASH)
     return row
 

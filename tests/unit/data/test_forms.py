@@ -89,6 +89,12 @@ def test_backslashes_in_json(
         assert "double the backslashes" in caught.value.fix
 
 
+@pytest.mark.parametrize("answer", ["t2", "mid", "right", "theta"])
+def test_an_answer_may_begin_with_a_letter(tokenizer: PreTrainedTokenizerFast, tmp_path: Path, answer: str) -> None:
+    (tmp_path / "rows.jsonl").write_text(json.dumps({"question": "1+1=", "answer": answer}) + "\n")
+    assert not stream(tokenizer, tmp_path / "rows.jsonl").skipped
+
+
 @pytest.mark.parametrize("key", ["template", "system_prompt"])
 @pytest.mark.parametrize(
     "text", ["{question} in \boxed{}", "{question} \frac", "{question}\text{a}", "{question}\right"]
