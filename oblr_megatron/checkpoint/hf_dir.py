@@ -1,4 +1,4 @@
-"""Checks that a directory is a complete Hugging Face model, from file sizes and headers. Imports no torch.
+"""Checks that a directory is a complete Hugging Face model, mostly from file sizes and headers. Imports no torch.
 
 It finds problems that would otherwise appear minutes later, while many ranks load: missing files, shards truncated by
 an interrupted download, an index that contradicts its shards, another architecture.
@@ -11,7 +11,7 @@ import json
 import os
 from collections.abc import Collection
 from dataclasses import dataclass, field
-from functools import cached_property
+from functools import cached_property, lru_cache
 from math import inf
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -23,7 +23,7 @@ from oblr_megatron.errors import UserError
 from oblr_megatron.families import family_of
 from oblr_megatron.formatting import searched_from
 from oblr_megatron.model.published import published
-from oblr_megatron.weights.names import HF_OUTPUT, ModelShape, table
+from oblr_megatron.weights.names import HF_EMBEDDING, HF_OUTPUT, ModelShape, table
 
 if TYPE_CHECKING:
     from transformers import PreTrainedConfig, PreTrainedTokenizerBase
@@ -38,6 +38,8 @@ COPIED = (
 UNQUANTIZED = "give the original, unquantised checkpoint"
 QUANTIZATION, SCALES = "quantization_config", (".weight_scale", ".input_scale")
 SAMPLED_TENSORS, SAMPLED_BYTES = 64, 4096  # read for a fingerprint
+COMPARED_BYTES = 2**24  # read at once
+Place = tuple[Path, int, int, int, str]  # of a tensor: file, its mtime in ns, offset, bytes, dtype
 FP8_BYTES = {"F8_E4M3": 1}  # allowed in a quantized model only
 SIZES = (
     *("hidden_size", "intermediate_size", "vocab_size", "num_hidden_layers"),
@@ -106,7 +108,7 @@ class HFDir:
 
 
 def check_hf_dir(path: str | Path, *, quantized: bool = False) -> HFDir:
-    """Check everything that can be checked without reading weights.
+    """Check everything that can be checked from headers, and that a stored output layer is the embedding if it is tied.
 
     With `quantized` it may be a directory written by `oblr-megatron quantize`; `shapes` leaves out its scales.
 
@@ -131,6 +133,8 @@ def check_hf_dir(path: str | Path, *, quantized: bool = False) -> HFDir:
     files = tuple(sorted(listed)) if listed else (SINGLE,)
     _check_alone(path, listed)
     tied = bool(config.get("tie_word_embeddings", False))
+    if tied and HF_OUTPUT in shapes:
+        _check_tied_head(path, files)
     return HFDir(path, config, files, shapes, tied, num_bytes, dtypes)
 
 
@@ -286,6 +290,32 @@ def _check_weights(
         stored |= {tensor: entry["dtype"] for tensor, entry in held.items()}
         num_bytes += file.stat().st_size
     return shapes, stored, num_bytes
+
+
+def _check_tied_head(path: Path, files: Collection[str]) -> None:
+    """Refuse a tied model whose files store another output layer: vLLM would load it, and no push would replace it."""
+    places = {}
+    for file in (path / name for name in files):
+        start, entries = read_header(file)
+        for name in entries.keys() & {HF_EMBEDDING, HF_OUTPUT}:
+            begin, end = entries[name]["data_offsets"]
+            places[name] = (file, file.stat().st_mtime_ns, start + begin, end - begin, entries[name]["dtype"])
+    if not _equal_bytes(places[HF_EMBEDDING], places[HF_OUTPUT]):
+        what = f"config.json ties the output layer to the embedding, but the files have another {HF_OUTPUT!r}"
+        fix = f'set "tie_word_embeddings": false in config.json, or remove {HF_OUTPUT!r} from the files'
+        raise UserError(what, where=str(path), fix=fix)
+
+
+@lru_cache(maxsize=8)
+def _equal_bytes(one: Place, other: Place) -> bool:
+    """Whether two tensors have one dtype and equal bytes. A directory is checked several times, and read once."""
+    if one[3:] != other[3:]:
+        return False
+    with one[0].open("rb") as first, other[0].open("rb") as second:
+        first.seek(one[2])
+        second.seek(other[2])
+        sizes = (min(COMPARED_BYTES, one[3] - done) for done in range(0, one[3], COMPARED_BYTES))
+        return all(first.read(size) == second.read(size) for size in sizes)
 
 
 def check_tensors(config: dict[str, Any], shapes: dict[str, tuple[int, ...]], path: Path) -> None:

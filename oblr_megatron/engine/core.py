@@ -17,6 +17,7 @@ import traceback
 from collections import Counter, defaultdict
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from functools import partial
 from typing import Any
 
 from oblr_megatron.checkpoint.hf_dir import checkpoint_shapes
@@ -26,9 +27,10 @@ from oblr_megatron.engine.http_messages import PROTOCOL, DraftReport, Holding, I
 from oblr_megatron.engine.protocol import EngineSpec, PromptRequest, SamplingRequest
 from oblr_megatron.engine.samples import sampling_params, to_sample
 from oblr_megatron.engine.state import InvalidRequest, Refusal, WeightState, check_reset
-from oblr_megatron.errors import DamagedError, RunError
+from oblr_megatron.errors import DamagedError, RunError, WeightError
 from oblr_megatron.extension import extension
 from oblr_megatron.types import Sample
+from oblr_megatron.weights.engine_view import unwritten
 from oblr_megatron.weights.manifest import Manifest, parts_of
 from oblr_megatron.weights.names import HF_EMBEDDING
 from oblr_megatron.weights.shm import DAMAGED
@@ -50,7 +52,7 @@ class EngineServer:
         self._spec, self._backend = spec, BACKENDS[spec.device, spec.server]
         self._llm = vllm.LLM(**vllm_arguments(spec, self._backend))
         self._tokenizer = self._llm.get_tokenizer()
-        shapes = checkpoint_shapes(spec.model, quantized=True)  # evaluation may load one; no run pushes into it
+        self._shapes = shapes = checkpoint_shapes(spec.model, quantized=True)  # evaluation may load one without pushes
         self._vocab_size, self._digest = shapes[HF_EMBEDDING][0], shapes_digest(shapes)
         self._instance = secrets.token_hex(8)
         self._state = WeightState(shapes, spec.dtype)
@@ -192,10 +194,12 @@ class EngineServer:
             self._llm.update_weights({"update_info": update_info})
 
     def finish_push(self, holding: Holding) -> None:
-        """Serve the new weights, provided that all of them have come."""
+        """Serve the new weights, provided that all of them have come, and that they are all that the engine holds."""
         with self._state.finish(holding), _refusals():
             self._llm.finish_weight_update(weight_version=str(holding.version))
             check_reset(self._llm.reset_prefix_cache())
+            if not self._state.holding.version:  # the first push; later ones have the same tensors
+                self._check_written()
 
     def abort_push(self, reason: str, holding: Holding | None = None) -> None:
         """Give up a push, if it is the open or the last one; None: whichever it is.
@@ -236,6 +240,14 @@ class EngineServer:
         if asleep:
             self._llm.wake_up(tags=asleep)
             self._asleep -= set(asleep)
+
+    def _check_written(self) -> None:
+        """Refuse an engine that keeps a weight of its checkpoint which no push replaces."""
+        reports = self._llm.apply_model(partial(unwritten, pushed=frozenset(self._shapes)))
+        names = sorted({name for report in reports for name in report})
+        if names:
+            what = f"the engine computes with {len(names)} parameters that no push writes"
+            raise WeightError(f"{what}: {', '.join(names[:5])}{', ...' if len(names) > 5 else ''}")
 
     def _decode(self) -> dict[int, Groups]:
         """One decoding step: the groups that it has completed, by their calls."""

@@ -6,7 +6,7 @@ A worker of a tensor-parallel engine holds its share of the rows or columns.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from typing import Any
 
 from torch import Tensor, nn
@@ -29,6 +29,27 @@ def engine_tensors(model: nn.Module) -> dict[str, Tensor]:
         prefix, _, name = path.rpartition(".")
         tensors |= dict(_unfused(prefix, modules[prefix], name, parameter.detach(), model))
     return tensors
+
+
+def unwritten(model: Any, pushed: Collection[str]) -> list[str]:
+    """Weights and biases of vLLM's model that no tensor of a push reaches, by vLLM's names.
+
+    A parameter that is made from a weight, such as a scale, counts as that weight. It may share memory with another.
+    """
+    sources, memory = {}, {}
+    for path, parameter in model.named_parameters(remove_duplicate=False):
+        prefix, _, name = path.rpartition(".")
+        parent, _, leaf = prefix.rpartition(".")
+        fused = next((parts for key, parts in EXPERTS.items() if name.startswith(key)), None)
+        if fused is not None:
+            experts = range(model.get_submodule(prefix).global_num_experts)
+            sources[path] = [f"{parent}.{expert}.{part}.weight" for expert in experts for part in fused]
+        elif name == "bias" or name.startswith("weight"):
+            parts = [f"{parent}.{part}" for part in model.packed_modules_mapping.get(leaf, ())] or [prefix]
+            sources[path] = [f"{part}.{'bias' if name == 'bias' else 'weight'}" for part in parts]
+        memory[path] = parameter.data_ptr()
+    written = {memory[path] for path, names in sources.items() if all(name in pushed for name in names)}
+    return [path for path in sources if memory[path] not in written]
 
 
 def _unfused(prefix: str, module: nn.Module, name: str, parameter: Tensor, model: Any) -> Iterator[tuple[str, Tensor]]:

@@ -16,15 +16,16 @@ from typing import Any
 
 import pytest
 import torch
+from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM, Qwen3ForCausalLM
 
-from oblr_megatron.checkpoint.hf_dir import checkpoint_shapes
+from oblr_megatron.checkpoint.hf_dir import SINGLE, checkpoint_shapes
 from oblr_megatron.config import WeightsConfig
 from oblr_megatron.engine.http_messages import Holding
-from oblr_megatron.errors import DamagedError, RunError
+from oblr_megatron.errors import DamagedError, RunError, WeightError
 from oblr_megatron.rollout.colocated import ColocatedEngines
 from oblr_megatron.weights.manifest import manifest_of
-from oblr_megatron.weights.names import ModelShape
+from oblr_megatron.weights.names import HF_EMBEDDING, HF_OUTPUT, ModelShape
 from oblr_megatron.weights.shm import HALVES, Bucket, SharedBuffer, fill_buckets
 from oblr_megatron.weights.verify import expected_digests
 from tests.e2e.tiny_rollout import ONE_RANK, Weights, change, make_config, sample
@@ -164,3 +165,26 @@ def test_verify_names_the_tensor_that_is_not_what_was_pushed(direct: Direct, mon
     direct.engines._unusable = None  # the trainer's side; the engine process refuses as well
     with pytest.raises(RunError, match=f"push {version + 1} failed.*{K}"):
         sample(direct.engines, count=4)
+
+
+def test_an_engine_that_keeps_a_weight_which_no_push_replaces(tmp_path: Path) -> None:
+    """vLLM is told that a tied model is untied: it loads the stored copy of the embedding as an output layer."""
+    path = make_hf_dir(tmp_path / "model", tied=True, head_dim=32)
+    tensors = load_file(path / SINGLE)
+    save_file(tensors | {HF_OUTPUT: tensors[HF_EMBEDDING].clone()}, path / SINGLE, metadata={"format": "pt"})
+    weights = Weights(AutoModelForCausalLM.from_pretrained(path))
+    for kept in (False, True):
+        config = make_config(path, tmp_path / f"run{kept}")
+        if kept:  # a config refuses this option: checks/vllm_options.py
+            config.rollout.vllm["hf_overrides"] = {"tie_word_embeddings": False}
+        engines = ColocatedEngines(config, ONE_RANK)
+        try:
+            if not kept:
+                engines.push(weights, 1)
+                continue
+            with pytest.raises(WeightError, match=r"1 parameters that no push writes: lm_head\.weight"):
+                engines.push(weights, 1)
+            with pytest.raises(RunError, match="push 1"):
+                sample(engines, count=1)
+        finally:
+            engines.close()

@@ -21,8 +21,10 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 from transformers import Qwen3ForCausalLM
 
+from oblr_megatron.checkpoint import hf_dir
 from oblr_megatron.checkpoint.hf_dir import INDEX, SINGLE, check_hf_dir
 from oblr_megatron.errors import UserError
+from oblr_megatron.weights.names import HF_EMBEDDING, HF_OUTPUT
 from tests.tiny import make_hf_dir, make_moe_hf_dir, make_tokenizer
 
 Q_PROJ = "model.layers.0.self_attn.q_proj.weight"
@@ -89,6 +91,60 @@ def test_a_mixture_of_experts(tmp_path: Path) -> None:
 def test_tied_embeddings_need_no_output_layer(tmp_path: Path) -> None:
     found = check_hf_dir(make_hf_dir(tmp_path / "model", tied=True))
     assert found.tied and "lm_head.weight" not in found.shapes
+
+
+def _nudged(embedding: Tensor, row: int) -> Tensor:
+    changed = embedding.clone()
+    changed[row, 0] += 1e-3
+    return changed
+
+
+@pytest.mark.parametrize("apart", [False, True])
+@pytest.mark.parametrize(
+    ("head", "tied", "accepted"),
+    [
+        pytest.param(lambda embedding: embedding.clone(), True, True, id="an equal copy"),
+        pytest.param(torch.randn_like, True, False, id="another head"),
+        pytest.param(lambda embedding: _nudged(embedding, 0), True, False, id="one value at the start"),
+        pytest.param(lambda embedding: _nudged(embedding, -1), True, False, id="one value at the end"),
+        pytest.param(torch.zeros_like, True, False, id="zeros"),
+        pytest.param(lambda embedding: embedding.bfloat16(), True, False, id="rounded"),
+        pytest.param(lambda embedding: embedding[:-1].clone(), True, False, id="a row fewer"),
+        pytest.param(lambda embedding: embedding.t().contiguous(), True, False, id="transposed"),
+        pytest.param(torch.randn_like, False, True, id="untied"),
+        pytest.param(torch.randn_like, None, True, id="no key: untied"),
+        pytest.param(lambda embedding: embedding.clone(), False, True, id="untied, and equal as yet"),
+    ],
+)
+def test_a_stored_output_layer_of_a_tied_model_is_the_embedding(
+    head: Callable[[Tensor], Tensor],
+    tied: bool | None,
+    accepted: bool,
+    apart: bool,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """vLLM loads the stored one if it differs, and a push of a tied model sends no output layer."""
+    monkeypatch.setattr(hf_dir, "COMPARED_BYTES", 1000)
+    path = make_hf_dir(tmp_path / "model", tied=True)
+    tensors = load_file(path / SINGLE)
+    output = {HF_OUTPUT: head(tensors[HF_EMBEDDING])}
+    if apart:
+        (path / SINGLE).unlink()
+        for name, held in (("a.safetensors", tensors), ("b.safetensors", output)):
+            save_file(held, path / name)
+        places = dict.fromkeys(tensors, "a.safetensors") | {HF_OUTPUT: "b.safetensors"}
+        (path / INDEX).write_text(json.dumps({"weight_map": places}))
+    else:
+        save_file(tensors | output, path / SINGLE)
+    edit_json(path / "config.json", lambda content: content.update(tie_word_embeddings=tied))
+    if tied is None:
+        edit_json(path / "config.json", lambda content: content.pop("tie_word_embeddings"))
+    if accepted:
+        assert check_hf_dir(path).tied == bool(tied)
+        return
+    with pytest.raises(UserError, match=r"another 'lm_head.weight'.*\"tie_word_embeddings\": false"):
+        check_hf_dir(path)
 
 
 def test_a_tokenizer_in_two_files_is_accepted(single: Path, tmp_path: Path) -> None:
