@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from oblr_megatron.checkpoint.hf_description import OWN_CONFIG, hf_config_in, tokenizer_in
-from oblr_megatron.checkpoint.safetensors_header import AGAIN, DTYPE_BYTES, read_header
+from oblr_megatron.checkpoint.safetensors_header import AGAIN, DTYPE_BYTES, LFS_POINTER, check_content, read_header
 from oblr_megatron.checks.layout import ROPES, num_experts
 from oblr_megatron.errors import UserError
 from oblr_megatron.families import family_of
@@ -36,6 +36,8 @@ COPIED = (
 )
 """Files that every save and conversion copies from the source if they exist."""
 UNQUANTIZED = "give the original, unquantised checkpoint"
+BUFFERS = tuple(f"rotary_emb.{name}" for name in ("inv_freq", "cos_cached", "sin_cached"))
+"""Ends of names that older exports stored, and that transformers and vLLM skip: config.json implies the values."""
 QUANTIZATION, SCALES = "quantization_config", (".weight_scale", ".input_scale")
 SAMPLED_TENSORS, SAMPLED_BYTES = 64, 4096  # read for a fingerprint
 COMPARED_BYTES = 2**24  # read at once
@@ -59,7 +61,7 @@ class HFDir:
     path: Path
     config: dict[str, Any]  # contents of config.json
     weight_files: tuple[str, ...]
-    shapes: dict[str, tuple[int, ...]]  # of every tensor in the files
+    shapes: dict[str, tuple[int, ...]]  # of every tensor in the files, without `BUFFERS`
     tied: bool  # input and output embeddings are one tensor
     num_bytes: int  # of all weight files
     dtypes: dict[str, str] = field(default_factory=dict)  # of every tensor in the files, e.g. "BF16"
@@ -92,7 +94,7 @@ class HFDir:
             for file in self.weight_files
             for start, entries in [read_header(self.path / file)]
             for name, entry in entries.items()
-            if not (self.tied and name == HF_OUTPUT)  # some copies store a tied output layer
+            if not ((self.tied and name == HF_OUTPUT) or name.endswith(BUFFERS))  # which some copies store, too
         }
         names = sorted(places)
         digest = hashlib.sha256()
@@ -169,6 +171,9 @@ def check_hf_files(path: Path) -> dict[str, Any]:
     for file in (path / name for name in COPIED):  # also optional files: otherwise every save of a run would fail
         if file.is_file() and not os.access(file, os.R_OK):
             raise UserError("cannot read the file: no permission", where=str(file), fix="make it readable")
+        if file.is_file():
+            with file.open("rb") as stream:
+                check_content(stream.read(len(LFS_POINTER)), file)
     return config
 
 
@@ -191,7 +196,9 @@ def _read_config(file: Path) -> dict[str, Any]:
 
 def _read_json(file: Path) -> dict[str, Any]:
     try:
-        content = json.loads(file.read_text(encoding="utf-8"))
+        text = file.read_bytes()
+        check_content(text, file)
+        content = json.loads(text.decode())
     except PermissionError as error:
         raise UserError("cannot read the file: no permission", where=str(file), fix="make it readable") from error
     except OSError as error:
@@ -277,12 +284,12 @@ def _check_weights(
     num_bytes = 0
     for name in sorted(listed) or [SINGLE]:
         file = path / name
-        held = read_header(file)[1]
+        held = {name: entry for name, entry in read_header(file)[1].items() if not name.endswith(BUFFERS)}
         for tensor, entry in held.items():
             if entry["dtype"] not in dtypes:
                 what = f"{tensor!r} has dtype {entry['dtype']}, but only {', '.join(dtypes)} can be read"
                 raise UserError(what, where=str(file), fix=UNQUANTIZED)
-        lacking = sorted(listed.get(name, set()) - held.keys())
+        lacking = sorted(tensor for tensor in listed.get(name, set()) - held.keys() if not tensor.endswith(BUFFERS))
         if lacking:
             what = f"the shard lacks {len(lacking)} tensors that the index names, {lacking[0]!r} first"
             raise UserError(what, where=str(file), fix="download index and shards of one version")

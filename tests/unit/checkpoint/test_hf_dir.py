@@ -93,6 +93,61 @@ def test_tied_embeddings_need_no_output_layer(tmp_path: Path) -> None:
     assert found.tied and "lm_head.weight" not in found.shapes
 
 
+ROTARY = "model.layers.1.self_attn.rotary_emb."
+
+
+@pytest.mark.parametrize("sharded", [False, True])
+@pytest.mark.parametrize(
+    ("name", "accepted"),
+    [
+        (ROTARY + "inv_freq", True),
+        (ROTARY + "cos_cached", True),
+        (ROTARY + "sin_cached", True),
+        ("model.rotary_emb.inv_freq", True),
+        ("rotary_emb.inv_freq", True),
+        (ROTARY + "inv_freq.weight", False),
+        (ROTARY + "weight", False),
+        ("model.layers.1.self_attn.inv_freq", False),
+        ("model.inv_freq", False),
+        ("model.layers.1.self_attn.bias", False),
+    ],
+)
+def test_buffers_of_rotary_embeddings_are_skipped(name: str, accepted: bool, sharded: bool, tmp_path: Path) -> None:
+    path = make_hf_dir(tmp_path / "model", max_shard_size="20KB" if sharded else "5GB")
+    before = check_hf_dir(path)
+    file = sorted(path.glob("*.safetensors"))[0]
+    save_file(load_file(file) | {name: torch.ones(8)}, file, metadata={"format": "pt"})
+    if sharded:
+        edit_json(path / INDEX, lambda index: index["weight_map"].update({name: file.name}))
+    if not accepted:
+        with pytest.raises(UserError, match=f"1 tensors do not belong to this model, '{name}' first"):
+            check_hf_dir(path)
+        return
+    after = check_hf_dir(path)
+    assert (after.shapes, after.dtypes, after.fingerprint) == (before.shapes, before.dtypes, before.fingerprint)
+
+
+POINTER = f"version https://git-lfs.github.com/spec/v1\noid sha256:{'ab' * 32}\nsize 1200664\n"
+
+
+@pytest.mark.parametrize(
+    "name",
+    [
+        *("config.json", SINGLE, "tokenizer.json", "tokenizer_config.json", "generation_config.json", "vocab.json"),
+        *("special_tokens_map.json", "added_tokens.json", "merges.txt", "tokenizer.model", "chat_template.jinja"),
+        *(INDEX, "the first shard", "the last shard"),
+    ],
+)
+def test_pointers_of_git_lfs_are_named(name: str, single: Path, sharded: Path, tmp_path: Path) -> None:
+    path = copy(sharded if name == INDEX or "shard" in name else single, tmp_path)
+    if "shard" in name:
+        name = sorted(file.name for file in path.glob("model-*"))[0 if "first" in name else -1]
+    (path / name).write_text(POINTER)
+    with pytest.raises(UserError, match=r"this is a Git LFS pointer.*git lfs pull") as caught:
+        check_hf_dir(path)
+    assert caught.value.where == str(path / name)
+
+
 def _nudged(embedding: Tensor, row: int) -> Tensor:
     changed = embedding.clone()
     changed[row, 0] += 1e-3
