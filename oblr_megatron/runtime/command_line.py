@@ -3,19 +3,18 @@
 from __future__ import annotations
 
 import argparse
-import io
 import json
 import math
 import os
 import signal
 import sys
 from collections.abc import Callable, Sequence
-from contextlib import suppress
 from pathlib import Path
 from typing import NoReturn
 
 from oblr_megatron.errors import EXIT_RUN, EXIT_SIGNAL, EXIT_USER, NO_SPACE, RunError, UserError
 from oblr_megatron.runtime.processes import launched
+from oblr_megatron.runtime.streams import outlast_readers
 from oblr_megatron.runtime.temporary import own_tmpdir
 
 PEER_LOST = ("Connection closed by peer", "Connection reset by peer", "Broken pipe", "Timed out waiting")
@@ -90,12 +89,9 @@ def guarded(command: Callable[[], int]) -> int:
     permission: pathlib's exists, is_file and is_dir raise where a directory may not be searched. For such a file a rank
     keeps the traceback, because its launcher has checked all paths.
 
-    Temporary files of the command are removed at its end. Characters that the terminal's encoding lacks are escaped.
+    Temporary files of the command are removed at its end. Its streams are those of `outlast_readers`.
     """
-    for stream in (sys.stdout, sys.stderr):
-        if isinstance(stream, io.TextIOWrapper):
-            with suppress(OSError):  # it flushes, which some streams of a caller in Python cannot
-                stream.reconfigure(errors="backslashreplace")
+    outlast_readers()
     try:
         with own_tmpdir():
             return _with_packages(command)

@@ -24,6 +24,7 @@ import signal
 import threading
 import time
 from collections.abc import Callable, Mapping
+from contextlib import suppress
 from types import FrameType
 from typing import TYPE_CHECKING, Any
 
@@ -163,7 +164,8 @@ def handled() -> list[signal.Signals]:
 
 
 def _print(line: str) -> None:
-    os.write(STDERR, f"{line}\n".encode())  # print fails if the signal interrupted a print
+    with suppress(OSError):  # its reader has gone away
+        os.write(STDERR, f"{line}\n".encode())  # print fails if the signal interrupted a print
 
 
 def check_time_left(options: CheckpointConfig, environment: Mapping[str, str] = os.environ) -> None:

@@ -1,0 +1,50 @@
+"""Standard output and error that outlast their reader: a pipe or a terminal that is closed ends no run."""
+
+from __future__ import annotations
+
+import errno
+import io
+import os
+import sys
+from contextlib import suppress
+from typing import Any
+
+GONE = (errno.EPIPE, errno.EIO)  # a pipe, a terminal
+
+
+class LastingFile(io.FileIO):
+    """A descriptor that becomes /dev/null when its reader goes away, also for what other code writes to it."""
+
+    def write(self, data: Any) -> int | None:
+        try:
+            return super().write(data)
+        except OSError as error:
+            if error.errno not in GONE:
+                raise
+            null = os.open(os.devnull, os.O_WRONLY)
+            os.dup2(null, self.fileno())
+            os.close(null)
+            return memoryview(data).nbytes
+
+
+def outlast_readers() -> None:
+    """Make this process's own streams lasting, and escape characters that their encoding lacks.
+
+    Streams that a caller in Python has replaced stay, because they are his.
+    """
+    for name in ("stdout", "stderr"):
+        stream: Any = getattr(sys, name)
+        if not isinstance(stream, io.TextIOWrapper):
+            continue
+        with suppress(OSError):  # it flushes, which some streams of a caller in Python cannot
+            stream.reconfigure(errors="backslashreplace")
+        if stream is not getattr(sys, f"__{name}__"):
+            continue
+        with suppress(OSError):  # the reader has gone already
+            stream.flush()
+        raw = LastingFile(stream.fileno(), "w", closefd=False)
+        file = raw if isinstance(stream.buffer, io.FileIO) else io.BufferedWriter(raw)  # PYTHONUNBUFFERED
+        options: Any = {"line_buffering": stream.line_buffering, "write_through": stream.write_through}
+        lasting = io.TextIOWrapper(file, stream.encoding, "backslashreplace", **options)
+        setattr(sys, name, lasting)
+        setattr(sys, f"__{name}__", lasting)
