@@ -158,7 +158,7 @@ def _run(arguments: Sequence[str]) -> None:
     """
     plain = {name: text for name, text in os.environ.items() if name not in FORCED}
     child = Popen(
-        [sys.executable, "-c", STARTER, str(os.getpid()), *arguments],
+        [sys.executable, "-P", "-c", STARTER, str(os.getpid()), *arguments],
         stdin=DEVNULL,
         stdout=PIPE,
         stderr=STDOUT,

@@ -31,6 +31,7 @@ from oblr_megatron.runtime.command_line import (
     run_overrides,
 )
 from oblr_megatron.runtime.garbage import no_collection
+from oblr_megatron.runtime.processes import python_module
 
 if TYPE_CHECKING:
     from oblr_megatron.config import Config
@@ -149,7 +150,7 @@ def _train(options: argparse.Namespace) -> int:
     preflight(config, ranks)  # before torchrun, so that a mistake starts no process
     port = options.master_port
     rendezvous = ["--standalone"] if port is None else ["--master-port", str(port)]
-    launcher = [sys.executable, "-m", "oblr_megatron.runtime.launch", "--nproc-per-node", str(ranks)]
+    launcher = [*python_module("oblr_megatron.runtime.launch"), "--nproc-per-node", str(ranks)]
     script = ["-m", "oblr_megatron.step_loop", str(options.config), *overrides]
     return os.execv(sys.executable, [*launcher, *rendezvous, *script])
 

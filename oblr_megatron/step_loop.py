@@ -24,7 +24,7 @@ from oblr_megatron.observe.status import finished
 from oblr_megatron.opening import open_sampling, started
 from oblr_megatron.run import Run, open_run
 from oblr_megatron.runtime.command_line import add_run_arguments, guarded, parse, run_overrides
-from oblr_megatron.runtime.processes import die_with_launcher
+from oblr_megatron.runtime.processes import die_with_launcher, directory_last
 from oblr_megatron.sampling import Sampling
 
 if TYPE_CHECKING:
@@ -93,4 +93,5 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 if __name__ == "__main__":
+    directory_last()  # a plain torchrun puts it first
     end_process(main)

@@ -237,14 +237,14 @@ oblr_check() {
     if [[ ${OBLR_DRY_RUN:-1} != 0 ]]; then
         say "dry run: $logs/dry_run.log"
         oblr_await oblr_srun "${first[@]}" --output="$logs/dry_run.log" \
-            "$python" -m oblr_megatron.cli train "$OBLR_CONFIG" "${overrides[@]}" --resume --dry-run \
+            "$python" -P -m oblr_megatron.cli train "$OBLR_CONFIG" "${overrides[@]}" --resume --dry-run \
             --nnodes "${#nodes[@]}" --nproc-per-node "$ranks" "${memory[@]}" || status=$?
         oblr_checked "$status" "the dry run" "$logs/dry_run.log"
     fi
     [[ ${OBLR_PREFLIGHT:-1} != 0 ]] || return 0
     say "preflight: $logs/preflight.log"
     oblr_await oblr_srun "${all[@]}" --output="$logs/preflight.log" \
-        "$python" -m oblr_megatron.extras.cluster.preflight "$OBLR_CONFIG" "${overrides[@]}" \
+        "$python" -P -m oblr_megatron.extras.cluster.preflight "$OBLR_CONFIG" "${overrides[@]}" \
         --nodes "$(IFS=, && echo "${nodes[*]}")" --expect-gpus "$gpus" --port $((port + 1)) --rendezvous-port "$port" \
         --deadline "${OBLR_PREFLIGHT_S:-300}" --min-gb-s "${OBLR_MIN_GB_S:-0}" || status=$?
     oblr_checked "$status" "the preflight" "$logs/preflight.log"
@@ -266,7 +266,7 @@ oblr_train() {
     status_before="$(oblr_status)" # of the previous attempt
     train_status=0
     oblr_await oblr_srun "${all[@]}" --output="$logs/node_%n.log" \
-        "$python" -m oblr_megatron.runtime.launch --nnodes "${#nodes[@]}" --nproc-per-node "$ranks" --max-restarts 0 \
+        "$python" -P -m oblr_megatron.runtime.launch --nnodes "${#nodes[@]}" --nproc-per-node "$ranks" --max-restarts 0 \
         --rdzv-id "$SLURM_JOB_ID-$attempt" --rdzv-backend c10d --rdzv-endpoint "${nodes[0]}:$port" \
         -m oblr_megatron.step_loop "$OBLR_CONFIG" "${overrides[@]}" --resume 2>"$logs/srun.log" || train_status=$?
     cat "$logs/srun.log" >&2
@@ -299,7 +299,7 @@ oblr_start_servers() {
     ((gpus == 0)) || options+=(--gpus-per-node="$gpus" --gpu-bind=none)
     options+=("${cpu_bind[@]}" --output="$logs/server_%t.log" "${container[@]}")
     say "servers: ${urls[*]}; $logs/server_K.log"
-    srun "${options[@]}" "$python" -m oblr_megatron.extras.cluster.servers start "$OBLR_CONFIG" "${overrides[@]}" \
+    srun "${options[@]}" "$python" -P -m oblr_megatron.extras.cluster.servers start "$OBLR_CONFIG" "${overrides[@]}" \
         --port $((port + 2)) --tensor-parallel-size "$server_tp" 2>"$logs/server_srun.log" &
     servers=$!
     oblr_await oblr_servers_answer || status=$?
@@ -316,7 +316,7 @@ oblr_servers_answer() {
     local waiting=$BASHPID
     while kill -0 "$waiting" && sleep 1; do kill -0 "$servers" || kill "$waiting"; done 2>/dev/null &
     oblr_srun --het-group=0 --nodes=1 --ntasks=1 --nodelist="${nodes[0]}" --output="$logs/servers.log" \
-        "$python" -m oblr_megatron.extras.cluster.servers wait "${urls[@]}" --deadline "${OBLR_SERVERS_S:-1800}" \
+        "$python" -P -m oblr_megatron.extras.cluster.servers wait "${urls[@]}" --deadline "${OBLR_SERVERS_S:-1800}" \
         2>"$logs/servers_srun.log"
 }
 

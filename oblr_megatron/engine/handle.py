@@ -14,7 +14,6 @@ from __future__ import annotations
 import os
 import signal
 import socket
-import sys
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import suppress
@@ -31,7 +30,7 @@ from oblr_megatron.engine.protocol import EngineSpec, PromptRequest, SamplingReq
 from oblr_megatron.engine.turns import Answered, Turn
 from oblr_megatron.errors import EngineDeadlineError, EngineLostError, RunError
 from oblr_megatron.formatting import log_tail
-from oblr_megatron.runtime.processes import alive, identity
+from oblr_megatron.runtime.processes import SAFE_PATH, alive, identity, python_module
 from oblr_megatron.types import Sample
 from oblr_megatron.weights.shm import SharedBuffer
 
@@ -62,7 +61,7 @@ def child_environment(environment: Mapping[str, str], spec: EngineSpec) -> dict[
         for name, value in environment.items()
         if name not in _TORCHRUN + _MEGATRON and not name.startswith(_TORCHRUN_PREFIXES)
     }
-    kept |= {
+    kept |= SAFE_PATH | {
         "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
         "VLLM_HOST_IP": "127.0.0.1",
         "VLLM_NO_USAGE_STATS": "1",
@@ -96,7 +95,7 @@ def launch(
         inherited: file descriptors that the process keeps.
     """
     own_end, child_end = socket.socketpair()
-    command = [sys.executable, "-m", "oblr_megatron.engine.worker", str(child_end.fileno()), str(os.getpid())]
+    command = [*python_module("oblr_megatron.engine.worker"), str(child_end.fileno()), str(os.getpid())]
     with child_end:
         process = Popen(
             command,

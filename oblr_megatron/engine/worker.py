@@ -18,7 +18,7 @@ from oblr_megatron.engine.channel import Channel, PeerGone, Reply
 from oblr_megatron.engine.core import EngineServer, failure
 from oblr_megatron.engine.protocol import EngineSpec
 from oblr_megatron.runtime.garbage import no_collection
-from oblr_megatron.runtime.processes import die_with
+from oblr_megatron.runtime.processes import die_with, directory_last
 from oblr_megatron.runtime.stopping import SIGNALS
 
 
@@ -26,6 +26,7 @@ def main(arguments: list[str]) -> int:
     """Receive the spec, start the engine, and answer calls until the parent ends."""
     fd, parent = (int(argument) for argument in arguments)
     die_with(parent)
+    directory_last()
     outlive(SIGNALS)
     os.set_inheritable(fd, False)
     with suppress(PeerGone):

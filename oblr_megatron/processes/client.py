@@ -141,7 +141,7 @@ class ForkServer:
                 self._log.parent.mkdir(parents=True, exist_ok=True)
                 output = files.enter_context(self._log.open("ab"))
             self._supervisor = subprocess.Popen(
-                [sys.executable, "-c", _LAUNCH, json.dumps(launch)],
+                [sys.executable, "-P", "-c", _LAUNCH, json.dumps(launch)],
                 pass_fds=[theirs.fileno(), *self._inherited],
                 stdin=subprocess.PIPE,
                 stdout=output,

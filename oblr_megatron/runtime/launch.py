@@ -27,8 +27,9 @@ from oblr_megatron.checks.run_dir import LOGS
 from oblr_megatron.config import load_config
 from oblr_megatron.errors import EXIT_OK, EXIT_RUN, EXIT_SIGNAL, EXIT_USER, UserError
 from oblr_megatron.runtime.command_line import add_run_arguments, run_overrides
-from oblr_megatron.runtime.processes import LAUNCHER, children_of, identity
+from oblr_megatron.runtime.processes import LAUNCHER, SAFE_PATH, children_of, identity
 from oblr_megatron.runtime.stopping import ENDING, KEY_REPEAT_S, REPEAT_S, handled
+from oblr_megatron.runtime.streams import outlast_readers
 from oblr_megatron.runtime.temporary import own_tmpdir
 
 if TYPE_CHECKING:
@@ -42,10 +43,11 @@ TRAIN = "oblr_megatron.step_loop"
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run torchrun; returns the exit status, which is 2 if a rank ended with 2 and printed the reason."""
+    outlast_readers()
     forward = Forward()
     for number in handled():
         signal.signal(number, forward)
-    os.environ[LAUNCHER] = identity(os.getpid())
+    os.environ.update({LAUNCHER: identity(os.getpid()), **SAFE_PATH})
     with own_tmpdir():
         return _torchrun(sys.argv[1:] if arguments is None else list(arguments), forward)
 

@@ -9,6 +9,7 @@ import ctypes
 import hashlib
 import os
 import signal
+import sys
 import time
 from collections.abc import Mapping
 from contextlib import suppress
@@ -16,6 +17,7 @@ from pathlib import Path
 
 LAUNCHER = "OBLR_MEGATRON_LAUNCHER"  # identity of the launcher, set for its ranks
 TORCHRUN = "TORCHELASTIC_RUN_ID"  # set by torchrun for its ranks
+SAFE_PATH = {"PYTHONSAFEPATH": "oblr_megatron"}  # as `python -P`; our value, so that we remove no one else's
 PR_SET_PDEATHSIG = 1  # linux/prctl.h
 INIT = 1
 
@@ -70,6 +72,20 @@ def children_of(pid: int) -> list[int]:
         with suppress(FileNotFoundError, ProcessLookupError):  # the thread has just ended
             children += [int(child) for child in task.read_text().split()]
     return children
+
+
+def python_module(module: str) -> list[str]:
+    """The command that runs a module; a file in the current directory hides no module of Python or of a library."""
+    return [sys.executable, "-P", "-m", module]
+
+
+def directory_last() -> None:
+    """Make the current directory the last place from which this process imports, as it is in the command itself."""
+    here = os.getcwd()
+    if not sys.flags.safe_path and sys.path[:1] in ([""], [here]):  # `python -m` has put it first
+        del sys.path[0]
+    if here not in sys.path:
+        sys.path.append(here)
 
 
 def launched(environment: Mapping[str, str] = os.environ) -> bool:

@@ -6,17 +6,22 @@ launcher that was killed meanwhile, and wait for a rendezvous that no longer exi
 
 from __future__ import annotations
 
+import os
 import runpy
 import signal
 import sys
 
 from oblr_megatron.errors import EXIT_SIGNAL
-from oblr_megatron.runtime.processes import die_with_launcher
+from oblr_megatron.runtime.processes import SAFE_PATH, die_with_launcher, directory_last
 
 
 def main() -> None:
     """Tie this process to its launcher, then run the target as `python` would."""
     die_with_launcher()
+    directory_last()
+    for name, value in SAFE_PATH.items():  # programs that a user's code starts are not ours
+        if os.environ.get(name) == value:
+            del os.environ[name]
     arguments = sys.argv[1:]
     is_module = arguments[0] == "-m"
     sys.argv = arguments[is_module:]

@@ -212,11 +212,13 @@ def _become(request: Request, received: Sequence[int], requests: socket.socket) 
 
 
 def _run(command: Sequence[str]) -> int:
-    """`python [-u] -m MODULE ...`, `python -c CODE ...`, or what multiprocessing spawns, here."""
+    """`python [-u] [-P] -m MODULE ...`, `python -c CODE ...`, or what multiprocessing spawns, here."""
     from oblr_megatron.engine import worker
 
-    kind, target, *arguments = command[1 + (command[1] == "-u") :]
-    sys.argv, sys.path[:0] = [target, *arguments], [os.getcwd()]
+    kind, target, *arguments = _words(command)
+    sys.argv = [target, *arguments]
+    if "-P" not in command and "PYTHONSAFEPATH" not in os.environ:
+        sys.path[:0] = [os.getcwd()]
     sys.stdout.reconfigure(line_buffering=True)  # type: ignore[union-attr]
     resource_tracker._resource_tracker.__init__()  # type: ignore[misc]  # its pipe is closed here
     current._parent_process = None  # type: ignore[attr-defined]
@@ -236,6 +238,12 @@ def _run(command: Sequence[str]) -> int:
         sys.modules.pop(target, None)
         runpy.run_module(target, run_name="__main__", alter_sys=True)
     return 0
+
+
+def _words(command: Sequence[str]) -> Sequence[str]:
+    """A command of Python without its name and its flags."""
+    first = next(place for place, word in enumerate(command) if word in ("-m", "-c"))
+    return command[first:]
 
 
 def _fork_further() -> None:
@@ -262,7 +270,8 @@ def _go_on(_: str, command: Sequence[str], environment: Mapping[str, str]) -> No
     os.environ.clear()
     os.environ.update(environment)
     _read_variables()
-    sys.argv = [*command[2:]]
-    sys.modules.pop(command[2], None)
-    runpy.run_module(command[2], run_name="__main__", alter_sys=True)
+    _, module, *arguments = _words(command)
+    sys.argv = [module, *arguments]
+    sys.modules.pop(module, None)
+    runpy.run_module(module, run_name="__main__", alter_sys=True)
     raise SystemExit(0)

@@ -22,6 +22,8 @@ from typing import IO
 import torch
 import torch.distributed as dist
 
+from oblr_megatron.runtime.processes import python_module
+
 GPU_BYTES, CPU_BYTES = 256 * 2**20, 2**20
 WARM_UP, REPEATS = 2, 5
 GRACE_S = 30.0  # added to a collective's deadline, for processes to start and end
@@ -102,7 +104,7 @@ def measure_gpus(address: str, node: int, nodes: int, per_node: int, deadline_s:
     """Measure with one process per GPU of this node; return the slowest GPU's speed and all failures."""
     words = {"store": address, "node": node, "nodes": nodes, "per-node": per_node, "deadline": deadline_s}
     options = [word for name, value in words.items() for word in (f"--{name}", str(value))]
-    command = [sys.executable, "-m", "oblr_megatron.extras.cluster.all_reduce", *options]
+    command = [*python_module("oblr_megatron.extras.cluster.all_reduce"), *options]
     speeds, failures = [], []
     with ExitStack() as files:  # not pipes: a full one would block its process inside the collective
         outputs = [[files.enter_context(TemporaryFile()) for _ in range(2)] for _ in range(per_node)]

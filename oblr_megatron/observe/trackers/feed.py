@@ -7,7 +7,6 @@ import os
 import queue
 import signal
 import subprocess
-import sys
 import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
@@ -19,7 +18,7 @@ from typing import TYPE_CHECKING, Any
 from oblr_megatron.checks.run_dir import LOGS
 from oblr_megatron.observe.trackers.base import State
 from oblr_megatron.observe.trackers.names import tracked
-from oblr_megatron.runtime.processes import children_of
+from oblr_megatron.runtime.processes import children_of, python_module
 
 if TYPE_CHECKING:
     from oblr_megatron.config import Config
@@ -133,7 +132,7 @@ class TrackerFeed:
         return self.sent - self._taken
 
     def _started(self) -> subprocess.Popen[bytes] | None:
-        command = [sys.executable, "-m", PROCESS, str(os.getpid()), self.name]
+        command = [*python_module(PROCESS), str(os.getpid()), self.name]
         try:
             self.log.parent.mkdir(parents=True, exist_ok=True)
             with self.log.open("ab") as log:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ast
 import os
 import subprocess
 import sys
@@ -10,7 +11,16 @@ from pathlib import Path
 
 import pytest
 
-from oblr_megatron.runtime.processes import LAUNCHER, TORCHRUN, alive, children_of, identity, lost_rank, started_at
+from oblr_megatron.runtime.processes import (
+    LAUNCHER,
+    TORCHRUN,
+    alive,
+    children_of,
+    identity,
+    lost_rank,
+    python_module,
+    started_at,
+)
 
 RANK = "from oblr_megatron.runtime.processes import die_with_launcher\ndie_with_launcher()\nprint('on', flush=True)\n"
 
@@ -81,3 +91,27 @@ def test_a_lost_rank_is_missing_among_the_launchers_children(tmp_path: Path) -> 
     done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True)
     assert done.stdout.split() == ["False", "True"], done.stderr
     assert not lost_rank({})
+
+
+@pytest.mark.parametrize("flag", [[], ["-P"]])
+@pytest.mark.parametrize("path", ["", "here", "elsewhere"])
+def test_the_current_directory_comes_last(flag: list[str], path: str, tmp_path: Path) -> None:
+    """A PYTHONPATH that names it is a user's wish, and stays."""
+    (tmp_path / "start.py").write_text(
+        "import sys; from oblr_megatron.runtime.processes import directory_last; directory_last(); print(sys.path)"
+    )
+    root = str(Path(__file__).parents[3])
+    given = {"": root, "here": f"{tmp_path}:{root}", "elsewhere": f"/nowhere:{root}"}[path]
+    command = [sys.executable, *flag, "-c", (tmp_path / "start.py").read_text()]
+    done = subprocess.run(command, cwd=tmp_path, env={"PYTHONPATH": given}, capture_output=True, text=True, check=True)
+    places = ast.literal_eval(done.stdout)
+    assert places.count(str(tmp_path)) == 1 and "" not in places
+    assert places.index(str(tmp_path)) == (0 if path == "here" else len(places) - 1)
+
+
+@pytest.mark.parametrize("name", ["token", "random", "json", "signal", "runpy", "socket", "ctypes", "contextlib"])
+def test_a_file_in_the_current_directory_hides_no_module(name: str, tmp_path: Path) -> None:
+    (tmp_path / f"{name}.py").write_text("raise SystemExit('the file of the user')")
+    command = [*python_module("oblr_megatron.runtime.rank"), "-m", "platform"]
+    done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, check=False)
+    assert done.returncode == 0 and "Linux" in done.stdout, done.stderr
