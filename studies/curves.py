@@ -12,8 +12,9 @@ import fcntl
 import json
 import os
 import sys
+import time
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -23,9 +24,10 @@ from oblr_megatron.formatting import duration
 from oblr_megatron.metrics import write_whole
 from oblr_megatron.observe.console import progress
 from studies.curve_plots import write_charts
-from studies.jobs import WORKER, Ended, Job, run_jobs, to_do
+from studies.jobs import LOG_FILE, WORKER, Ended, Job, last_line, run_jobs, to_do
 from studies.plan import Plan, load_plan, merged
-from studies.results import Key, cells_on_disk, metrics_dir, read_result, selection_of
+from studies.recipe import prepare_recipe, read_recipe
+from studies.results import Key, asked_of, cells_on_disk, is_whole, metrics_dir, read_result, selection_of
 from studies.summary import as_json, summarise, write_runs
 from studies.sweep import Cell
 from studies.tables import document
@@ -65,12 +67,14 @@ def study_curves(options: argparse.Namespace) -> int:
     if options.jobs < 1:
         raise UserError(f"--jobs {options.jobs} is less than 1", where="command line", fix="give 1 or more")
     out = options.out.resolve()
-    with claimed(out):
+    with nullcontext() if options.summary else claimed(out):  # a summary may be written while the study runs
         starts = dict.fromkeys(plan.tasks, out / "start") if options.summary else prepared(plan, out)
         study = Curves(plan, out, starts, processes=options.jobs, deadline_s=options.deadline_s)
         if options.summary:
             study.check()
         else:
+            runs = plan.fewest_runs()
+            print(f"{runs} runs, more if a sweep adds rates; finished ones are kept", flush=True)
             study.run()
         for path in write_summary(plan, out):
             print(path)
@@ -89,8 +93,18 @@ def write_summary(plan: Plan, out: Path) -> list[Path]:
     write_whole(out / "summary.json", json.dumps(as_json(plan, tasks), indent=1, allow_nan=False) + "\n")
     write_runs(tasks, out / "runs.csv")
     charts = write_charts(tasks, out)
-    write_whole(out / "summary.md", document(plan, tasks))
+    write_whole(out / "summary.md", document(plan, tasks) + incomplete(out))
     return [out / "summary.md", out / "summary.json", out / "runs.csv", *charts]
+
+
+def incomplete(out: Path) -> str:
+    """A list of the runs that were started and are not complete, with the last line that each printed."""
+    lines = []
+    for log in sorted(out.glob(f"*/*/*x*/lr*/seed*/{LOG_FILE}")):
+        asked = asked_of(log.parent)
+        if asked and not is_whole(log.parent, asked["backend"], int(asked["config"]["num_steps"])):
+            lines.append(f"- {log.parent.relative_to(out)}: {last_line(log)}\n")
+    return "\n## Runs that failed or did not finish\n\n" + "".join(lines) if lines else ""
 
 
 @contextmanager
@@ -120,7 +134,10 @@ def prepared(plan: Plan, out: Path) -> dict[str, Path]:
     with progress("starts", len(plan.tasks)) as advance:
         starts = {}
         for task in plan.tasks:
-            starts[task] = prepare(task, plan.skill, out / "start")
+            recipe = plan.recipes.get(task)
+            starts[task] = (
+                prepare_recipe(task, recipe, out / "start") if recipe else prepare(task, plan.skill, out / "start")
+            )
             advance(1)
     return starts
 
@@ -198,6 +215,7 @@ class Curves:
             "task": key.task,
             "skill": plan.skill,
             "start_dir": str(self.starts[key.task]),
+            "recipe": read_recipe(key.task, plan.recipes[key.task]).table if key.task in plan.recipes else None,
             "run_dir": str(run_dir),
             "seed": key.seed,
             "num_steps": plan.num_steps,
@@ -235,13 +253,14 @@ class Curves:
         jobs = to_do(self.job(key) for key in keys)
         print(f"{phase}: {len(jobs)} of {len(keys)} runs to do", flush=True)
         with progress(phase, len(jobs)) as advance:
-            count = 0
+            count, began = 0, time.monotonic()
 
             def report(ended: Ended) -> None:
                 nonlocal count
                 count += 1
                 advance(1)
-                print(f"{phase} {count}/{len(jobs)}  {line_of(ended, self.out)}", flush=True)
+                left = duration((time.monotonic() - began) / count * (len(jobs) - count))
+                print(f"{phase} {count}/{len(jobs)}, {left} left  {line_of(ended, self.out)}", flush=True)
 
             self.failed += run_jobs(jobs, processes=self._processes, deadline_s=self._deadline_s, report=report)
 

@@ -139,7 +139,7 @@ class Running:
         asked, log = job.run_dir / ASKED_FILE, job.run_dir / LOG_FILE
         write_whole(asked, json.dumps(job.asked, indent=2) + "\n")
         self._start = time.monotonic()
-        forks = job.backend in FORKED and job.worker == WORKER
+        forks = job.backend in FORKED and job.worker == WORKER and job.config.get("recipe") is None
         self._process = _Forked(asked, log) if forks else spawned([*job.worker, str(asked)], log)
 
     def ended(self) -> Ended | None:

@@ -132,7 +132,10 @@ class Plan(Section):
     """A whole study. Every arm gets the same number of samples and a sweep of its shape (Q, G) and learning rate."""
 
     tasks: tuple[str, ...] = Field(min_length=1)
-    """Names of tasks (studies/tasks)."""
+    """Names of tasks (studies/tasks), and of recipes."""
+    recipes: dict[str, Path] = Field({})
+    """Tasks that are the config of a training run: name -> file, relative to the current directory. No backend "toy"
+    trains them. The file's own steps, shape, algorithm, optimizer and checkpoints are not used."""
     skill: Literal["low", "middle", "high"] = "middle"
     """Skill of the warm-started model."""
     seeds: Seeds = (0, 1, 2, 3, 4)
@@ -194,6 +197,12 @@ class Plan(Section):
         """Whether the arm has its own sweep over more than one cell."""
         return self.arms[arm].sweep and len(self.grid(arm)) * len(self.shapes_of(arm)) > 1
 
+    def fewest_runs(self) -> int:
+        """Runs of the whole study, if no sweep adds rates to its grid."""
+        arms = [arm for task in self.tasks for arm in self.arms_on(task)]
+        cells = sum(len(self.grid(arm)) * len(self.shapes_of(arm)) for arm in arms if self.swept(arm))
+        return cells * len(self.sweep_seeds) + len(arms) * len(self.seeds)
+
     def algo(self, arm: str) -> dict[str, Any]:
         """The arm's [algo]: its own keys over its preset's over the defaults."""
         own = self.arms[arm].algo
@@ -253,6 +262,8 @@ def _check(plan: Plan, where: str) -> None:
             where=where,
             fix="change one of them, so that a curve's points are evenly spaced",
         )
+    for name in sorted(plan.recipes.keys() - set(plan.tasks)):
+        raise UserError(f"recipe {name!r} is not a task of the plan", where=where, fix="add it to the plan's tasks")
     for name in plan.arms:
         _check_arm(plan, name, f"{where}: arms.{name}")
 
@@ -263,6 +274,10 @@ def _check_arm(plan: Plan, name: str, where: str) -> None:
     for task in arm.tasks:
         if task not in plan.tasks:
             raise UserError(f"task {task!r} is not a task of the plan", where=where, fix="add it to the plan's tasks")
+    recipes = [task for task in plan.tasks if task in plan.recipes and name in plan.arms_on(task)]
+    if recipes and arm.backend == "toy":
+        what = f"backend 'toy' cannot train the recipe {recipes[0]!r}"
+        raise UserError(what, where=where, fix='set backend to "train", "trl_grpo" or "trl_rloo"')
     if "lr" in plan.optimizer(name):
         raise UserError("an arm cannot set optimizer.lr", where=where, fix="remove it and use learning_rates")
     algo = validated(AlgoConfig, plan.algo(name), f"{where}.algo")

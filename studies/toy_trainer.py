@@ -15,7 +15,7 @@ import time
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import Self
+from typing import Any, Self
 
 import torch
 from pydantic import Field, model_validator
@@ -49,11 +49,13 @@ class ToyConfig(Section):
     """Config of a toy run. `algo` and `optimizer` are the sections of a training run's config."""
 
     task: str
-    """Name of a task in studies/tasks."""
+    """Name of a task in studies/tasks, or of the recipe."""
     skill: Skill = "middle"
     """Skill of the warm-started model."""
     start_dir: Path
     """Start of this task, see studies/start.py."""
+    recipe: dict[str, Any] | None = None
+    """Settings of a task that is the config of a training run, see studies/recipe.py. Not for this trainer."""
     run_dir: Path
     """Directory the run writes."""
     seed: int = Field(0, ge=0)

@@ -1,8 +1,8 @@
 """Backends "trl_grpo", "trl_rloo": `python -m studies.trl_backend CONFIG.json grpo|rloo [--loss-type NAME]`.
 
-Start, prompt order, samples per step, reward, optimizer and evaluation are those of the toy trainer. TRL computes the
-gradient from a batch (see trl_trainer.py). Of `config.algo`, the schedule must be "constant" and kl_coefficient becomes
-TRL's beta; all other keys are ignored.
+Start, prompt order, samples per step, reward, optimizer and evaluation are those of the toy trainer, or for a recipe
+those of a training run (trl_recipe.py). TRL computes the gradient from a batch (see trl_trainer.py). Of `config.algo`,
+the schedule must be "constant" and kl_coefficient becomes TRL's beta; all other keys are ignored.
 """
 
 from __future__ import annotations
@@ -10,7 +10,8 @@ from __future__ import annotations
 import argparse
 import sys
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, get_args
 
@@ -19,13 +20,13 @@ from transformers import AutoTokenizer, Qwen3ForCausalLM, TrainerCallback
 
 from oblr_megatron.errors import EXIT_OK, UserError
 from oblr_megatron.metrics import MetricsWriter, write_whole
-from studies.policy import ToyPolicy
 from studies.start import load, task_named
 from studies.toy_trainer import ToyConfig, evaluate, prompt_order, read_config
-from studies.trl_trainer import TrainerName, open_trainer, trainer_arguments
+from studies.trl_recipe import open_recipe
+from studies.trl_trainer import TrainerName, TrlTask, open_trainer, trainer_arguments
 
 if TYPE_CHECKING:
-    from studies.tasks import Row, Task
+    from transformers import PreTrainedModel
 
 METRICS = {  # TRL's names -> the package's
     "reward": "reward/mean",
@@ -50,27 +51,44 @@ def run_trl(config: ToyConfig, trainer: TrainerName, loss_type: str | None = Non
     Raises:
         UserError: TRL is not installed, or does not support the config.
     """
-    arguments = _arguments(config, trainer, loss_type)
+    own = _own_arguments(config, trainer, loss_type)
+    with open_task(config) if config.recipe is None else open_recipe(config) as task:
+        arguments = _arguments(config, trainer, task.max_response_tokens, {**task.arguments, **own})
+        config.run_dir.mkdir(parents=True, exist_ok=True)
+        write_whole(config.run_dir / "config.json", config.model_dump_json(indent=2) + "\n")
+        with MetricsWriter(config.run_dir) as metrics:
+            recorder = Recorder(config, metrics, task.evaluate)
+            model, tokenizer = task.model, task.tokenizer
+            open_trainer(trainer, arguments, model, tokenizer, task.questions, task.score, [recorder]).train()
+
+
+@contextmanager
+def open_task(config: ToyConfig) -> Iterator[TrlTask]:
+    """A generated task with the toy trainer's prompts, rewards and evaluation."""
     task = task_named(config.task)
     train, held_out = task.rows()
     policy = load(config.start_dir, task, temperature=config.temperature)
-    model = Qwen3ForCausalLM.from_pretrained(config.start_dir / "model", dtype=torch.float32)
     rows = [train[row] for chosen in prompt_order(len(train), config) for row in chosen]
 
-    def score_batch(question: int, tokens: list[int]) -> float:
+    def score(question: int, tokens: list[int]) -> float:
         return task.reward(policy.decode(tokens), rows[question].answer)
 
-    config.run_dir.mkdir(parents=True, exist_ok=True)
-    write_whole(config.run_dir / "config.json", config.model_dump_json(indent=2) + "\n")
-    tokenizer = AutoTokenizer.from_pretrained(config.start_dir / "model")
-    questions = [row.question for row in rows]
-    with MetricsWriter(config.run_dir) as metrics:
-        recorder = Recorder(config, metrics, policy, task, held_out)
-        open_trainer(trainer, arguments, model, tokenizer, questions, score_batch, [recorder]).train()
+    def evaluated(model: PreTrainedModel) -> dict[str, float]:
+        policy.assign(torch.nn.utils.parameters_to_vector(model.parameters()).detach())
+        return evaluate(policy, task, held_out, config)
+
+    yield TrlTask(
+        model=Qwen3ForCausalLM.from_pretrained(config.start_dir / "model", dtype=torch.float32),
+        tokenizer=AutoTokenizer.from_pretrained(config.start_dir / "model"),
+        questions=[row.question for row in rows],
+        score=score,
+        evaluate=evaluated,
+        max_response_tokens=task.max_response_tokens,
+    )
 
 
-def _arguments(config: ToyConfig, trainer: TrainerName, loss_type: str | None) -> Any:
-    """TRL's arguments for this config."""
+def _own_arguments(config: ToyConfig, trainer: TrainerName, loss_type: str | None) -> dict[str, Any]:
+    """TRL's settings of the loss type, of a config that TRL can train."""
     if config.algo.schedule != "constant":
         raise UserError(
             f"the TRL backend trains at a constant rate, not with schedule {config.algo.schedule!r}",
@@ -83,11 +101,15 @@ def _arguments(config: ToyConfig, trainer: TrainerName, loss_type: str | None) -
             where="algo.updates_per_batch",
             fix="set it to 1",
         )
-    own: dict[str, Any] = {}
-    if loss_type is not None:
-        if trainer != "grpo":
-            raise UserError(f"{trainer} has no loss types, only grpo has", where="--loss-type", fix="leave it out")
-        own = {"loss_type": loss_type} | ({"scale_rewards": "none"} if loss_type == "dr_grpo" else {})
+    if loss_type is None:
+        return {}
+    if trainer != "grpo":
+        raise UserError(f"{trainer} has no loss types, only grpo has", where="--loss-type", fix="leave it out")
+    return {"loss_type": loss_type} | ({"scale_rewards": "none"} if loss_type == "dr_grpo" else {})
+
+
+def _arguments(config: ToyConfig, trainer: TrainerName, max_response_tokens: int, own: dict[str, Any]) -> Any:
+    """TRL's arguments for this config."""
     return trainer_arguments(
         trainer,
         output_dir=config.run_dir,
@@ -95,7 +117,7 @@ def _arguments(config: ToyConfig, trainer: TrainerName, loss_type: str | None) -
         num_steps=config.num_steps,
         num_prompts=config.num_prompts,
         group_size=config.group_size,
-        max_response_tokens=task_named(config.task).max_response_tokens,
+        max_response_tokens=max_response_tokens,
         temperature=config.temperature,
         kl_coefficient=config.algo.kl_coefficient,
         optimizer=config.optimizer,
@@ -104,21 +126,18 @@ def _arguments(config: ToyConfig, trainer: TrainerName, loss_type: str | None) -
 
 
 class Recorder(TrainerCallback):
-    """Writes TRL's metrics of every step, and the toy trainer's evaluation of TRL's weights, to metrics.jsonl.
+    """Writes TRL's metrics of every step, and the evaluation of TRL's weights, to metrics.jsonl.
 
     Args:
         config: config of the run.
         metrics: open writer of metrics.jsonl.
-        policy: a second model, which receives the trainer's weights for evaluation.
-        task: the task that scores responses.
-        held_out: evaluation rows.
+        evaluate: the task's evaluation of a model.
     """
 
     def __init__(
-        self, config: ToyConfig, metrics: MetricsWriter, policy: ToyPolicy, task: Task, held_out: Sequence[Row]
+        self, config: ToyConfig, metrics: MetricsWriter, evaluate: Callable[[PreTrainedModel], dict[str, float]]
     ) -> None:
-        self._config, self._metrics, self._policy = config, metrics, policy
-        self._task, self._held_out = task, held_out
+        self._config, self._metrics, self._evaluate = config, metrics, evaluate
         self._began = self._seconds = 0.0
 
     def on_train_begin(self, args: Any, state: Any, control: Any, **rest: Any) -> None:
@@ -144,10 +163,6 @@ class Recorder(TrainerCallback):
         if step % self._config.evaluate_every == 0 or step == self._config.num_steps:
             record |= self._evaluate(rest["model"])
         self._metrics.write(step, record)
-
-    def _evaluate(self, model: Qwen3ForCausalLM) -> dict[str, float]:
-        self._policy.assign(torch.nn.utils.parameters_to_vector(model.parameters()).detach())
-        return evaluate(self._policy, self._task, self._held_out, self._config)
 
 
 def main(arguments: Sequence[str] | None = None) -> int:

@@ -16,6 +16,7 @@ import logging
 import os
 import warnings
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
@@ -30,6 +31,19 @@ VLLM_LEVEL = "VLLM_LOGGING_LEVEL"
 TrainerName = Literal["grpo", "rloo"]
 Scorer = Callable[[int, list[int]], float]
 """(question index, response tokens) -> reward."""
+
+
+@dataclass(frozen=True, slots=True)
+class TrlTask:
+    """What a run of TRL trains on."""
+
+    model: PreTrainedModel  # trained in place
+    tokenizer: PreTrainedTokenizerBase
+    questions: Sequence[str]  # num_steps * num_prompts of them, in order
+    score: Scorer
+    evaluate: Callable[[PreTrainedModel], dict[str, float]]  # metrics of the held-out set
+    max_response_tokens: int
+    arguments: dict[str, Any] = field(default_factory=dict)  # further settings of TRL
 
 
 def trainer_arguments(

@@ -23,7 +23,7 @@ def run(backend: str, config: ToyConfig) -> int:
     """
     from studies.start import plain_task
 
-    if backend != "toy":
+    if backend != "toy" and config.recipe is None:
         plain_task(config.task, f"the backend {backend}")
     match backend:
         case "toy":

@@ -207,18 +207,8 @@ class BatchInFlight(Protocol):
         ...
 
 
-class RolloutEngine(Protocol):
-    """The source of the step loop's samples: one engine or many, anywhere.
-
-    Every rank of the trainer calls every method with the same arguments and gets the same result. Every wait has a
-    deadline. An engine that died, hung or lost its connection is replaced, and its unfinished work is repeated, up to
-    `rollout.max_restarts` times in a row. Then the call raises `EngineLostError` with the tail of the engine's log.
-    """
-
-    @property
-    def version(self) -> int:
-        """Version of the weights being served; 0 is the checkpoint that the engines started from."""
-        ...
+class Sampler(Protocol):
+    """Samples responses to prompts: all that an evaluation needs."""
 
     def generate(self, prompts: Sequence[Prompt], request: SamplingRequest) -> list[Sample]:
         """Sample N = Q * group_size responses, prompt-major, the same list on every rank.
@@ -230,6 +220,20 @@ class RolloutEngine(Protocol):
         Raises:
             RunError: an engine failed, or the last push failed.
         """
+        ...
+
+
+class RolloutEngine(Sampler, Protocol):
+    """The source of the step loop's samples: one engine or many, anywhere.
+
+    Every rank of the trainer calls every method with the same arguments and gets the same result. Every wait has a
+    deadline. An engine that died, hung or lost its connection is replaced, and its unfinished work is repeated, up to
+    `rollout.max_restarts` times in a row. Then the call raises `EngineLostError` with the tail of the engine's log.
+    """
+
+    @property
+    def version(self) -> int:
+        """Version of the weights being served; 0 is the checkpoint that the engines started from."""
         ...
 
     def begin(self, prompts: Sequence[Prompt], request: SamplingRequest, reward: Reward | None = None) -> BatchInFlight:

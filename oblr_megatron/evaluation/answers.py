@@ -21,7 +21,7 @@ from oblr_megatron.rewards.base import cause_of
 
 if TYPE_CHECKING:
     from oblr_megatron.config import Config
-    from oblr_megatron.engine.protocol import RolloutEngine
+    from oblr_megatron.engine.protocol import Sampler
     from oblr_megatron.rewards.base import Reward
     from oblr_megatron.types import Prompt
 
@@ -60,7 +60,7 @@ def blocks_of(config: Config, count: int) -> Iterator[Block]:
 
 def evaluate(
     name: str,
-    engines: RolloutEngine,
+    engines: Sampler,
     prompts: Sequence[Prompt],
     reward: Reward,
     config: Config,
@@ -96,7 +96,7 @@ def evaluate(
 
 
 def _items(
-    name: str, block: Block, engines: RolloutEngine, prompts: Sequence[Prompt], reward: Reward, config: Config
+    name: str, block: Block, engines: Sampler, prompts: Sequence[Prompt], reward: Reward, config: Config
 ) -> tuple[list[Item], str]:
     """Sample and score one block. The text says why responses are unscored; it is empty if all are scored."""
     asked = prompts[block.first : block.last]

@@ -96,3 +96,59 @@ def write_run(out: Path, key: Key, accuracy: Sequence[float], *, cut: bool = Fal
     lines = [json.dumps(record) + "\n" for record in (records[:-1] if cut else records)]
     (run_dir / "metrics.jsonl").write_text("".join(lines))
     return run_dir
+
+
+def write_recipe(directory: Path, dtype: str = "float32") -> Path:
+    """Write a tiny random model, rows, a graded reward, and the config of a run that names them; returns the config."""
+    from tests.tiny import make_hf_dir
+
+    make_hf_dir(directory / "model", head_dim=32)
+    rows = [{"question": f"t{a} t{b}", "answer": f"t{a}"} for a in range(2, 14) for b in range(2, 10)]
+    for name, part in (("rows", rows[12:]), ("kept", rows[:12])):
+        (directory / f"{name}.jsonl").write_text("".join(json.dumps(row) + "\n" for row in part))
+    (directory / "reward.py").write_text("def ones(response, answer):\n    return min(1.0, response.count('t1') / 2)\n")
+    config = directory / "recipe.toml"
+    config.write_text(f"""
+run_dir = "unused"
+num_prompts = 8
+[model]
+path = "{directory}/model"
+dtype = "{dtype}"
+[data]
+train = "{directory}/rows.jsonl"
+max_prompt_tokens = 8
+[parallel]
+micro_batch_tokens = 56
+[rollout]
+max_response_tokens = 6
+kv_cache_gib = 0.1
+[reward]
+name = "{directory}/reward.py:ones"
+[evaluate]
+data = {{ kept = "{directory}/kept.jsonl" }}
+""")
+    return config
+
+
+def recipe_plan(recipe: Path) -> str:
+    """A plan of the task "words", which is that recipe: ours and TRL's GRPO, at one shape and one rate."""
+    return f"""
+tasks = ["words"]
+seeds = 1
+num_steps = 2
+shapes = ["4x4"]
+evaluate_every = 1
+evaluation_samples = 2
+reference = "pooled"
+learning_rates = [1e-3]
+[recipes]
+words = "{recipe}"
+[defaults]
+algo.schedule = "constant"
+[arms.pooled]
+backend = "train"
+[arms.trl_grpo]
+peer = true
+backend = "trl_grpo"
+algo.preset = "grpo"
+"""

@@ -20,7 +20,7 @@ import pytest
 from oblr_megatron.cli import main
 from oblr_megatron.config import parse_config
 from oblr_megatron.errors import EXIT_USER, UserError
-from studies.curves import Curves
+from studies.curves import Curves, write_summary
 from studies.plan import load_plan
 from studies.results import read_result
 from studies.study_command import STUDIES
@@ -115,6 +115,8 @@ def test_an_arm_without_a_complete_rate_skips_the_main_phase(tmp_path: Path, mon
         f"sums ours 4x2 lr {rate} seed 10" for rate in ("0.01", "0.1")
     }
     assert read_result(key_of("sums", "rloo", 0.002, 1, SHAPE), study.out) is not None
+    write_summary(study.plan, study.out)
+    assert "- sums/ours/4x2/lr0.01/seed10: error: it diverged\n" in (study.out / "summary.md").read_text()
     orders.write_text("{}")
     again = study_of(tmp_path)
     again.run()

@@ -63,6 +63,7 @@ def test_selected_arms_include_those_that_supply_their_rates(tmp_path: Path) -> 
     plan = plan_of(HEAD + ARMS, tmp_path)
     assert list(plan.only(["control"]).arms) == ["ours", "control"]
     assert list(plan.only(["rloo"]).arms) == ["rloo"]
+    assert plan.fewest_runs() == 3 * 2 * 2 + 4 * 5  # rates x sweep seeds of the arms with two rates, and all seeds
     with pytest.raises(UserError, match=r"'roo' \[--only\]"):
         plan.only(["roo"])
 
@@ -77,8 +78,12 @@ def test_the_example_plans() -> None:
     assert all(len(main.shapes_of(arm)) >= 2 for arm in ("pooled", "rloo", "grpo"))
     assert [arm for arm in main.arms if main.arms[arm].more_samples > 1] == ["rloo_twice"]
     assert {arm.backend for arm in plans["pooled_stack"].arms.values()} == {"toy", "train", "trl_grpo", "trl_rloo"}
-    for plan in plans.values():
-        assert plan.reference == "pooled" and not set(plan.seeds) & set(plan.sweep_seeds) and len(plan.seeds) >= 5
+    real = plans["smollm2"]
+    assert set(real.recipes) == set(real.tasks) and real.arms["tempered"].algo["norm_power"] == 0.25
+    assert all(len(real.shapes_of(arm)) == 2 and len(real.grid(arm)) == 3 for arm in real.arms)
+    for name, plan in plans.items():
+        assert plan.reference == "pooled" and not set(plan.seeds) & set(plan.sweep_seeds)
+        assert len(plan.seeds) >= (3 if name == "smollm2" else 5)
 
 
 @pytest.mark.parametrize(
@@ -98,6 +103,8 @@ def test_the_example_plans() -> None:
         (HEAD + ARMS + "[arms.x]\ncontrol = 'shuffled'\nrates_of = 'ours'\nbackend = 'train'", ["backend 'train'"]),
         (HEAD + ARMS + "[arms.x]\ncontrol = 'shuffled'\nrates_of = 'control'", ["rates_of 'control'"]),
         (HEAD + ARMS + "token_baseline = 'otb'", ["token_baseline 'otb'", "algo.baseline 'rloo'", '"none"']),
+        (HEAD + ARMS + "[recipes]\nsums = 'x.toml'", ["backend 'toy' cannot train the recipe 'sums'", "arms.ours"]),
+        (HEAD + ARMS + "[recipes]\nother = 'x.toml'", ["recipe 'other' is not a task of the plan"]),
         (HEAD, ["'arms' is missing"]),
         (HEAD.replace("ours", "his") + ARMS, ["reference 'his'", "ours, paper"]),
         (HEAD.replace("= 10\n", "= 30\n") + ARMS, ["num_steps 100", "evaluate_every 30"]),

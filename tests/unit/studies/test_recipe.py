@@ -1,0 +1,111 @@
+"""Tasks that are the config of a training run: what a study copies, asks of each backend, and refuses.
+
+A run of TRL is compared with the prompts of a training run, and with greedy decoding of single prompts by transformers.
+Not covered: a run of the backend "train" (tests/e2e/test_study_recipe.py).
+"""
+
+from __future__ import annotations
+
+import json
+import shutil
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from oblr_megatron.config import parse_config
+from oblr_megatron.data.prompts import PromptStream
+from oblr_megatron.errors import UserError
+from oblr_megatron.metrics import read_metrics
+from studies.curves import Curves
+from studies.plan import load_plan
+from studies.recipe import prepare_recipe
+from studies.toy_trainer import ToyConfig
+from studies.train_backend import train_table
+from tests.unit.studies.runs import key_of, recipe_plan, write_recipe
+
+
+def config_of(recipe: Path, tmp_path: Path, arm: str = "trl_grpo", **changes: object) -> ToyConfig:
+    """The config of a run, from a start without the original files."""
+    path = tmp_path / "plan.toml"
+    path.write_text(recipe_plan(recipe))
+    plan, out = load_plan(path), tmp_path / "out"
+    start = prepare_recipe("words", recipe, out / "start")
+    study = Curves(plan, out, {"words": start}, processes=1)
+    return ToyConfig.model_validate(study.job(key_of("words", arm, 1e-3, 0, (4, 4))).config | changes)
+
+
+@pytest.fixture
+def recipe(tmp_path: Path) -> Path:
+    return write_recipe(tmp_path)
+
+
+def test_a_run_needs_the_start_alone(recipe: Path, tmp_path: Path) -> None:
+    toy = config_of(recipe, tmp_path, "pooled")
+    for name in ("model", "rows.jsonl", "kept.jsonl"):
+        (tmp_path / name).rename(tmp_path / f"moved-{name}")
+    run, start = parse_config(json.loads(json.dumps(train_table(toy)))), tmp_path / "out/start/words"
+    assert run.model.path == start / "model" and (start / "model/config.json").exists()
+    assert (start / "train.jsonl").read_text() == (tmp_path / "moved-rows.jsonl").read_text()
+    (name, held_out), (train,) = *run.evaluate.data.items(), run.data.train
+    assert (name, held_out.path, train.path) == ("words", str(start / "heldout.jsonl"), str(start / "train.jsonl"))
+    assert (run.num_steps, run.num_prompts, run.group_size, run.optimizer.lr) == (2, 4, 4, 1e-3)
+    assert (run.rollout.max_response_tokens, run.data.max_prompt_tokens, run.evaluate.samples_per_prompt) == (6, 8, 2)
+    assert run.reward.name.endswith("reward.py:ones") and not run.checkpoint.export_hf
+    assert prepare_recipe("words", recipe, start.parent) == start
+
+
+def test_bad_recipes_are_refused(recipe: Path, tmp_path: Path) -> None:
+    text = recipe.read_text()
+    prepare_recipe("words", recipe, tmp_path / "start")
+    (longer := tmp_path / "longer.toml").write_text(text.replace("response_tokens = 6", "response_tokens = 7"))
+    (none := tmp_path / "none.toml").write_text(text.replace(f'kept = "{tmp_path}/kept.jsonl"', ""))
+    for path, named in ((longer, "has changed"), (none, "evaluate.data has 0 sets")):
+        with pytest.raises(UserError, match=named):
+            prepare_recipe("words", path, tmp_path / "start")
+    shutil.rmtree(tmp_path / "model")
+    with pytest.raises(UserError, match=r"the recipe names .*model, which is missing"):
+        prepare_recipe("other", recipe, tmp_path / "start")
+
+
+@pytest.mark.skipif(find_spec("trl") is None, reason="TRL, the peer, is not installed")
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_trl_trains_on_a_training_runs_prompts(dtype: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    import torch
+    from transformers import AutoModelForCausalLM, AutoTokenizer
+
+    from studies import trl_backend
+    from studies.trl_trainer import open_trainer
+
+    config, asked = config_of(write_recipe(tmp_path, dtype), tmp_path), list[tuple[int, ...]]()
+
+    def listening(*arguments: Any) -> Any:
+        built = open_trainer(*arguments)
+        generate = built._generate_single_turn
+
+        def told(prompt_ids: list[list[int]], *rest: object) -> Any:
+            asked.extend(map(tuple, prompt_ids))
+            return generate(prompt_ids, *rest)
+
+        built._generate_single_turn = told
+        return built
+
+    monkeypatch.setattr(trl_backend, "open_trainer", listening)
+    trl_backend.run_trl(config, "grpo")
+    run, path = parse_config(train_table(config)), config.start_dir / "model"
+    tokenizer = AutoTokenizer.from_pretrained(path)
+    stream = PromptStream(run.data, tokenizer, seed=config.seed, held_out=run.evaluate.data)
+    assert asked == [prompt.token_ids for prompt in stream.next_prompts(8) for _ in range(4)]
+    records = read_metrics(config.run_dir)
+    assert [record["step"] for record in records] == [0, 1, 2]
+    assert all(0 < record["eval/words/mean_at_k"] < 1 for record in records)
+    assert all(record["grad_norm"] > 0 and record["lr"] == 1e-3 for record in records[1:])
+    if dtype == "float32":
+        model, right = AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32), list[bool]()
+        for line in (config.start_dir / "heldout.jsonl").read_text().splitlines():
+            ids = tokenizer(json.loads(line)["question"], return_tensors="pt")["input_ids"]
+            response = model.generate(ids, max_new_tokens=6, do_sample=False, eos_token_id=1, pad_token_id=0)
+            text = tokenizer.decode(response[0, ids.shape[1] :], skip_special_tokens=True)
+            right.append(text.count("t1") >= 2)
+        assert records[0]["eval/words/accuracy"] == pytest.approx(sum(right) / 12) and 0 < sum(right) < 12
