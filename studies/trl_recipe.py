@@ -5,11 +5,12 @@ Weights are fp32. If the recipe's model is bf16, TRL computes in bf16 by autocas
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, cast
 
 import torch
+from torch import Tensor
 
 from oblr_megatron.checkpoint.hf_dir import check_hf_dir
 from oblr_megatron.config import parse_config
@@ -87,7 +88,7 @@ class TransformersSampler:
     """
 
     def __init__(self, model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase) -> None:
-        self._model, self._tokenizer = model, tokenizer
+        self._generate, self._tokenizer = cast("Callable[..., Tensor]", model.generate), tokenizer
 
     @torch.no_grad()
     def generate(self, prompts: Sequence[Prompt], request: SamplingRequest) -> list[Sample]:
@@ -101,7 +102,7 @@ class TransformersSampler:
         drawn = {"temperature": request.temperature, "top_p": request.top_p, "top_k": max(request.top_k, 0)}
         with torch.random.fork_rng():
             torch.manual_seed(request.seed)
-            ids = self._model.generate(
+            ids = self._generate(
                 **padded,
                 max_new_tokens=request.max_tokens,
                 num_return_sequences=request.group_size,
@@ -129,7 +130,7 @@ def sample_of(prompt: Prompt, tokens: list[int], tokenizer: PreTrainedTokenizerB
         prompt.token_ids,
         tuple(tokens),
         (0.0,) * len(tokens),
-        text=tokenizer.decode(tokens, skip_special_tokens=True),
+        text=str(tokenizer.decode(tokens, skip_special_tokens=True)),
         finish_reason="stop" if tokenizer.eos_token_id in tokens else "length",
         version=0,
     )
