@@ -11,6 +11,7 @@ import time
 from collections.abc import Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from datetime import timedelta
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -29,7 +30,7 @@ from oblr_megatron.metrics import METRICS_FILE, MetricsWriter, Record, logged_un
 from oblr_megatron.model import parallel as process_groups
 from oblr_megatron.observe.alarm_window import planned
 from oblr_megatron.observe.alarms import LiveAlarms
-from oblr_megatron.observe.console import open_display
+from oblr_megatron.observe.console import open_display, waiting
 from oblr_megatron.observe.performance.hardware import this_device
 from oblr_megatron.observe.performance.profiler import open_profiler
 from oblr_megatron.observe.performance.ranks import RankLog
@@ -68,7 +69,8 @@ def open_sampling(config: Config) -> Iterator[Sampling]:
         own = attempt(lambda: _inputs(config, rank, world_size, stack))
         if world_size == 1:
             raise_first([own], own)
-        process_groups.join(config.parallel)
+        with waiting(_absent(rank, world_size), partial(print, flush=True)):
+            process_groups.join(config.parallel)
         stack.push(process_groups.leave)
         collectives = Collectives(rank)
         collectives.settle(own, what="their checks", seconds=config.parallel.distributed_timeout_s)
@@ -138,6 +140,13 @@ def open_sampling(config: Config) -> Iterator[Sampling]:
             control_group=control_group,
             resumed=resumed,
         )
+
+
+def _absent(rank: int, world_size: int) -> str:
+    """For whom a rank waits at the rendezvous, and where its number comes from."""
+    store = ":".join(os.environ.get(name, "") for name in ("MASTER_ADDR", "MASTER_PORT"))
+    others = "rank 0" if rank else f"ranks 1 to {world_size - 1}"
+    return f"rank {rank} waits for {others} at {store} (RANK and WORLD_SIZE {world_size} of the environment)"
 
 
 @contextmanager

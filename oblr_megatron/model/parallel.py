@@ -162,7 +162,7 @@ def join(config: ParallelConfig, *, backend: str | None = None) -> None:
     backend = backend or ("nccl" if torch.cuda.is_available() else "gloo")
     timeout = timedelta(seconds=config.distributed_timeout_s)
     select_device()
-    if "WORLD_SIZE" in os.environ:  # torchrun's rendezvous
+    if rank_from_environment()[1] > 1:  # torchrun's rendezvous
         dist.init_process_group(backend, timeout=timeout)
     else:
         dist.init_process_group(backend, store=dist.HashStore(), rank=0, world_size=1, timeout=timeout)

@@ -99,10 +99,11 @@ def guarded(command: Callable[[], int]) -> int:
         if os.environ.get("LOCAL_RANK", "0") == "0":  # all ranks of a node find the same mistake; one prints it
             print(f"error: {error}", file=sys.stderr)
         return EXIT_USER
-    except KeyboardInterrupt:
+    except KeyboardInterrupt as error:
+        name = _signal_of(error)
         if not launched():  # the launcher has a line of its own
-            print("error: ended by SIGINT", file=sys.stderr)
-        return EXIT_SIGNAL + signal.SIGINT
+            print(f"error: ended by {name}", file=sys.stderr)
+        return EXIT_SIGNAL + signal.Signals[name]
     except (RuntimeError, OSError) as error:
         if isinstance(error, PermissionError) and error.filename is not None and not launched():
             fix = "give yourself access to it, or choose another path"
@@ -127,10 +128,15 @@ def _with_packages(command: Callable[[], int]) -> int:
         raise UserError(f"the package {missing} is not installed", where=sys.executable, fix=fix) from error
 
 
+def _signal_of(error: KeyboardInterrupt) -> str:
+    """The name of the signal; Python itself raises the exception without one."""
+    return str(error) or signal.SIGINT.name
+
+
 def reason_of(error: BaseException) -> str | None:
     """Why a run failed, as one sentence; None for a bug, which needs its traceback."""
     if isinstance(error, KeyboardInterrupt):
-        return "SIGINT"
+        return _signal_of(error)
     if isinstance(error, (UserError, RunError)):
         return str(error)
     if isinstance(error, OSError) and error.errno in NO_SPACE:

@@ -76,6 +76,10 @@ def _torchrun(given: Sequence[str], forward: Forward) -> int:
         statuses = {failure.exitcode for failure in error.failures.values()}
         if EXIT_USER in statuses:
             return EXIT_USER
+        for number in ENDING:  # before the first step
+            if EXIT_SIGNAL + number in statuses:
+                print(f"error: ended by {number.name}", file=sys.stderr)
+                return EXIT_SIGNAL + number
         log.keep(str(error))
         _print_failure(error, log)
         return EXIT_RUN

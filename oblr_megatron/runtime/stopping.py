@@ -10,7 +10,7 @@
 
 SLURM's `--signal=USR1@120` and `scancel` may reach some or all ranks, and twice if the launcher forwards them
 (launch.py). A signal is only noted, and the current step is finished. Engines and reward workers ignore these signals,
-because the step needs them. Ctrl-C before the first step ends the run at once.
+because the step needs them. Before the first step one of ENDING ends the run at once.
 
 A second signal ends the process at once, also while the main thread waits in a collective. Python runs signal handlers
 only in the main thread. So a thread reads the signal numbers from the pipe of `signal.set_wakeup_fd`.
@@ -26,7 +26,7 @@ import time
 from collections.abc import Callable, Mapping
 from contextlib import suppress
 from types import FrameType
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NoReturn
 
 from oblr_megatron.errors import EXIT_RUN, EXIT_SIGNAL, UserError
 from oblr_megatron.runtime.processes import launched, lost_rank, started_at
@@ -57,7 +57,7 @@ class StopRequest:
         environment: holds SLURM's and torchrun's variables; by default the process's environment.
 
     Attributes:
-        stepping: whether the run has reached its first step. Until then SIGINT raises KeyboardInterrupt.
+        stepping: whether the run has reached its first step. Until then ENDING raise KeyboardInterrupt(name).
         at_once: called with the reason before a second signal ends the process.
 
     Raises:
@@ -72,6 +72,7 @@ class StopRequest:
         self._environment = environment
         self._speaks = environment.get("LOCAL_RANK", "0") == "0"
         self._received: signal.Signals | None = None
+        self._interrupted = False
         self._ending_at: float | None = None  # arrival of the first of ENDING, monotonic clock
         self._former: dict[signal.Signals, Any] = {}
         self._former_fd = -1
@@ -120,9 +121,13 @@ class StopRequest:
 
     def _interrupt(self, number: int, frame: FrameType | None) -> None:
         """In the main thread: note a signal in time for the next `due`."""
+        at_once = number in ENDING and not self.stepping
+        if at_once and not (number == signal.SIGTERM and lost_rank(self._environment)):
+            if not self._interrupted:  # the same signal may come twice, and would break off the cleaning up
+                self._interrupted = True
+                raise KeyboardInterrupt(signal.Signals(number).name)
+            return
         self._note(signal.Signals(number))
-        if number == signal.SIGINT and not self.stepping:
-            raise KeyboardInterrupt
 
     def _listen(self, pipe: int) -> None:
         """In a thread: act on a signal while the main thread cannot."""
@@ -140,13 +145,25 @@ class StopRequest:
         if number in ENDING:
             within = KEY_REPEAT_S if number == signal.SIGINT else REPEAT_S
             if self._ending_at is not None and now - self._ending_at > within:
-                self.at_once(f"{number.name}, twice")
-                if self._speaks and not launched(self._environment):  # the launcher has a line of its own
-                    _print(f"error: ended by {number.name}")
-                os._exit(EXIT_SIGNAL + number)
+                self._end_at_once(number, f"{number.name}, twice")
             self._ending_at = self._ending_at or now
+            if not self.stepping:
+                timer = threading.Timer(REPEAT_S, self._end_a_wait, (number,))
+                timer.daemon = True
+                timer.start()
         if self.stepping:
             self._note(number)
+
+    def _end_a_wait(self, number: signal.Signals) -> None:
+        """End a main thread that waits in C, e.g. for other ranks, where no exception reaches it."""
+        if not (self._interrupted or self.stepping or self._pipe is None):
+            self._end_at_once(number, number.name)
+
+    def _end_at_once(self, number: signal.Signals, reason: str) -> NoReturn:
+        self.at_once(reason)
+        if self._speaks and not launched(self._environment):  # the launcher has a line of its own
+            _print(f"error: ended by {number.name}")
+        os._exit(EXIT_SIGNAL + number)
 
     def _note(self, number: signal.Signals) -> None:
         with self._lock:

@@ -15,7 +15,7 @@ GONE = (errno.EPIPE, errno.EIO)  # a pipe, a terminal
 class LastingFile(io.FileIO):
     """A descriptor that becomes /dev/null when its reader goes away, also for what other code writes to it."""
 
-    def write(self, data: Any) -> int | None:
+    def write(self, data: Any) -> int:
         try:
             return super().write(data)
         except OSError as error:

@@ -59,9 +59,44 @@ def test_nohup_is_respected() -> None:
     assert signal.signal(signal.SIGHUP, before) == signal.SIG_IGN
 
 
-def test_ctrl_c_before_the_first_step_ends_the_run() -> None:
-    with pytest.raises(KeyboardInterrupt), StopRequest(options(), {}):
-        os.kill(os.getpid(), signal.SIGINT)
+@pytest.mark.parametrize("number", ENDING)
+def test_before_the_first_step_a_signal_ends_the_run(number: signal.Signals) -> None:
+    """Once: SLURM and the launcher may send the same one."""
+    with pytest.raises(KeyboardInterrupt, match=number.name), StopRequest(options(), {}):
+        try:
+            os.kill(os.getpid(), number)
+        finally:
+            os.kill(os.getpid(), number)
+
+
+WAITING = """
+import sys, time
+from oblr_megatron.config.checkpoint import CheckpointConfig
+from oblr_megatron.runtime.command_line import guarded
+from oblr_megatron.runtime.stopping import StopRequest
+
+def command():
+    with StopRequest(CheckpointConfig()):
+        print("ready", flush=True)
+        {wait}
+    return 0
+
+sys.exit(guarded(command))
+"""
+
+
+@pytest.mark.parametrize("number", ENDING)
+@pytest.mark.parametrize("wait", ["time.sleep(600)", "import threading; threading.Event().wait()", "input()"])
+def test_a_command_that_waits_ends_with_one_line(number: signal.Signals, wait: str) -> None:
+    command = [sys.executable, "-c", WAITING.format(wait=wait)]
+    with subprocess.Popen(
+        command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
+    ) as job:
+        assert job.stdout is not None and job.stdout.readline() == "ready\n"
+        job.send_signal(number)
+        job.wait(60)
+        assert job.stderr is not None and job.stderr.read() == f"error: ended by {number.name}\n"
+    assert job.returncode == 128 + number
 
 
 def test_one_rank_of_a_node_prints(capfd: pytest.CaptureFixture[str]) -> None:
@@ -74,6 +109,7 @@ def test_one_rank_of_a_node_prints(capfd: pytest.CaptureFixture[str]) -> None:
 def test_sigterm_after_sigusr1_is_the_reason() -> None:
     """SLURM warns with SIGUSR1 and later sends SIGTERM for the same stop."""
     with StopRequest(options(), {}) as stop:
+        stop.stepping = True
         for number in (signal.SIGUSR1, signal.SIGTERM, signal.SIGUSR1):
             os.kill(os.getpid(), number)
         assert stop.due(0.0) == "SIGTERM"
@@ -100,6 +136,23 @@ def test_a_second_signal_ends_a_process_that_is_busy_in_c(number: signal.Signals
         out, err = signalled_to_the_end(child, number)
         assert child.returncode == EXIT_SIGNAL + number
         assert out == f"{number.name}, twice\n" and err.splitlines()[-1] == f"error: ended by {number.name}"
+
+
+@pytest.mark.parametrize("number", ENDING)
+def test_before_the_first_step_one_signal_ends_a_wait_in_c(number: signal.Signals) -> None:
+    program = (
+        "import ctypes, threading\nfrom oblr_megatron.config.checkpoint import CheckpointConfig\n"
+        "from oblr_megatron.runtime.stopping import StopRequest\n"
+        "with StopRequest(CheckpointConfig()):\n    libc = ctypes.CDLL(None)\n"
+        "    threading.Timer(1, print, ['ready'], {'flush': True}).start()\n"
+        "    lock = (ctypes.c_char * 64)()\n    libc.pthread_mutex_lock(lock), libc.pthread_mutex_lock(lock)\n"
+    )
+    with subprocess.Popen([sys.executable, "-c", program], stdout=subprocess.PIPE, stderr=subprocess.PIPE) as child:
+        assert child.stdout is not None and child.stdout.readline() == b"ready\n"
+        child.send_signal(number)
+        child.wait(60)
+        assert child.returncode == EXIT_SIGNAL + number
+        assert child.stderr is not None and child.stderr.read().decode() == f"error: ended by {number.name}\n"
 
 
 def signalled_to_the_end(child: subprocess.Popen[str], number: signal.Signals) -> tuple[str, str]:
