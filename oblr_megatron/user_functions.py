@@ -1,7 +1,7 @@
 """Functions of the user by name: rewards, environments, tools and baselines. Imports no torch.
 
-"package.module:function", importable from the current directory, or "path/to/file.py:function", which may import the
-modules beside it
+"package.module:function", importable from the current directory, or "path/to/file.py:function", which may import
+modules of its directory.
 """
 
 from __future__ import annotations

@@ -30,7 +30,7 @@ ROW_FILES = (".jsonl", ".parquet")
 
 @dataclass(frozen=True, slots=True)
 class Recipe:
-    """A recipe whose files were moved to a start. Example: Recipe(table={...}, files={"model": Path("run/x/model")})"""
+    """A recipe and the files to copy. Example: Recipe(table={...}, files={"model": Path("run/x/model")})"""
 
     table: dict[str, Any]  # settings of the run; files have their names below the start
     files: dict[str, Path]  # name below the start -> original

@@ -161,7 +161,7 @@ class Pools:
         self._trust = self._added(self._trust, terms)
 
     def _observe_energies(self, prompts: Sequence[Prompt], energies: Tensor, counts: Tensor) -> None:
-        """Add A^2 w [Q, G]. A prompt whose responses `algo.keep` left out has the energy 0: then the mean is right."""
+        """Add each prompt's mean of A^2 w [Q, G]. `algo.keep`: left-out responses are 0, others weighted."""
         sizes = counts.sum(-1) if self._algo.keep == 1 else torch.full_like(counts[:, 0], counts.shape[1])
         rows = zip(prompts, (energies.sum(-1) / sizes).tolist(), strict=True)
         self._energies.observe({_key(prompt): energy for prompt, energy in rows if math.isfinite(energy)})

@@ -17,7 +17,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from oblr_megatron.checkpoint.hf_description import OWN_CONFIG, hf_config_in, tokenizer_in
-from oblr_megatron.checkpoint.safetensors_header import AGAIN, DTYPE_BYTES, LFS_POINTER, check_content, read_header
+from oblr_megatron.checkpoint.safetensors_header import AGAIN, DTYPE_BYTES, read_header
+from oblr_megatron.checks.git_lfs import refuse_pointer
 from oblr_megatron.checks.layout import ROPES, num_experts
 from oblr_megatron.errors import UserError
 from oblr_megatron.families import family_of
@@ -171,9 +172,7 @@ def check_hf_files(path: Path) -> dict[str, Any]:
     for file in (path / name for name in COPIED):  # also optional files: otherwise every save of a run would fail
         if file.is_file() and not os.access(file, os.R_OK):
             raise UserError("cannot read the file: no permission", where=str(file), fix="make it readable")
-        if file.is_file():
-            with file.open("rb") as stream:
-                check_content(stream.read(len(LFS_POINTER)), file)
+        refuse_pointer(file)
     return config
 
 
@@ -196,9 +195,8 @@ def _read_config(file: Path) -> dict[str, Any]:
 
 def _read_json(file: Path) -> dict[str, Any]:
     try:
-        text = file.read_bytes()
-        check_content(text, file)
-        content = json.loads(text.decode())
+        refuse_pointer(file)
+        content = json.loads(file.read_bytes().decode())
     except PermissionError as error:
         raise UserError("cannot read the file: no permission", where=str(file), fix="make it readable") from error
     except OSError as error:
@@ -300,7 +298,7 @@ def _check_weights(
 
 
 def _check_tied_head(path: Path, files: Collection[str]) -> None:
-    """Refuse a tied model whose files store another output layer: vLLM would load it, and no push would replace it."""
+    """Refuse a tied model whose stored output layer differs from the embedding: vLLM would load it, pushes never."""
     places = {}
     for file in (path / name for name in files):
         start, entries = read_header(file)

@@ -7,12 +7,12 @@ from math import prod
 from pathlib import Path
 from typing import Any
 
+from oblr_megatron.checks.git_lfs import refuse_pointer
 from oblr_megatron.errors import UserError
 
 LENGTH_BYTES = 8  # at the start of the file: size of the JSON header, little endian
 MAX_HEADER_BYTES = 100_000_000
 AGAIN = "download or export the file again"
-LFS_POINTER = b"version https://git-lfs.github.com/spec/"  # first bytes; https://git-lfs.com/spec
 DTYPE_BYTES = {"F64": 8, "F32": 4, "F16": 2, "BF16": 2}  # of a plain model's tensors, by their names in safetensors
 
 
@@ -27,8 +27,7 @@ def read_header(file: Path) -> tuple[int, dict[str, dict[str, Any]]]:
     except OSError as error:
         raise UserError(f"cannot read the file: {error.strerror}", where=str(file), fix="make it readable") from error
     with stream:
-        check_content(stream.read(len(LFS_POINTER)), file)
-        stream.seek(0)
+        refuse_pointer(file)
         length = int.from_bytes(stream.read(LENGTH_BYTES), "little")
         if size < LENGTH_BYTES + length and length <= MAX_HEADER_BYTES:
             raise UserError(f"the file is cut off inside its header ({size} bytes)", where=str(file), fix=AGAIN)
@@ -47,17 +46,6 @@ def read_header(file: Path) -> tuple[int, dict[str, dict[str, Any]]]:
             f"the file is {state}: {size} bytes, its header describes {expected}", where=str(file), fix=AGAIN
         )
     return LENGTH_BYTES + length, entries
-
-
-def check_content(content: bytes, file: Path) -> None:
-    """Refuse a file of which a clone without Git LFS has only the pointer; `content` is its beginning, or all of it.
-
-    Raises:
-        UserError: it is a pointer.
-    """
-    if content.startswith(LFS_POINTER):
-        fix = "run `git lfs install` and `git lfs pull` in the clone"
-        raise UserError("this is a Git LFS pointer, not the file", where=str(file), fix=fix)
 
 
 def _end_of(entries: dict[str, dict[str, Any]]) -> int:

@@ -18,6 +18,7 @@ from glob import glob, has_magic
 from pathlib import Path
 from typing import Any, Literal, NamedTuple
 
+from oblr_megatron.checks.git_lfs import refuse_pointer
 from oblr_megatron.config.data import SourceConfig
 from oblr_megatron.config.run import validated
 from oblr_megatron.data.conventions import CONVENTIONS, GENERATED, PLAIN, Convention
@@ -36,7 +37,6 @@ _REPEATED = ("huggingface_hub.utils._http", "datasets.packaged_modules.parquet.p
 ONE_PER_LINE = "write one JSON object per line, instead of one array"
 LONE_BACKSLASH = "not JSON: a backslash that is not doubled"
 _CANNOT = "cannot read the data set"
-_LFS_POINTER = b"version https://git-lfs"
 
 
 class Record(NamedTuple):
@@ -196,9 +196,7 @@ def _is_hub_name(path: str) -> bool:
 
 
 def _file(path: Path) -> Iterator[Record]:
-    if _begins_with(path, _LFS_POINTER):
-        what = f"{_CANNOT}: it is a Git LFS pointer, not the file"
-        raise UserError(what, where=str(path), fix="run git lfs pull where the file comes from")
+    refuse_pointer(path)
     if path.suffix == ".parquet":
         rows = _load(str(path), "load_dataset", "parquet", data_files=[str(path)], split="train", streaming=True)
         return _records(path.stem, rows, str(path))
@@ -206,14 +204,6 @@ def _file(path: Path) -> Iterator[Record]:
         fix = "write it as JSON lines or Parquet, for example with pandas"
         raise UserError(f"{_CANNOT}: files of the kind {path.suffix} are not read", where=str(path), fix=fix)
     return _json_lines(path)
-
-
-def _begins_with(path: Path, start: bytes) -> bool:
-    try:
-        with path.open("rb") as file:
-            return file.read(len(start)) == start
-    except OSError:  # the reader of the file says more
-        return False
 
 
 def _json_lines(path: Path) -> Iterator[Record]:

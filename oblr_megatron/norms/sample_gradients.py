@@ -46,7 +46,7 @@ class Samples(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class GradSum:
-    """Norms, weights and loss records of the samples whose gradients were added."""
+    """Norms, weights and loss records of a call."""
 
     sq_norms: Tensor  # [N] fp64 on the model's device; 0 for samples that were not asked for
     weights: Tensor  # [N] fp64 on the CPU, as above

@@ -1,6 +1,6 @@
 r"""Rows, templates and conversations in the forms of the wild: read, skipped with a reason, or refused with a remedy.
 
-The table names the project whose data or reports have each form. Not covered: parquet and hub sets (test_sources.py).
+`source` names the library or format that has the form. Not covered: parquet and hub sets (test_sources.py).
 """
 
 from __future__ import annotations

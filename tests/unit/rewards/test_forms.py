@@ -1,6 +1,6 @@
 """Reward functions in the forms of the wild: called with the right values, or refused with the names wanted.
 
-The table names the project whose documents or examples have each form. Not covered: services (test_http.py).
+`source` names the project whose style the form follows. Not covered: services (test_http.py).
 """
 
 from __future__ import annotations
