@@ -23,7 +23,8 @@ from megatron.core import parallel_state
 from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig, finalize_model_grads
 from torch import Tensor
 
-from oblr_megatron.model.moe import mark_experts
+from oblr_megatron.errors import UserError
+from oblr_megatron.model.moe import experts_of, mark_experts
 from oblr_megatron.norms import clipped_grad_sum, per_sample_sq_grad_norms, tapped, weighted_grad_sum
 from tests.distributed.launch import run_ranks
 from tests.distributed.user_models import (
@@ -279,3 +280,18 @@ def test_copies_have_one_noise_and_shards_their_own(family: str, sizes: dict[str
             assert torch.equal(noise, other_noise) == equal, (name, other)
             same += equal
     assert len(found) > 20 and bool(same) != ("pp" in sizes)
+
+
+def refusal_of_unmarked_experts() -> str:
+    """As megatron-core 0.16 builds them."""
+    with groups(tp=2, etp=1):
+        (model,) = build("moe", sp=True)
+        for parameter in experts_of(model):
+            parameter.allreduce = True  # type: ignore[attr-defined]
+        with pytest.raises(UserError) as caught, tapped(wrapped(model, False)):
+            pass
+        return caught.value.fix
+
+
+def test_copies_of_experts_without_a_mark_are_refused() -> None:
+    assert all("mark_experts(model)" in fix for fix in run_ranks(refusal_of_unmarked_experts, 2))
