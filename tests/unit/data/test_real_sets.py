@@ -15,18 +15,18 @@ from transformers import PreTrainedTokenizerFast
 
 from oblr_megatron.data.prompt_set import read_prompts
 from oblr_megatron.data.prompts import PromptStream
-from oblr_megatron.data.rows import read_rows
+from oblr_megatron.data.rows import LOST_BACKSLASH, read_rows
 from oblr_megatron.data.sources import named_source
 from oblr_megatron.data.training import Benchmarks
 from tests.unit.data.conftest import config
 
 SHARED = Path(__file__).resolve().parents[4] / "shared" / "data"
-ROWS = {
+ROWS = {  # convention, rows without a lost backslash, rows that training uses
     "gsm8k_train": ("gsm8k", 7473, 7471),
     "gsm8k_test": ("gsm8k", 1319, 1319),
     "math500": ("math500", 500, 500),
     "olympiadbench": ("olympiadbench", 674, 674),
-    "dapo_math_17k": ("dapo", 17176, 17051),
+    "dapo_math_17k": ("dapo", 16530, 16410),  # 646 of its 17,176 rows have a form feed in place of "\\f" or "fi"
 }
 BENCHMARKS = ("gsm8k_test", "math500", "olympiadbench")
 
@@ -50,7 +50,8 @@ def test_a_set_loads_the_same_with_and_without_its_convention(name: str) -> None
     own, other = (list(read_rows(source, data, [])) for source in (by_name, plain))
     assert len(own) == count
     assert [row._replace(tolerance="") for row in own] == other
-    assert [row.answer for row in own] == [row["answer"] for row in raw(name)], "clean answers are not changed"
+    answers = {f"{name}-{number}": row["answer"] for number, row in enumerate(raw(name))}
+    assert all(row.answer == answers[f"{name}-{row.row}"] for row in own), "clean answers are not changed"
     tolerant = {row.id: row.tolerance for row in own if row.tolerance}
     assert tolerant == ({"olympiadbench-2592": "0.1"} if name == "olympiadbench" else {})
 
@@ -77,7 +78,7 @@ def test_a_mixture_of_training_sets(words: PreTrainedTokenizerFast) -> None:
     usable = ROWS["gsm8k_train"][2], ROWS["dapo_math_17k"][2]
     assert len(prompts) == sum(usable)
     reasons = [skip.reason for skip in prompts.skipped]
-    assert sorted(set(reasons)) == ["duplicate", "flagged overlaps_benchmark"]
+    assert sorted(set(reasons)) == [LOST_BACKSLASH, "duplicate", "flagged overlaps_benchmark"]
     assert reasons.count("duplicate") == 1
     ids = [prompt.id for prompt in prompts.next_prompts(len(prompts))]
     assert len(set(ids)) == len(ids)
