@@ -4,8 +4,8 @@ from __future__ import annotations
 
 KEPT_BYTES = 2**29
 """Bytes of partial gradients and embedding rows that a norm pass keeps until their all-reduce (two_pass.py)."""
-SQUARE_CHUNK = 2**22
-"""Elements converted to fp64 at a time: 32 MiB, which stay in a GPU's cache between both reads (model/sq_norms.py)."""
+CPU_SQUARE_CHUNK, GPU_SQUARE_CHUNK = 2**18, 2**22
+"""Elements converted to fp64 at a time: 2 and 32 MiB, which stay in cache between both reads (model/sq_norms.py)."""
 BLOCK_LOGITS = {False: 2**22, True: 2**27}
 """Logits of a block of the output layer, on a CPU and on a GPU (model/lm_head.py)."""
 KEPT_LOGITS = {False: 2**26, True: 2**28}

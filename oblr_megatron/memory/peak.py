@@ -17,11 +17,12 @@ from oblr_megatron.memory.activations import (
 )
 from oblr_megatron.memory.buffer_sizes import (
     BLOCK_LOGITS,
+    CPU_SQUARE_CHUNK,
     CPU_TILE_SIDE,
+    GPU_SQUARE_CHUNK,
     GPU_TILE_SIDE,
     KEPT_BYTES,
     KEPT_LOGITS,
-    SQUARE_CHUNK,
 )
 from oblr_megatron.memory.pass_plan import Pass
 from oblr_megatron.memory.rank_shapes import RankSizes, Tokens
@@ -227,7 +228,8 @@ class PassOnRank:
     def _end(self) -> Moment:
         """The final norms, or the norm of the gradient: squares in fp64, in chunks."""
         sizes, run = self.sizes, self.run
-        scratch = 0 if sizes.element == 8 else 8 * min(sizes.largest_parameter, SQUARE_CHUNK)
+        chunk = GPU_SQUARE_CHUNK if self.on_gpu else CPU_SQUARE_CHUNK
+        scratch = 0 if sizes.element == 8 else 8 * min(sizes.largest_parameter, chunk)
         if run.kind == "bookkeep":  # factors are copied if a microbatch holds several samples
             scratch = max(scratch, 3 * self.tokens.count * sizes.hidden * sizes.element)
         return Moment("end of a pass", 0, 0, self.waiting(), scratch)

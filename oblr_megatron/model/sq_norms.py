@@ -6,7 +6,8 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from oblr_megatron.memory.buffer_sizes import SQUARE_CHUNK as CHUNK
+from oblr_megatron.memory.buffer_sizes import CPU_SQUARE_CHUNK as CHUNK
+from oblr_megatron.memory.buffer_sizes import GPU_SQUARE_CHUNK as GPU_CHUNK
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -14,13 +15,14 @@ if TYPE_CHECKING:
 
 def sq_norm(flat: Tensor) -> Tensor:
     """Sum of squares of a [n] tensor of any floating dtype, as an fp64 scalar on its device."""
-    if len(flat) <= CHUNK:
+    size = _chunk(flat)
+    if len(flat) <= size:
         wide = flat.to(torch.float64)
         return torch.dot(wide, wide)
     total = torch.zeros((), dtype=torch.float64, device=flat.device)
     # One scratch tensor for all chunks: allocating fresh pages would cost more than the sum.
-    scratch = None if flat.dtype == torch.float64 else total.new_empty(CHUNK)
-    for chunk in flat.split(CHUNK):
+    scratch = None if flat.dtype == torch.float64 else total.new_empty(size)
+    for chunk in flat.split(size):
         wide = chunk if scratch is None else scratch[: len(chunk)].copy_(chunk)
         total += torch.dot(wide, wide)
     return total
@@ -29,7 +31,7 @@ def sq_norm(flat: Tensor) -> Tensor:
 def dot(left: Tensor, right: Tensor) -> Tensor:
     """Inner product of two [n] tensors of one floating dtype, as an fp64 scalar on their device."""
     total = torch.zeros((), dtype=torch.float64, device=left.device)
-    for one, other in zip(left.split(CHUNK), right.split(CHUNK), strict=True):
+    for one, other in zip(left.split(_chunk(left)), right.split(_chunk(left)), strict=True):
         total += torch.dot(one.double(), other.double())
     return total
 
@@ -43,9 +45,14 @@ def row_sq_norms(rows: Tensor) -> Tensor:
 
 def row_dots(left: Tensor, right: Tensor) -> Tensor:
     """Inner products of corresponding rows: [r, h] x [r, h] -> [r] fp64."""
-    step = max(1, CHUNK // max(1, left.shape[1]))
+    step = max(1, _chunk(left) // max(1, left.shape[1]))
     out = torch.empty(len(left), dtype=torch.float64, device=left.device)
     for start in range(0, len(left), step):
         part = slice(start, start + step)
         out[part] = (left[part].to(torch.float64) * right[part].to(torch.float64)).sum(dim=1)
     return out
+
+
+def _chunk(tensor: Tensor) -> int:
+    """Elements that are converted at a time on the tensor's device."""
+    return GPU_CHUNK if tensor.is_cuda else CHUNK

@@ -1,8 +1,8 @@
 """Mode `inline`: norms inside the one gradient pass, for coefficients that are known before it.
 
 Backward runs with c = 1, so that its factors are those of the score. The sink squares each sample's weight gradient
-and adds c times it to `main_grad` at once: nothing is kept. A microbatch of one long sample forms each weight gradient
-once, in tiles, for both. Otherwise the norm takes its own arithmetic, which is small for short samples.
+and adds c times it to `main_grad` at once: nothing is kept. Long samples form each weight gradient once, in tiles, for
+both. Otherwise the norm takes its own arithmetic, which is small for short samples.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from oblr_megatron.model.taps import main_grad
 from oblr_megatron.norms.accumulate import NormAccumulator
 from oblr_megatron.norms.bookkeep import add_sample_products, add_sample_rows, add_sample_vectors
 from oblr_megatron.norms.norm_sink import NormSink, segments_of
-from oblr_megatron.norms.products import product, sum_dtype, tile_rows, wants_product
+from oblr_megatron.norms.products import product_of_gradient, sum_dtype, tile_rows, wants_product
 from oblr_megatron.norms.rules import Rule, untapped_aside
 
 if TYPE_CHECKING:
@@ -30,6 +30,7 @@ if TYPE_CHECKING:
     from oblr_megatron.model.tapped import TappedModel
     from oblr_megatron.model.taps import Splits
     from oblr_megatron.norms.reduce import Reducer
+    from oblr_megatron.norms.segments import Segments
     from oblr_megatron.types import TokenRows
 
 
@@ -53,13 +54,13 @@ class InlineSink(NormSink):
         self._sums = [torch.zeros_like(rule.grad) for rule in self.untapped]
 
     def linear(self, weight: Parameter, x: Tensor, dy: Tensor, splits: Splits | None = None) -> None:
-        """Measure and add a linear layer's gradient; form it once if a product for the norm is needed anyway."""
+        """Measure and add a linear layer's gradient; form it once a sample where that is faster."""
         rule = self.rules[id(weight)]
         if not self._forms_product(rule, x, dy):
             super().linear(weight, x, dy, splits)
             add_sample_products(main_grad(weight), x, dy, self.segments, self._own)
             return
-        self._add_product(rule, main_grad(weight), x, dy)
+        self._add_products(rule, main_grad(weight), x, dy, self.segments)
         if rule.tied:
             self._head_rows(x, dy, self.segments)
 
@@ -71,23 +72,25 @@ class InlineSink(NormSink):
             super().head(factors, rows, dy)
             add_sample_products(target, x, dy, segments, self._own)
             return
-        self._add_product(rule, target, x, dy)
+        self._add_products(rule, target, x, dy, segments)
         if rule.tied:
             self._head_rows(x, dy, segments, rows.start)
 
-    def _add_product(self, rule: Rule, target: Tensor, x: Tensor, dy: Tensor) -> None:
-        """Form the only sample's product in tiles, for its norm and for its part of `target`."""
-        factor, rows, columns = float(self._own[0]), x.flatten(0, -2), dy.flatten(0, -2)
-        height = tile_rows(rows)
-        tile = torch.empty(min(height, columns.shape[1]), rows.shape[1], dtype=sum_dtype(x), device=x.device)
-        for start in range(0, columns.shape[1], height):
-            part = columns[:, start : start + height]
-            grad = tile[: part.shape[1]]
-            product(rows, part, grad)
-            if factor:
-                target[start : start + height].add_(grad, alpha=factor)
-            if self.accumulator.counts(rule):
-                self.accumulator.own[self.slot] += sq_norm(self.accumulator.reducer.complete(rule, grad))
+    def _add_products(self, rule: Rule, target: Tensor, x: Tensor, dy: Tensor, segments: Segments) -> None:
+        """Form each sample's product in tiles, for its norm and for its part of `target`."""
+        height = tile_rows(x)
+        tile = torch.empty(min(height, len(target)), x.shape[-1], dtype=sum_dtype(x), device=x.device)
+        parts = list(zip(segments.split(x), segments.split(dy), self._own.tolist(), strict=True))
+        for start in range(0, len(target), height):
+            rows = target[start : start + height]
+            for sample, (x_i, dy_i, factor) in enumerate(parts):
+                grad = tile[: len(rows)]
+                product_of_gradient(x_i, dy_i[:, start : start + height], grad)
+                if factor:
+                    rows.add_(grad, alpha=factor)
+                if self.accumulator.counts(rule):
+                    complete = self.accumulator.reducer.complete(rule, grad)
+                    self.accumulator.own[self.slot + sample] += sq_norm(complete)
 
     def embedding(self, weight: Parameter, rows: Tensor, dy: Tensor) -> None:
         """Measure the embedding's rows and add them."""
@@ -118,11 +121,13 @@ class InlineSink(NormSink):
         return self._coefficients[self.slot : self.slot + self.segments.num_samples]
 
     def _forms_product(self, rule: Rule, x: Tensor, dy: Tensor) -> bool:
-        """Whether one product serves the norm and the gradient: the microbatch's only sample is long enough."""
-        if rule.expert or self.segments.num_samples != 1:
+        """Whether one product a sample serves the norm and the gradient: the microbatch's samples are long enough."""
+        if rule.expert:
             return False
-        summed = self.accumulator.reducer.sum_group(rule) is not None  # the norm then needs the product itself
-        return summed or wants_product(x[..., 0].numel(), x.shape[-1], dy.shape[-1], x)
+        samples = self.segments.num_samples
+        if self.accumulator.reducer.sum_group(rule) is not None:  # the norm then needs the product itself
+            return samples == 1
+        return wants_product(x[..., 0].numel() // max(1, samples), x.shape[-1], dy.shape[-1], x)
 
 
 def add_inline(

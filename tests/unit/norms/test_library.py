@@ -21,7 +21,8 @@ from torch import Tensor, nn
 
 from oblr_megatron.errors import UserError
 from oblr_megatron.model.parallel import shutdown
-from oblr_megatron.norms import clipped_grad_sum, per_sample_sq_grad_norms, tapped, weighted_grad_sum
+from oblr_megatron.norms import clipped_grad_sum, per_sample_sq_grad_norms, products, tapped, weighted_grad_sum
+from oblr_megatron.norms.products import Tiles
 from tests.distributed.user_models import Batch, build, groups, mean_cross_entropy, rows, samples
 
 ROOT = Path(__file__).resolve().parents[3]
@@ -184,6 +185,18 @@ def test_gradients_are_added_and_norms_leave_them_alone(mode: Any) -> None:
         weighted_grad_sum(model, [rows(samples())], mean_cross_entropy, ONES, mode=mode)
         for param, grad in zip(model.parameters(), once, strict=True):
             torch.testing.assert_close(param.main_grad, 2 * grad, rtol=1e-10, atol=1e-12)
+
+
+def test_mode_inline_forms_one_product_for_each_long_sample(monkeypatch: pytest.MonkeyPatch) -> None:
+    """An entry of a product costs nothing: every sample is long. Oracle: mode two_pass with its own tiles."""
+    weights, results = torch.tensor([0.5, 0.0, -2.0, 1.0], dtype=torch.float64), []
+    for mode in ("two_pass", "inline"):
+        model = ddp(build("qwen2")[0])
+        norms = weighted_grad_sum(model, [rows(samples())], mean_cross_entropy, weights, mode=mode)
+        results.append([norms, *(param.main_grad.clone() for param in model.parameters())])
+        monkeypatch.setattr(products, "CPU_TILES", Tiles(side=16, strip=4, element_flops=0, call_flops=0))
+    for one, other in zip(*results, strict=True):
+        torch.testing.assert_close(one, other, rtol=1e-10, atol=1e-12)
 
 
 @pytest.mark.parametrize(
