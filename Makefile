@@ -15,7 +15,7 @@ export OMP_NUM_THREADS ?= 1
 export HF_HUB_OFFLINE ?= 1
 export TOKENIZERS_PARALLELISM ?= false
 
-.PHONY: env gpu-env gpu-test demo demo-llm check test test-oldest test-all test-slurm lint style format docs smoke bench lock lock-gpu clean
+.PHONY: env gpu-env gpu-test demo demo-llm check test test-oldest test-all test-slurm test-net lint style format docs smoke bench lock lock-gpu clean
 
 env: $(VENV)/.ready
 
@@ -68,13 +68,18 @@ test-all: style
 test-slurm: env
 	tests/slurm/cluster.sh $(BIN)/python -m pytest -v tests/e2e/test_slurm.py
 
+# Runs over several hosts whose network fails: needs root, ip and iptables, and is skipped without them. ARGS: -m nightly
+# for the 60 random disturbances (run/net/disturbances.md).
+test-net: env
+	tests/net/hosts.sh $(BIN)/python -m pytest -v tests/e2e/test_net.py $(or $(ARGS),-m "not nightly")
+
 lint: style
 	$(BIN)/mypy
 
 style: env
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
-	$(BIN)/shellcheck -x .ci/run requirements/*.sh slurm/*.sh tests/slurm/*.sh
+	$(BIN)/shellcheck -x .ci/run requirements/*.sh slurm/*.sh tests/slurm/*.sh tests/net/*.sh
 	$(BIN)/hadolint Dockerfile
 
 format: env

@@ -193,7 +193,7 @@ def initialize(config: ParallelConfig, *, backend: str | None = None, seed: int 
         expert_model_parallel_size=config.expert_model_parallel_size,
         expert_tensor_parallel_size=config.expert_tensor_parallel_size,
         order=RANK_ORDER,
-        distributed_timeout_minutes=max(1, round(config.distributed_timeout_s / 60)),
+        distributed_timeout_minutes=config.distributed_timeout_s / 60,  # it makes a timedelta, which takes fractions
         create_gloo_process_groups=False,
     )
     model_parallel_cuda_manual_seed(seed, force_reset_rng=True)

@@ -5,14 +5,15 @@
 
 With reward.send_rows the request also has "rows", the columns of each data row as an object. NaN and infinity are null.
 
-Failed and dropped connections, status 429 and 5xx are retried; other errors are permanent. The pause before a retry
-doubles each time. It is drawn from the upper half of [0, pause], so that ranks do not retry in lockstep, and is at
-least the service's Retry-After.
+Failed and dropped connections are retried until the deadline, status 429 and 5xx RETRIES times; other errors are
+permanent. The pause before a retry doubles RETRIES times. It is drawn from the upper half of
+[0, pause], so that ranks do not retry in lockstep, and is at least the service's Retry-After.
 """
 
 from __future__ import annotations
 
 import asyncio
+import itertools
 import json
 import os
 import random
@@ -37,7 +38,7 @@ from oblr_megatron.types import Prompt, Sample
 SCHEMES = {"http": 80, "https": 443}
 REACH_S = 5.0
 """Deadline for the test connection before the run."""
-RETRIES = 3  # for each failed request
+RETRIES = 3  # for each request that the service answers with an error
 BACKOFF_S = 0.2
 TOO_MANY, FAILED = 429, 500
 ANSWER_BYTES = 2**20
@@ -56,8 +57,14 @@ class ServiceError(Exception):
     """The service gave no usable answer."""
 
 
+class DroppedError(ServiceError):
+    """There was no connection, or it ended before the answer: the service may start again, the network may heal."""
+
+    after_s = 0.0
+
+
 class TransientError(ServiceError):
-    """The request can be retried, after at least `after_s` seconds."""
+    """The service answered that the request can be retried, after at least `after_s` seconds."""
 
     def __init__(self, message: str, after_s: float = 0.0) -> None:
         super().__init__(message)
@@ -136,13 +143,15 @@ class HttpReward(Reward):
         deadline, failed = time.monotonic() + self._config.timeout_s, None
         try:
             async with asyncio.timeout(self._config.timeout_s):
-                for attempt in range(RETRIES + 1):
+                for attempt in itertools.count():
                     try:
                         return _read_answer(await self._post(session, body, count), count)
-                    except TransientError as error:
+                    except (DroppedError, TransientError) as error:
                         failed = error
-                        pause = max(BACKOFF_S * 2**attempt * random.uniform(0.5, 1.0), error.after_s)
-                        if attempt == RETRIES or pause >= deadline - time.monotonic():
+                        pause = BACKOFF_S * 2 ** min(attempt, RETRIES) * random.uniform(0.5, 1.0)
+                        pause = max(pause, error.after_s)
+                        last = attempt >= RETRIES and isinstance(error, TransientError)
+                        if last or pause >= deadline - time.monotonic():
                             raise
                         await asyncio.sleep(pause)
         except TimeoutError:
@@ -160,7 +169,7 @@ class HttpReward(Reward):
                     if len(text) > limit:
                         break
         except (aiohttp.ClientError, OSError) as error:
-            raise TransientError(f"request failed: {str(error) or type(error).__name__}") from error
+            raise DroppedError(f"request failed: {str(error) or type(error).__name__}") from error
         status = f"answered with status {response.status}: {_start(text)}"
         if response.status == TOO_MANY or response.status >= FAILED:
             raise TransientError(status, _seconds(response.headers.get("Retry-After", "")))

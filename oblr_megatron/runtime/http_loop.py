@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import asyncio
+import socket
 import threading
 from collections.abc import Coroutine
 from concurrent.futures import Future
 from typing import Any, TypeVar
 
 import aiohttp
+from aiohttp import AddrInfoType
 
 Value = TypeVar("Value")
 
@@ -16,6 +18,9 @@ CLOSE_SECONDS = 5.0
 CONNECT_SECONDS = 5.0
 KEEP_ALIVE_SECONDS = 2.0
 """Close idle connections before the server does (vLLM, uvicorn: after 5 s), which could break a request in flight."""
+SILENCE_SECONDS = 30
+"""A connection ends when the other machine has acknowledged nothing for so long. A machine that went away, or a router
+that forgot the connection, sends no end of it: a request would wait for its whole deadline."""
 
 
 class HttpLoop:
@@ -56,9 +61,22 @@ class HttpLoop:
 def open_session() -> aiohttp.ClientSession:
     """A client session without a total timeout. Call it in the loop that uses the session."""
     return aiohttp.ClientSession(
-        connector=aiohttp.TCPConnector(limit=0, keepalive_timeout=KEEP_ALIVE_SECONDS),
+        connector=aiohttp.TCPConnector(
+            limit=0, keepalive_timeout=KEEP_ALIVE_SECONDS, socket_factory=_socket_that_notices_silence
+        ),
         timeout=aiohttp.ClientTimeout(total=None, sock_connect=CONNECT_SECONDS),
     )
+
+
+def _socket_that_notices_silence(address: AddrInfoType) -> socket.socket:
+    """A socket for the connector; the kernel asks the other machine every SILENCE_SECONDS / 6."""
+    one = socket.socket(*address[:3])
+    one.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
+    for option in (socket.TCP_KEEPIDLE, socket.TCP_KEEPINTVL):
+        one.setsockopt(socket.IPPROTO_TCP, option, SILENCE_SECONDS // 6)
+    one.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPCNT, 5)
+    one.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, 1000 * SILENCE_SECONDS)
+    return one
 
 
 async def _cancel_all() -> None:

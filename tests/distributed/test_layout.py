@@ -59,6 +59,21 @@ def test_data_parallelism_is_what_is_left() -> None:
     assert places == [(0, 0, 0), (1, 0, 0), (0, 0, 1), (1, 0, 1)]
 
 
+def deadlines(seconds: float) -> set[float]:
+    """Timeouts of the groups of a layout, in seconds."""
+    initialize(ParallelConfig(tensor_model_parallel_size=2, distributed_timeout_s=seconds))
+    world = dist.distributed_c10d._world
+    groups = [group for group in world.pg_map if group is not world.default_pg]
+    found = {group._get_backend(torch.device("cpu")).options._timeout.total_seconds() for group in groups}
+    shutdown(keep_process_group=True)
+    return found
+
+
+def test_every_group_has_the_deadline_of_the_config() -> None:
+    """megatron-core takes minutes."""
+    assert run_ranks(deadlines, 2, 75.5) == [{75.5}] * 2
+
+
 def test_one_process_needs_no_port(monkeypatch: pytest.MonkeyPatch) -> None:
     for name in ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"):
         monkeypatch.delenv(name, raising=False)

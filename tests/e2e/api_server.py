@@ -11,12 +11,16 @@ import urllib.error
 import urllib.request
 from collections.abc import Sequence
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import psutil
 
 from oblr_megatron.engine import handle
 from oblr_megatron.engine.http_messages import PATHS, Info
 from tests.ports import free_port
+
+if TYPE_CHECKING:
+    from tests.net.hosts import Host
 
 KEY = "a-key-of-the-tests-0123456789"
 START_SECONDS = 500  # for a busy machine; 20 to 60 on a quiet one
@@ -37,16 +41,17 @@ class ApiServer:
         options: Sequence[str] = (),
         *,
         forked: bool = True,
+        host: Host | None = None,
     ) -> None:
-        self._popen = handle.Popen if forked else subprocess.Popen
+        self._popen = host.forked if host else handle.Popen if forked else subprocess.Popen
         self.model, self.log, self.key, self.max_model_len, self.options = model, log, key, max_model_len, options
-        self.port = free_port()
-        self.url = f"http://127.0.0.1:{self.port}"
+        self.port, self.address = free_port(), host.address if host else "127.0.0.1"
+        self.url = f"http://{self.address}:{self.port}"
         self.start()
 
     def start(self) -> None:
         command = [sys.executable, "-m", "oblr_megatron.cli", "serve", "--model", str(self.model)]
-        command += ["--port", str(self.port), "--max-model-len", str(self.max_model_len)]
+        command += ["--host", self.address, "--port", str(self.port), "--max-model-len", str(self.max_model_len)]
         command += ["--kv-cache-gib", "0.1", "--num-threads", "1", *self.options]
         environment = os.environ | {"OBLR_API_KEY": self.key, "OMP_NUM_THREADS": "1"}
         with self.log.open("ab") as output:

@@ -145,9 +145,16 @@ def test_transient_errors_are_retried(trouble: Step) -> None:
 
 
 def test_the_number_of_retries() -> None:
-    result, asked = score(drop, drop, drop, drop, score_batch)
+    result, asked = score(status(500), status(503), status(500), status(500), score_batch)
     assert (result.rewards, result.failures, len(asked)) == ([0] * 4, 4, 4)
     assert result.error
+
+
+@pytest.mark.parametrize("trouble", [drop, cut])
+def test_a_service_that_starts_again_before_the_deadline_costs_no_reward(trouble: Step) -> None:
+    """Its outage is longer than the pauses of RETRIES retries."""
+    result, asked = score(*[trouble] * 6, score_batch)
+    assert (result.rewards, result.faults, len(asked)) == (LENGTHS, {}, 7)
 
 
 def test_pauses_double() -> None:
@@ -250,7 +257,7 @@ def test_a_hanging_request_does_not_delay_others() -> None:
 
 def test_a_service_that_stops_does_not_end_the_run() -> None:
     with serving(score_batch) as service:
-        reward = build(service.url)
+        reward = build(service.url, timeout_s=2.0)
         assert reward.score(*batch(GROUPS)).rewards == LENGTHS
     with reward:
         result = reward.score(*batch(GROUPS))

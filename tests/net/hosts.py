@@ -1,0 +1,209 @@
+"""Hosts as network namespaces on one switch, and disturbances of their network; inside of hosts.sh only.
+
+    trainer, server = Host("trainer"), Host("server")               # names in /etc/hosts; eth0 of each on the switch
+    job = trainer.popen(["-m", "oblr_megatron.cli", "train", ...], log, {})
+    with server.cut("drop", "POST /oblr/finish_push", 3) as cut:    # from the third packet that holds this text
+        cut.wait(job, 60)
+        time.sleep(2)
+
+The switch is this process's own namespace, so that a test reaches every host.
+"""
+
+from __future__ import annotations
+
+import multiprocessing
+import os
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
+from functools import cache, cached_property
+from pathlib import Path
+from typing import Any, Literal
+
+from tests.distributed.launch import PRELOAD
+from tests.e2e import forked_processes
+from tests.e2e.conftest import ROOT, environment
+from tests.e2e.forked_processes import Forked
+
+SUBNET, SWITCH = "10.0.0", "switch"
+How = Literal["drop", "reject", "half-open", "unplug", "slow", "unnamed"]
+"""All packets are lost, or answered with a reset; one connection is lost, and new ones work; the cable is out; SLOW
+bytes arrive each second; the hosts do not know the host's name."""
+TARGETS = {"drop": ["DROP"], "half-open": ["DROP"], "reject": ["REJECT", "--reject-with", "tcp-reset"]}
+SLOW = "2kb/s"
+POLL_S = 0.02
+HOSTS = Path("/etc/hosts")
+
+
+def run(*command: str) -> str:
+    """Output of a command that has to succeed."""
+    done = subprocess.run(command, capture_output=True, text=True, timeout=60, check=False)
+    assert done.returncode == 0, (command, done.stderr)
+    return done.stdout
+
+
+@cache
+def make_switch() -> None:
+    """The bridge that all hosts are connected to; this namespace has its last address."""
+    run("ip", "link", "add", SWITCH, "type", "bridge")
+    run("ip", "address", "add", f"{SUBNET}.254/24", "dev", SWITCH)
+    run("ip", "link", "set", SWITCH, "up")
+
+
+class Host:
+    """A host with this name; processes that it starts see its network and its name."""
+
+    _number = 0
+
+    def __init__(self, name: str) -> None:
+        Host._number += 1
+        self.name, self.address = name, f"{SUBNET}.{Host._number}"
+        make_switch()
+        run("ip", "netns", "add", name)
+        run("ip", "link", "add", name, "type", "veth", "peer", "name", "eth0", "netns", name)
+        run("ip", "link", "set", name, "master", SWITCH, "up")
+        self.run("ip", "address", "add", f"{self.address}/24", "dev", "eth0")
+        for device in ("lo", "eth0"):
+            self.run("ip", "link", "set", device, "up")
+        self.publish(True)
+
+    def publish(self, known: bool) -> None:
+        """Let the hosts know its address by its name, or forget it."""
+        line = f"{self.address} {self.name}\n"
+        HOSTS.write_text(HOSTS.read_text().replace(line, "") + line * known)  # in place: the file is a mount
+
+    def run(self, *command: str) -> str:
+        """Output of a command on this host."""
+        return run("nsenter", f"--net=/run/netns/{self.name}", *command)
+
+    def popen(self, words: Sequence[str], log: Path, variables: Mapping[str, str]) -> subprocess.Popen[Any]:
+        """Start `python WORDS...` from the repository's root; it is forked from what has imported torch and vLLM."""
+        with log.open("ab") as output:
+            return self.forked(
+                [sys.executable, *words],
+                cwd=ROOT,
+                env=environment() | variables,
+                stdout=output,
+                stderr=subprocess.STDOUT,
+                start_new_session=True,
+                pass_fds=(),
+            )
+
+    @cached_property
+    def forked(self) -> type[Forked]:
+        """`Popen` of a command on this host."""
+        own, other = socket.socketpair()
+        context = multiprocessing.get_context("forkserver")
+        context.set_forkserver_preload(PRELOAD)
+        context.Process(target=_keep_on, args=(other, self.name), daemon=True).start()
+        other.close()
+        return type("ForkedOnHost", (Forked,), {"keeper": staticmethod(lambda: own)})
+
+    @contextmanager
+    def cut(self, how: How, at: str = "", nth: int = 1, *, before: bool = False) -> Iterator[Cut]:
+        """Disturb the network of this host until the end of the block.
+
+        Args:
+            how: see `How`.
+            at: from the first packet with this text that arrives here, and only between this host and its sender;
+                without a text everything from now on.
+            nth: of the packets with the text, the one that counts.
+            before: lose this packet, too.
+        """
+        cut = Cut(self, how, at)
+        try:
+            cut.begin(nth, before)
+            yield cut
+        finally:
+            cut.heal()
+
+
+class Cut:
+    """A disturbance of a host's network; see `Host.cut`."""
+
+    _number = 0
+
+    def __init__(self, host: Host, how: How, at: str) -> None:
+        self.host, self.how, self.at = host, how, at
+        Cut._number += 1
+        self.list = f"cut{Cut._number}"  # of xt_recent; a list outlives its rules
+
+    def begin(self, nth: int, before: bool) -> None:
+        """Make the rules. They hold from the moment when the list has the sender, or its connection has the mark."""
+        if not self.at:
+            self._act()
+        target = TARGETS.get(self.how)
+        if target is not None:
+            resets = ["!", "--tcp-flags", "RST", "RST"] if self.how == "reject" else []  # which REJECT itself sends
+            for chain, side in (("INPUT", "--rsource"), ("OUTPUT", "--rdest")):
+                own = resets if chain == "OUTPUT" else []
+                match = ["-m", "recent", "--name", self.list, "--rcheck", side] if self.at else []
+                match = ["-m", "connmark", "--mark", "1"] if self.how == "half-open" else match
+                self._append(chain, *own, *match, "-j", *target)
+        if self.at:
+            match = ["-m", "string", "--algo", "bm", "--string", self.at]
+            match += ["-m", "statistic", "--mode", "nth", "--every", "100000", "--packet", str(nth - 1)]
+            match += ["-m", "recent", "--name", self.list, "--set", "--rsource"]
+            last = ["-j", *(target or ["DROP"])] if before else []
+            self._append("INPUT", *match, *(["-j", "CONNMARK", "--set-mark", "1"] if self.how == "half-open" else last))
+
+    def _append(self, chain: str, *rule: str) -> None:
+        device = ["-i" if chain == "INPUT" else "-o", "eth0"]
+        self.host.run("iptables", "-w", "-A", chain, *device, "-p", "tcp", *rule)
+
+    def _act(self) -> None:
+        """What iptables cannot do by itself."""
+        if self.how == "unplug":
+            run("ip", "link", "set", self.host.name, "down")
+        elif self.how == "slow":
+            limit = ["--hashlimit-above", SLOW, "--hashlimit-mode", "dstip", "--hashlimit-name", self.list]
+            self._append("INPUT", "-m", "hashlimit", *limit, "-j", "DROP")
+        elif self.how == "unnamed":
+            self.host.publish(False)
+
+    def begun(self) -> bool:
+        """Whether the packet has come; without one the disturbance begins at once."""
+        return not self.at or bool(self.host.run("cat", f"/proc/net/xt_recent/{self.list}").strip())
+
+    def wait(self, job: subprocess.Popen[Any], seconds: float) -> None:
+        """Wait until it has begun, or the job has ended."""
+        end = time.monotonic() + seconds
+        while not self.begun() and job.poll() is None:
+            assert time.monotonic() < end, f"no packet with {self.at!r} came"
+            time.sleep(POLL_S)
+        if self.at:
+            self._act()
+
+    def heal(self) -> None:
+        """End the disturbance; harmless when it has ended."""
+        self.host.run("iptables", "-w", "-F")
+        if self.how == "unplug":
+            run("ip", "link", "set", self.host.name, "up")
+        elif self.how == "unnamed":
+            self.host.publish(True)
+
+
+def _keep_on(requests: socket.socket, name: str) -> None:
+    """Serve `forked_processes` on a host."""
+    with Path(f"/run/netns/{name}").open() as namespace:
+        os.setns(namespace.fileno(), os.CLONE_NEWNET)
+    os.unshare(os.CLONE_NEWUTS)
+    socket.sethostname(name)
+    forked_processes._keep(requests)
+
+
+def left_behind(marker: str, seconds: float = 10.0) -> list[str]:
+    """Command lines of processes with a variable of this value that still live after so many seconds."""
+    end = time.monotonic() + seconds
+    while True:
+        found = []
+        for process in Path("/proc").glob("[0-9]*"):
+            with suppress(OSError):
+                if marker.encode() in (process / "environ").read_bytes().split(b"\0"):
+                    found.append((process / "cmdline").read_bytes().replace(b"\0", b" ").decode())
+        if not found or time.monotonic() > end:
+            return found
+        time.sleep(0.1)
