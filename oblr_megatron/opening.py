@@ -91,7 +91,10 @@ def open_sampling(config: Config) -> Iterator[Sampling]:
         engines = open_engines(config, parallel, display.waiting)
         stack.callback(engines.close)
         stack.enter_context(display)
-        for line in _opening_lines(config, inputs.model.config, world_size, norms, resumed):
+        for line in (
+            *_opening_lines(config, inputs.model.config, world_size, norms, resumed),
+            *(inputs.warnings(config) if parallel.rank == 0 else ()),
+        ):
             display.message(line)
         until = None if config.checkpoint.resume == "none" else -1  # the step up to which metrics.jsonl is kept
         if resumed is not None:  # a run that never saved starts over

@@ -57,6 +57,7 @@ class PromptStream:
             UserError: a source cannot be read or has no usable row.
         """
         sets = training_sets(config, tokenizer, held_out or {})
+        self.sets = sets  # source by source
         self._sources = [_Source(prompts, seed, number, config.shuffle) for number, prompts in enumerate(sets)]
         self._weights = whole_weights([_weight(*pair) for pair in zip(config.train, sets, strict=True)])
         self._seed = seed

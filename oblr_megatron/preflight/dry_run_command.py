@@ -44,7 +44,10 @@ def dry_run(config: Config, ranks: int) -> int:
     from oblr_megatron.preflight.examine import examine
     from oblr_megatron.preflight.inputs import preflight
 
-    norms = preflight(config, ranks).norms
+    inputs = preflight(config, ranks)
+    for line in inputs.warnings(config):
+        print(line)
+    norms = inputs.norms
     decided = config if norms is None else with_mode(config, norms.mode)  # a resumed run keeps its mode
     result = examine(decided, ranks, ranks, device_of(config, ranks, None))
     return _show(result, [])

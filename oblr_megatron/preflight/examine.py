@@ -186,7 +186,9 @@ def check_files(config: Config, hf_config: Mapping[str, Any]) -> list[str]:
     absent = list(dict.fromkeys(source.path for source in sources if not _is_here(source)))
     lines += [f"rows of {name}: not on this machine" for name in absent]
     if model is not None and not absent:
-        open_inputs(config, model, None, find_saved(config, model))
+        inputs = open_inputs(config, model, None, find_saved(config, model))
+        for line in inputs.warnings(config):
+            print(line)
     elif sources:
         rest = [source.path for source in sources if source.path not in absent]
         lines += [f"rows of {name}: they are read together with the model and all other data" for name in rest]

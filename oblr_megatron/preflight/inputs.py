@@ -30,11 +30,14 @@ from oblr_megatron.memory.select_mode import ModeChoice, free_memory, resolve, w
 from oblr_megatron.model.parallel import local_rank, local_world_size
 from oblr_megatron.model.precision import this_machine
 from oblr_megatron.preflight.checklist import Proposed, check
+from oblr_megatron.rewards.reachable import doubts
 from oblr_megatron.rollout import resume_sampling
 from oblr_megatron.rollout.replay import check_replayed
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
+
+    from transformers import PreTrainedTokenizerBase
 
     from oblr_megatron.config import Config
     from oblr_megatron.types import Prompt
@@ -49,11 +52,21 @@ class Inputs:
     stream: PromptStream | None  # training prompts; None in a replay
     held_out: dict[str, list[Prompt]]  # evaluation sets by name
     checkpoints: list[Checkpoint]  # to resume from, the best choice first; empty: a fresh start
+    tokenizer: PreTrainedTokenizerBase | None = None  # None in a replay
 
     def rows(self) -> dict[str, str]:
         """A digest of the rows of each set, by the key of its source."""
         digests = {f"evaluate.data.{name}": prompts_digest(prompts) for name, prompts in self.held_out.items()}
         return digests if self.stream is None else digests | {"data.train": self.stream.state_dict()["fingerprint"]}
+
+    def warnings(self, config: Config) -> list[str]:
+        """One line for each set with golds that no response equals; see `doubts`."""
+        sets = [(prompts.path, prompts) for prompts in (() if self.stream is None else self.stream.sets)]
+        named = [*sets, *((f"evaluate.data.{name}", prompts) for name, prompts in self.held_out.items())]
+        if self.tokenizer is None:
+            return []
+        tokens = config.rollout.max_response_tokens
+        return [f"warning: {line}" for line in doubts(named, config.reward, self.tokenizer, max_tokens=tokens)]
 
 
 def preflight(config: Config, world_size: int, *, owns_run_dir: bool = True) -> Inputs:
@@ -168,7 +181,7 @@ def open_inputs(config: Config, model: HFDir, norms: ModeChoice | None, checkpoi
     for checkpoint in checkpoints[:1]:
         stream.load_state_dict(checkpoint.state["data"])  # raises if the data differ
     held_out = {} if config.rollout.only else load_sets(config.evaluate.data, config, tokenizer)
-    return Inputs(model, norms, stream, held_out, checkpoints)
+    return Inputs(model, norms, stream, held_out, checkpoints, tokenizer)
 
 
 def write_config(config: Config) -> None:

@@ -98,6 +98,17 @@ def test_a_run_that_only_samples_needs_no_memory_for_training(
     assert not any(word in printed for word in ("norms:", "idle", "while training"))
 
 
+def test_golds_that_no_response_equals_are_warned_of(config_file: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Raw rows of GSM8K, whose answers are solutions, here and on other machines."""
+    keys = complete(config_file.parent)
+    rows = config_file.parent / "rows.jsonl"
+    rows.write_text(rows.read_text() + json.dumps({"question": "t3 t4", "answer": "2+3=5.\n#### 5"}) + "\n")
+    for elsewhere in ([], ["--gpu-memory-gb", "80", "rollout.quantization=none"]):
+        assert dry(config_file, *keys, "reward.name=exact_match", *elsewhere) == 0
+        warnings = [line for line in capsys.readouterr().out.splitlines() if line.startswith("warning: ")]
+        assert len(warnings) == 1 and f"{rows}: 1 of 2 golds" in warnings[0] and '"gsm8k"' in warnings[0]
+
+
 def complete(root: Path) -> list[str]:
     """Arguments of a run that this machine can start; its model and rows are written below `root`."""
     model = make_hf_dir(root / "model", head_dim=32)
