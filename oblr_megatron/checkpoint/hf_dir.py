@@ -9,6 +9,7 @@ from __future__ import annotations
 import hashlib
 import json
 import os
+import re
 from collections.abc import Collection
 from dataclasses import dataclass, field
 from functools import cached_property, lru_cache
@@ -17,6 +18,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from oblr_megatron.checkpoint.hf_description import OWN_CONFIG, hf_config_in, tokenizer_in
+from oblr_megatron.checkpoint.other_formats import format_in, remedy_for_names
 from oblr_megatron.checkpoint.safetensors_header import AGAIN, DTYPE_BYTES, read_header
 from oblr_megatron.checks.git_lfs import refuse_pointer
 from oblr_megatron.checks.layout import ROPES, num_experts
@@ -49,6 +51,7 @@ SIZES = (
     *("num_attention_heads", "num_key_value_heads"),
 )
 """Keys of config.json that must be natural numbers."""
+_HUB_NAME = re.compile(r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*")
 
 
 @dataclass(frozen=True)
@@ -121,7 +124,10 @@ def check_hf_dir(path: str | Path, *, quantized: bool = False) -> HFDir:
     path = Path(path)
     if not os.path.isdir(path):  # unlike Path.is_dir, for any name
         what = "the model path is a file" if os.path.exists(path) else "the model directory does not exist"
-        raise UserError(what, where=str(path), fix=f"give the directory of a checkpoint{searched_from(path)}")
+        fix = f"give the directory of a checkpoint{searched_from(path)}"
+        if _HUB_NAME.fullmatch(str(path)):
+            fix += f"; download a model of the hub first (hf download {path} --local-dir DIR)"
+        raise UserError(what, where=str(path), fix=fix)
     config = check_hf_files(path)
     listed = listed_tensors(path)
     is_quantized = config.get(QUANTIZATION) is not None  # transformers refuses an empty table
@@ -165,10 +171,17 @@ def check_hf_files(path: Path) -> dict[str, Any]:
     Raises:
         UserError: names what is missing or wrong, and the file.
     """
+    if not (path / "config.json").exists() and (other := format_in(path)):
+        raise UserError(f"config.json is missing; the directory holds {other[0]}", where=str(path), fix=other[1])
     config = _read_config(path / "config.json")
     if not any(all((path / name).is_file() for name in names) for names in TOKENIZER_FILES):
         wanted = " or ".join(" with ".join(names) for names in TOKENIZER_FILES)
-        raise UserError(f"no tokenizer: {wanted} is missing", where=str(path), fix="copy the tokenizer files here")
+        fix = "copy the tokenizer files here"
+        if (path / "tokenizer.model").is_file():
+            fix = (
+                "convert tokenizer.model (AutoTokenizer.from_pretrained, then save_pretrained; it needs sentencepiece)"
+            )
+        raise UserError(f"no tokenizer: {wanted} is missing", where=str(path), fix=fix)
     for file in (path / name for name in COPIED):  # also optional files: otherwise every save of a run would fail
         if file.is_file() and not os.access(file, os.R_OK):
             raise UserError("cannot read the file: no permission", where=str(file), fix="make it readable")
@@ -240,8 +253,9 @@ def listed_tensors(path: Path) -> dict[str, set[str]]:
     if not (path / INDEX).exists():
         if (path / SINGLE).is_file():
             return {}
-        fix = "give a checkpoint in safetensors format (convert .bin files with save_pretrained)"
-        raise UserError(f"no weights: neither {SINGLE} nor {INDEX} exists", where=str(path), fix=fix)
+        form, fix = format_in(path) or ("", "complete the directory")
+        what = f"no weights: neither {SINGLE} nor {INDEX} exists" + (f"; the directory holds {form}" if form else "")
+        raise UserError(what, where=str(path), fix=fix)
     index = _read_json(path / INDEX)
     weight_map = index.get("weight_map")
     if not isinstance(weight_map, dict) or not weight_map:
@@ -340,7 +354,7 @@ def check_tensors(config: dict[str, Any], shapes: dict[str, tuple[int, ...]], pa
     unknown = [name for name in shapes if name not in expected and name not in allowed]
     missing = [name for name in expected if name not in shapes]
     for names, state, fix in (
-        (unknown, "do not belong to this model", "give a plain checkpoint without added heads or adapters"),
+        (unknown, "do not belong to this model", remedy_for_names(unknown, expected)),
         (missing, "are missing from the weights", "give a complete checkpoint with its own config.json"),
     ):
         if names:

@@ -322,7 +322,6 @@ DAMAGE_SINGLE: dict[str, tuple[Callable[[Path], object], str]] = {
         "11 tensors are missing from the weights, 'model.layers.2.",
     ),
     "no tokenizer": (lambda path: (path / "tokenizer.json").unlink(), "no tokenizer: tokenizer.json or vocab.json"),
-    "no weights": (lambda path: (path / SINGLE).unlink(), "no weights"),
     "weights cut off": (lambda path: cut(path / SINGLE, -1000), "the file is cut off"),
     "weights cut off by a byte": (lambda path: cut(path / SINGLE, -1), "the file is cut off"),
     "weights cut off in the header": (lambda path: cut(path / SINGLE, 100), "cut off inside its header"),
@@ -342,10 +341,6 @@ DAMAGE_SINGLE: dict[str, tuple[Callable[[Path], object], str]] = {
     "a dtype and its size disagree": (lambda path: declare(path, Q_PROJ, dtype="BF16"), "not a safetensors file"),
     "offsets are no numbers": (lambda path: declare(path, Q_PROJ, data_offsets="01"), "not a safetensors file"),
     "tensors overlap": (lambda path: declare(path, Q_PROJ, data_offsets=[0, 12288]), "not a safetensors file"),
-    "a value head": (  # it would otherwise fail after the engines have started
-        lambda path: rewrite(path, lambda tensors: tensors.update({"score.weight": torch.zeros(1, 48)})),
-        "1 tensors do not belong to this model, 'score.weight' first",
-    ),
     "a tensor is missing": (
         lambda path: rewrite(path, lambda tensors: tensors.pop("lm_head.weight")),
         "1 tensors are missing from the weights, 'lm_head.weight' first",
@@ -353,7 +348,6 @@ DAMAGE_SINGLE: dict[str, tuple[Callable[[Path], object], str]] = {
 }
 
 DAMAGE_SHARDED: dict[str, tuple[Callable[[Path], object], str]] = {
-    "a shard is missing": (lambda path: a_shard(path).unlink(), "shards are missing, 'model-00001-of-"),
     "a shard is cut off": (lambda path: cut(a_shard(path), -5), "the file is cut off"),
     "index and shards disagree": (swap_shards, "lacks 1 tensors that the index names"),
     "the index is no JSON": (lambda path: cut(path / INDEX, 30), "not JSON"),
