@@ -7,8 +7,9 @@ minute. Rows that are only a little too long are counted as a whole, by `PromptS
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
+from oblr_megatron.data.chat import with_chat_template
 from oblr_megatron.data.rows import LOST_BACKSLASH, Question, Row, has_lost_backslash, plain_text
 from oblr_megatron.errors import UserError
 
@@ -18,6 +19,7 @@ if TYPE_CHECKING:
     from oblr_megatron.config.data import DataConfig
 
 _OURS = {"conversation", "tokenize", "add_generation_prompt", "continue_final_message", "return_tensors", "return_dict"}
+_OURS |= {"strftime_now"}
 CHARACTERS_PER_TOKEN = 16
 """Characters per token up to which a text is tokenized whole. English has about 4, so longer texts rarely fit."""
 GROWTH = 4
@@ -34,7 +36,8 @@ def check_template(config: DataConfig, tokenizer: PreTrainedTokenizerBase) -> No
     """Check data.chat_template and data.chat_template_options against the tokenizer.
 
     Raises:
-        UserError: the tokenizer has no chat template, an option is reserved, or a backslash of the prompt is lost.
+        UserError: the tokenizer has no chat template, or one that refuses data.system_prompt; an option is reserved;
+            or a backslash of the prompt is lost.
     """
     for key, words in (("template", config.template), ("system_prompt", config.system_prompt)):
         if has_lost_backslash(words):
@@ -57,6 +60,37 @@ def check_template(config: DataConfig, tokenizer: PreTrainedTokenizerBase) -> No
             where="config: data.chat_template_options",
             fix="give only options that the tokenizer's chat template reads, e.g. enable_thinking",
         )
+    if config.system_prompt:
+        _check_system_prompt(config, tokenizer)
+
+
+def _check_system_prompt(config: DataConfig, tokenizer: PreTrainedTokenizerBase) -> None:
+    """Refuse data.system_prompt if only that makes the chat template fail: some models have no system turn."""
+    question = {"role": "user", "content": "?"}
+    try:
+        _rendered([question], config, tokenizer)
+    except RefusedError:  # `PromptSet` gives the reason with its rows
+        return
+    try:
+        _rendered([{"role": "system", "content": config.system_prompt}, question], config, tokenizer)
+    except RefusedError as error:
+        raise UserError(
+            f"the chat template refuses data.system_prompt: {error}",
+            where="config: data.system_prompt",
+            fix="leave it out, and put its text into data.template",
+        ) from error
+
+
+def _rendered(turns: list[dict[str, Any]], config: DataConfig, tokenizer: PreTrainedTokenizerBase) -> str:
+    """The conversation's text.
+
+    Raises:
+        RefusedError: the chat template raised an error.
+    """
+    try:
+        return with_chat_template(turns, config.chat_template_options, tokenizer)
+    except Exception as error:  # a template runs arbitrary expressions on the values of a row
+        raise RefusedError(" ".join(str(error).split())[:300] or type(error).__name__) from error
 
 
 def render(question: Question, config: DataConfig, tokenizer: PreTrainedTokenizerBase) -> str:
@@ -82,11 +116,7 @@ def render(question: Question, config: DataConfig, tokenizer: PreTrainedTokenize
     turns = [{"role": "user", "content": _fill(question, config)}] if isinstance(question, str) else question
     if config.system_prompt and turns[0]["role"] != "system":
         turns = [{"role": "system", "content": config.system_prompt}, *turns]
-    options = {**config.chat_template_options, "tokenize": False, "add_generation_prompt": True}
-    try:
-        return str(tokenizer.apply_chat_template(turns, **options))
-    except Exception as error:  # a template runs arbitrary expressions on the values of a row
-        raise RefusedError(" ".join(str(error).split())[:300] or type(error).__name__) from error
+    return _rendered(turns, config, tokenizer)
 
 
 def _fill(question: str, config: DataConfig) -> str:

@@ -7,6 +7,7 @@ from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
+from oblr_megatron.data.chat import with_chat_template
 from oblr_megatron.engine.turns import Turn
 from oblr_megatron.environments.messages import Begin, Ended, SampleCall
 from oblr_megatron.processes.calls import score_of
@@ -166,8 +167,7 @@ def observation_text(
     "</tool_response><|im_end|>", "<|im_start|>assistant", "".
     """
     turns = [{"role": "user", "content": "?"}, {"role": "assistant", "content": _MARK}, *map(dict, messages)]
-    asked = {**(options or {}), "tokenize": False, "add_generation_prompt": True}
-    whole = str(tokenizer.apply_chat_template(turns, **asked))
+    whole = with_chat_template(turns, options or {}, tokenizer)
     _before, mark, after = whole.rpartition(_MARK)
     if not mark:
         raise ValueError("the chat template leaves out the assistant's turn before an observation")

@@ -1,6 +1,6 @@
 r"""Rows, templates and conversations in the forms of the wild: read, skipped with a reason, or refused with a remedy.
 
-`source` names the library or format that has the form. Not covered: parquet and hub sets (test_sources.py).
+`source` is the thread or file that shows the form. Not covered: parquet and hub sets (test_sources.py).
 """
 
 from __future__ import annotations
@@ -19,24 +19,28 @@ USER: dict[str, Any] = {"role": "user", "content": "1+1="}
 PARTS: list[dict[str, Any]] = [{"type": "text", "text": "1+"}, {"type": "text", "text": "1="}]
 ASKS = "{% for m in messages %}{% if 'tool_calls' in m and m['tool_calls']|length != 1 %}{{ raise_exception('no') }}"
 ASKS += "{% endif %}{{ m['content'] }}{% endfor %}"
+OPENAI = "openai/openai-python src/openai/types/chat/chat_completion_content_part"
 IMAGE = [{"type": "image", "image": "a.png"}, PARTS[0]]
 
 
 @pytest.mark.parametrize(
     ("source", "question", "expected"),
     [
-        ("TRL, prompt", [USER], "1+1="),
-        ("datasets, null-padded", [USER | {"tool_calls": None, "name": None}], "1+1="),
-        ("datasets, null-padded", [{"role": "system", "content": "", "tool_calls": None}, USER], "1+1="),
-        ("OpenAI, content parts", [{"role": "user", "content": PARTS}], "1+1="),
-        ("OpenAI, one part", [{"role": "user", "content": [{"type": "text", "text": "1+1="}]}], "1+1="),
-        ("datasets, null-padded parts", [{"role": "user", "content": [PARTS[0] | {"image": None}, PARTS[1]]}], "1+1="),
-        ("Qwen-VL, an image part", [{"role": "user", "content": IMAGE}], None),
-        ("ShareGPT", [{"from": "human", "value": "1+1="}], None),
-        ("UltraChat, with its reply", [USER, {"role": "assistant", "content": "2"}], None),
-        ("a message of null", [None], None),
-        ("content of null", [{"role": "user", "content": None}], None),
-        ("no parts", [{"role": "user", "content": []}], None),
+        ("huggingface/trl docs/source/dataset_formats.md, prompt-only", [USER], "1+1="),
+        ("the same, Harmony", [{"role": "developer", "content": ""}, USER], "1+1="),
+        ("unslothai/unsloth-zoo#372, null-padded", [USER | {"tool_calls": None, "name": None}], "1+1="),
+        ("the same", [{"role": "system", "content": "", "tool_calls": None}, USER], "1+1="),
+        ("the same, a part", [{"role": "user", "content": [PARTS[0] | {"image": None}, PARTS[1]]}], "1+1="),
+        (f"{OPENAI}_text_param.py", [{"role": "user", "content": PARTS}], "1+1="),
+        (f"{OPENAI}_text_param.py", [{"role": "user", "content": [{"type": "text", "text": "1+1="}]}], "1+1="),
+        ("tulerfeng/Video-R1#36, an image", [{"role": "user", "content": IMAGE}], None),
+        ("hiyouga/LLaMA-Factory data/README.md, sharegpt", [{"from": "human", "value": "1+1="}], None),
+        ("the same, openai", [USER, {"role": "assistant", "content": "2"}], None),
+        (
+            "huggingface/trl docs/source/dataset_formats.md, tools",
+            [USER, {"role": "assistant", "tool_calls": []}],
+            None,
+        ),
     ],
 )
 def test_conversations(
@@ -74,7 +78,10 @@ def test_conversations(
 def test_backslashes_in_json(
     tokenizer: PreTrainedTokenizerFast, tmp_path: Path, column: str, written: str, kept: bool
 ) -> None:
-    r"""A LaTeX command with one backslash in JSON is a control character, or no JSON at all."""
+    r"""A LaTeX command with one backslash in JSON is a control character, or no JSON at all.
+
+    Sources: HKUDS/LightRAG#3238, trishullab/PutnamBench#218, wttwins/wrong-notebook#3.
+    """
     row = {"question": "1+1=", "answer": "2"} | {column: f"1 {written} 2"}
     other = json.dumps({"question": "2+2=", "answer": "4"})
     fields = ", ".join(f'"{name}": "{value}"' for name, value in row.items())
@@ -106,6 +113,66 @@ def test_a_prompt_with_a_lost_backslash_is_refused(
         with pytest.raises(UserError) as caught:
             stream(own, chat_template=chat, **dict[str, Any]({key: text}))
         assert caught.value.where == f"config: data.{key}" and "single quotes" in caught.value.fix
+
+
+BODY = "{% for m in messages %}[{{ m['content'] }}]{% endfor %}"
+NO_SYSTEM = "{% if messages[0]['role'] == 'system' %}{{ raise_exception('System role not supported') }}{% endif %}"
+TURNS = "{% for m in messages %}{% if (m['role'] == 'user') != (loop.index0 % 2 == 0) %}"
+TURNS += "{{ raise_exception('Conversation roles must alternate') }}{% endif %}{% endfor %}"
+LLAMA = "{%- if not date_string is defined %}{%- set date_string = '26 Jul 2024' %}{%- endif %}{{ date_string }}"
+TRAINED = "{% for m in messages %}{% generation %}{{ m['content'] }}{% endgeneration %}{% endfor %}"
+NAMED = [{"name": "default", "template": BODY}, {"name": "tool_use", "template": "{{ tools }}"}]
+TUTORED = [{"role": "system", "content": "Add."}, USER]
+SKIPPED, REFUSED = "skipped: ", "refused: "
+
+
+@pytest.mark.parametrize(
+    ("source", "template", "file", "options", "question", "expected"),
+    [
+        ("huggingface/text-generation-inference#3247, a file", None, BODY, {}, "1+1=", "[1+1=]"),
+        ("meta-pytorch/torchforge#509, a file and a key", "old", BODY, {}, "1+1=", "[1+1=]"),
+        ("EleutherAI/lm-evaluation-harness#2129, by name", NAMED, "", {}, "1+1=", "[1+1=]"),
+        ("sgl-project/sglang#3385, a base model", None, "", {}, "1+1=", REFUSED + "set it to false"),
+        ("EleutherAI/lm-evaluation-harness#2109", NO_SYSTEM + BODY, "", {}, TUTORED, SKIPPED + "System role not"),
+        ("the same", NO_SYSTEM + BODY, "", {"system_prompt": "Add."}, "1+1=", REFUSED + "into data.template"),
+        ("EricLBuehler/mistral.rs#45", TURNS + BODY, "", {}, [USER, USER], SKIPPED + "roles must alternate"),
+        ("oobabooga/textgen#6692", "{{ strftime_now('%d %b %Y') }}" + BODY, "", {}, "1+1=", "26 Jul 2024[1+1=]"),
+        ("sgl-project/sglang#3296", LLAMA + BODY, "", {}, "1+1=", "26 Jul 2024[1+1=]"),
+        ("the same", LLAMA + BODY, "", {"chat_template_options": {"date_string": "now"}}, "1+1=", "now[1+1=]"),
+        ("huggingface/transformers src/transformers/utils/chat_template_utils.py", TRAINED, "", {}, "1+1=", "1+1="),
+        ("Thinking-Space/Rethinking-OPD#26", BODY, "", {"template": "{question} \\boxed{{}}"}, "1", "[1 \\boxed{{}}]"),
+    ],
+)
+def test_templates(
+    tokenizer: PreTrainedTokenizerFast,
+    tmp_path: Path,
+    source: str,
+    template: str | list[dict[str, str]] | None,
+    file: str,
+    options: dict[str, Any],
+    question: object,
+    expected: str,
+) -> None:
+    tokenizer.save_pretrained(tmp_path)
+    if template is not None:
+        content = json.loads((tmp_path / "tokenizer_config.json").read_text())
+        (tmp_path / "tokenizer_config.json").write_text(json.dumps(content | {"chat_template": template}))
+    if file:
+        (tmp_path / "chat_template.jinja").write_text(file)
+    own = PreTrainedTokenizerFast.from_pretrained(tmp_path)
+    rows = [{"question": question, "answer": "2"}, {"question": "good", "answer": "1"}]
+    path = write_rows(tmp_path / "rows.jsonl", rows)
+    if expected.startswith(REFUSED):
+        with pytest.raises(UserError) as caught:
+            stream(own, path, chat_template=True, **options)
+        assert expected.removeprefix(REFUSED) in caught.value.fix, source
+        return
+    prompts = stream(own, path, chat_template=True, shuffle=False, **options)
+    if expected.startswith(SKIPPED):
+        [skip] = prompts.skipped
+        assert skip.reason == "refused by the chat template" and expected.removeprefix(SKIPPED) in skip.detail, source
+    else:
+        assert prompts.next_prompts(1)[0].text == expected, source
 
 
 @pytest.mark.parametrize("name", ["rows.jsonl", "rows.json", "rows.parquet"])

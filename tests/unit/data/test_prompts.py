@@ -165,18 +165,6 @@ def test_the_template_and_chat_template_options(chat_tokenizer: PreTrainedTokeni
     assert error.value.where == "config: data.chat_template_options"
 
 
-def test_conversations_that_the_chat_template_refuses_are_skipped(
-    chat_tokenizer: PreTrainedTokenizerFast, tmp_path: Path, monkeypatch
-) -> None:
-    raising = "{% if messages[0]['role'] == 'system' %}{{ raise_exception('no system turn') }}{% endif %}"
-    monkeypatch.setattr(chat_tokenizer, "chat_template", raising + chat_tokenizer.chat_template)
-    rows = [{"question": turns, "answer": 2} for turns in (TUTORED, QUESTION)]
-    prompts = stream(chat_tokenizer, write_rows(tmp_path / "a.jsonl", rows), chat_template=True)
-    assert [skip[1:4] for skip in prompts.skipped] == [(1, "refused by the chat template", "no system turn")]
-    with pytest.raises(UserError, match="7 refused by the chat template"):
-        held_out(chat_tokenizer, chat_template=True, system_prompt="Be brief.")
-
-
 def test_nested_columns(tokenizer: PreTrainedTokenizerFast, tmp_path: Path) -> None:
     rows = [{"task": {"text": "1+1=", "gold": {"value": 2}}}, {"task.text": "2+2=", "task": {"gold": {"value": 4}}}]
     path = write_rows(tmp_path / "a.jsonl", [*rows, {"task": "3+3=", "answer": 6}])
