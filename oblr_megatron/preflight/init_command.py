@@ -146,6 +146,12 @@ def _data(path: str, question: str | None, answer: str | None) -> DataConfig:
                 fix=f"name it: --{kind}-column NAME",
             )
         columns[f"{kind}_column"] = found or usual[0]
+    if columns["question_column"] == "instruction" and not question and any(row.get("input") for row in rows):
+        raise UserError(
+            f"the question stands in two of the columns {', '.join(rows[0])}: instruction and input",
+            where=path,
+            fix="join them into one, or name the one to read: --question-column NAME",
+        )
     answers = [str(row.get(columns["answer_column"])) for row in rows]
     for convention, mark in (("gsm8k", "####"), ("math", "\\boxed{")):
         if rows and sum(mark in one for one in answers) >= MOST * len(answers):

@@ -167,6 +167,7 @@ def test_the_usual_sets_are_recognized_by_their_rows(
         ("UltraChat", {"messages": [{"role": "user", "content": "1"}], "prompt_id": "0"}, "--question-column"),
         ("TRL, prompts alone", {"prompt": "1+1="}, "--answer-column"),
         ("a set of its own", {"question": "1+1=", "gold_answer": "2"}, "--answer-column"),
+        ("LLaMA-Factory, alpaca", {"instruction": "Add.", "input": "1+1=", "output": "2"}, "--question-column"),
     ],
 )
 def test_a_set_without_the_usual_columns_is_refused_with_its_own(

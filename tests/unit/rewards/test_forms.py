@@ -1,6 +1,6 @@
 """Reward functions in the forms of the wild: called with the right values, or refused with the names wanted.
 
-`source` names the project whose style the form follows. Not covered: services (test_http.py).
+`source` is the file or thread that shows the form, or what it is ours for. Not covered: services (test_http.py).
 """
 
 from __future__ import annotations
@@ -19,6 +19,8 @@ from oblr_megatron.rewards.registry import build_reward, check_reward
 from tests.unit.rewards.conftest import batch
 
 Scored = Callable[..., RewardResult]
+VERL, TRL = "volcengine/verl verl", "huggingface/trl docs/source/grpo_trainer.md"
+VERIFIERS = "PrimeIntellect-ai/verifiers docs/source/components.md"
 LIST = "[float(one == gold) for one, gold in zip(responses, answers)]"
 
 
@@ -46,35 +48,35 @@ def score(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Scored:
         ("our documents", "def score(response, answer, prompt): return float(response == answer)"),
         ("our documents", f"def score(responses, answers, prompts): return {LIST}"),
         ("our documents", "def score(response, answer, prompt, row): return float(response == row['answer'])"),
-        ("verifiers, any subset", "def score(response, answer): return float(response == answer)"),
-        ("verifiers, any order", "def score(prompt, response, answer): return float(response == answer)"),
-        ("verifiers, any order", "def score(row, answer, response): return float(response == answer == row['answer'])"),
-        ("Reward Kit", "def score(response, **kwargs): return float(response == kwargs['answer'])"),
-        ("TRL, keyword arguments", f"def score(responses, answers, **kwargs): return {LIST}"),
-        ("TRL, keyword arguments", "def score(**kwargs): return float(kwargs['response'] == kwargs['answer'])"),
-        ("verl, an option", "def score(response, answer, method='x'): return (method == 'x') * (response == answer)"),
-        ("verl, reward_kwargs", "def score(response, *, answer, format_score=0.0): return float(response == answer)"),
+        ("any subset", "def score(response, answer): return float(response == answer)"),
+        ("any order", "def score(prompt, response, answer): return float(response == answer)"),
+        ("any order", "def score(row, answer, response): return float(response == answer == row['answer'])"),
+        ("a keyword", "def score(response, **kwargs): return float(response == kwargs['answer'])"),
+        ("keyword arguments", f"def score(responses, answers, **kwargs): return {LIST}"),
+        ("keyword arguments", "def score(**kwargs): return float(kwargs['response'] == kwargs['answer'])"),
+        ("an option", "def score(response, answer, method='x'): return (method == 'x') * (response == answer)"),
+        ("by keyword only", "def score(response, *, answer, format_score=0.0): return float(response == answer)"),
         (
-            "verl, an option in between",
+            "an option in between",
             "def score(response, scale=1.0, answer=None): return scale * (response == answer)",
         ),
-        ("slime, async", "async def score(response, answer): return float(response == answer)"),
-        ("slime, async of a group", f"async def score(answers, responses): return {LIST}"),
+        ("async", "async def score(response, answer): return float(response == answer)"),
+        ("async of a group", f"async def score(answers, responses): return {LIST}"),
         (
-            "ms-swift, an object",
+            "an object",
             f"class S:\n  def __call__(self, responses, answers, **kw): return {LIST}\nscore = S()",
         ),
         (
-            "rLLM, a method",
+            "a method",
             "class S:\n  def s(self, answer, response): return float(response == answer)\nscore = S().s",
         ),
         (
-            "verl, partial",
+            "partial",
             "import functools\ndef f(a, response, answer): return a * (response == answer)\n"
             "score = functools.partial(f, 1.0)",
         ),
         (
-            "Reward Kit, a decorator",
+            "a decorator",
             "import functools\ndef d(f):\n  @functools.wraps(f)\n  def g(*a, **k): return f(*a, **k)\n"
             "  return g\n@d\ndef score(response, answer): return float(response == answer)",
         ),
@@ -87,29 +89,35 @@ def test_called_by_the_names_of_its_parameters(score: Scored, source: str, text:
 @pytest.mark.parametrize(
     ("source", "signature", "named"),
     [
-        ("verl", "data_source, solution_str, ground_truth, extra_info=None", "solution_str is response"),
         (
-            "verl, older",
+            f"{VERL}/utils/reward_score/__init__.py",
+            "data_source, solution_str, ground_truth, extra_info=None",
+            "is response",
+        ),
+        (
+            f"{VERL}/utils/reward_score/gsm8k.py",
             "solution_str, ground_truth, method='strict', format_score=0.0, score=1.0",
             "ground_truth is answer",
         ),
-        ("verl, batch", "data_sources, solution_strs, ground_truths, extra_infos, **kwargs", "solution_strs"),
-        ("osmosis", "solution_str, ground_truth, extra_info=None, **kwargs", "extra_info is row"),
-        ("TRL", "completions, **kwargs", "completions is responses"),
-        ("TRL", "completions, solution, **kwargs", "solution is answer"),
-        ("TRL", "prompts, completions, completion_ids, trainer_state, **kwargs", "completion_ids"),
-        ("Unsloth, Will Brown", "prompts, completions, answer, **kwargs", "completions is responses"),
-        ("OpenRLHF", "queries, prompts, labels", "labels is answers"),
-        ("OpenRLHF", "queries, prompts, labels, **kwargs", "queries"),
-        ("slime, miles", "args, sample, **kwargs", "args"),
-        ("EasyR1", "reward_inputs, format_weight=0.1", "reward_inputs"),
-        ("EasyR1, older", "predicts, ground_truths, format_weight=0.1", "ground_truths"),
-        ("verifiers", "prompt, completion, answer, state=None", "completion is response"),
-        ("verifiers", "completion, answer, **kwargs", "completion is response"),
-        ("rLLM", "task_info, action", "task_info"),
-        ("NeMo-RL", "response_text, expected, metadata=None", "response_text"),
-        ("agentcore", "response_text, ground_truth, user_input", "ground_truth is answer"),
-        ("Reward Kit", "response, expected_response", "expected_response"),
+        (
+            f"{VERL}/workers/reward_manager/batch.py",
+            "data_sources, solution_strs, ground_truths, extra_infos",
+            "solution_strs",
+        ),
+        (f"{TRL}, example 1.1", "completions, **kwargs", "completions is responses"),
+        (f"{TRL}, example 3", "completions, ground_truth, **kwargs", "ground_truth is answer"),
+        (f"{TRL}, example 4", "prompts, completions, task, **kwargs", "task"),
+        (f"{TRL}, its arguments", "prompts, completions, completions_ids, trainer_state, **kwargs", "completions_ids"),
+        ("unslothai/unsloth#1579, open-r1", "completions, solution, **kwargs", "solution is answer"),
+        ("huggingface/trl#4300", "completions, answer, **kwargs", "completions is responses"),
+        ("OpenRLHF/OpenRLHF examples/python/reward_func.py", "queries, prompts, labels, **kwargs", "labels is answers"),
+        ("THUDM/slime docs/en/get_started/customization.md", "args, sample", "args"),
+        ("the same, a batch", "args, samples", "args"),
+        ("hiyouga/EasyR1 examples/reward_function/math.py", "reward_inputs, format_weight=0.1", "reward_inputs"),
+        (f"{VERIFIERS}, check_answer", "prompt, response, answer, state", "state"),
+        (f"{VERIFIERS}, judge", "prompt, completion, answer, state, **kwargs", "completion is response"),
+        (f"{VERIFIERS}, format_reward", "completion, parser, **kwargs", "completion is response"),
+        ("rllm-org/rllm rllm/rewards/reward_fn.py", "task_info, action", "task_info"),
         ("a gold with a default", "response, ground_truth=None", "ground_truth is answer"),
         ("names by position only", "response, answer, prompt, /", "response"),
         ("one letter each", "r, a, p", "r, a, p"),
