@@ -15,6 +15,7 @@ The lines read
 
 from __future__ import annotations
 
+import os
 import shlex
 import sys
 import time
@@ -243,8 +244,12 @@ def closing_lines(config: Config, report: Path | None) -> list[str]:
 
 @contextmanager
 def progress(what: str, total: int) -> Iterator[Callable[[int], None]]:
-    """A progress bar on standard error if that is a terminal; redirections inside the block do not affect it."""
+    """A progress bar on standard error if that is a terminal that can draw it.
+
+    Redirections inside the block do not affect it.
+    """
     console = Console(file=sys.stderr)
-    with Progress(console=console, transient=True, disable=not console.is_terminal, redirect_stdout=False) as bar:
+    draws = console.is_terminal and os.environ.get("TERM", "") not in ("", "dumb")
+    with Progress(console=console, transient=True, disable=not draws, redirect_stdout=False) as bar:
         task = bar.add_task(what, total=total)
         yield lambda count: bar.advance(task, count)

@@ -10,6 +10,7 @@ from contextlib import suppress
 from typing import Any
 
 GONE = (errno.EPIPE, errno.EIO)  # a pipe, a terminal
+STANDARD = (("stdin", "r"), ("stdout", "w"), ("stderr", "w"))  # by their numbers
 
 
 class LastingFile(io.FileIO):
@@ -32,6 +33,7 @@ def outlast_readers() -> None:
 
     Streams that a caller in Python has replaced stay, because they are his.
     """
+    _open_closed()
     for name in ("stdout", "stderr"):
         stream: Any = getattr(sys, name)
         if not isinstance(stream, io.TextIOWrapper):
@@ -48,3 +50,15 @@ def outlast_readers() -> None:
         lasting = io.TextIOWrapper(file, stream.encoding, "backslashreplace", **options)
         setattr(sys, name, lasting)
         setattr(sys, f"__{name}__", lasting)
+
+
+def _open_closed() -> None:
+    """Open /dev/null where standard descriptors are closed (`>&-`); the next file would get their number."""
+    while (null := os.open(os.devnull, os.O_RDWR)) < len(STANDARD):
+        os.set_inheritable(null, True)
+    os.close(null)
+    for number, (name, mode) in enumerate(STANDARD):
+        if getattr(sys, name) is None:
+            stream = open(number, mode, encoding="utf-8", closefd=False)  # noqa: SIM115  open as long as the process
+            setattr(sys, name, stream)
+            setattr(sys, f"__{name}__", stream)

@@ -19,6 +19,7 @@ from contextlib import contextmanager, suppress
 from multiprocessing.util import Finalize
 from pathlib import Path
 
+from oblr_megatron.errors import UserError
 from oblr_megatron.runtime.processes import alive, identity, short_pid_scope
 
 PREFIX = "oblr_megatron-"
@@ -31,14 +32,25 @@ GPU = Path("/dev/nvidiactl")
 
 @contextmanager
 def own_tmpdir() -> Iterator[Path]:
-    """Make TMPDIR a directory of this process, and remove it at the end. A child keeps its parent's."""
-    outer = Path(tempfile.gettempdir())
+    """Make TMPDIR a directory of this process, and remove it at the end. A child keeps its parent's.
+
+    A user id without a name, as in containers, gets one: torch asks for it at its import.
+
+    Raises:
+        UserError: there is no directory for temporary files.
+    """
+    try:
+        outer = Path(tempfile.gettempdir())
+    except FileNotFoundError as error:
+        fix = "free space there, or set TMPDIR to a directory that can be written"
+        raise UserError("no temporary file can be written", where="TMPDIR, /tmp, /var/tmp", fix=fix) from error
     own = _prefix() + identity(os.getpid()).replace(":", "-")
     if outer.name.startswith(PREFIX) and outer.name != own:
         yield outer
         return
     base = outer.parent if outer.name == own else outer  # `exec` keeps process and environment
-    before = {name: os.environ.get(name) for name in ("TMPDIR", INDUCTOR_CACHE, SOCKETS)}
+    before = {name: os.environ.get(name) for name in ("TMPDIR", INDUCTOR_CACHE, SOCKETS, "USER")}
+    _name_user()
     directory, sockets = base / own, SHORT / own
     directories = [directory]
     too_long = len(os.fsencode(directory)) > LONGEST and os.access(SHORT, os.W_OK)
@@ -48,7 +60,7 @@ def own_tmpdir() -> Iterator[Path]:
         _sweep(each.parent)
         each.mkdir(mode=0o700, exist_ok=True)
     if GPU.exists():  # kernels are compiled there, and their cache is kept between commands
-        os.environ.setdefault(INDUCTOR_CACHE, str(base / f"torchinductor_{_user()}"))
+        os.environ.setdefault(INDUCTOR_CACHE, str(base / f"torchinductor_{getpass.getuser()}"))
     os.environ["TMPDIR"] = tempfile.tempdir = str(directory)
     try:
         yield directory
@@ -83,8 +95,8 @@ def _prefix() -> str:
     return f"{PREFIX}{short_pid_scope()}-"
 
 
-def _user() -> str:
+def _name_user() -> None:
     try:
-        return getpass.getuser()
-    except (KeyError, OSError):  # a container without a name for the user id
-        return str(os.getuid())
+        getpass.getuser()
+    except (KeyError, OSError):
+        os.environ["USER"] = str(os.getuid())

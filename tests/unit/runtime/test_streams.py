@@ -64,6 +64,71 @@ def test_a_reader_that_goes_away_ends_nothing(writer: str, fails: bool, console:
     assert done.read_text() == "saved" and process.returncode == int(fails)
 
 
+CONSOLE = """
+import subprocess, sys
+from oblr_megatron.observe.console import PlainDisplay, progress
+from oblr_megatron.runtime.command_line import guarded
+
+def command():
+    with open({written!r}, "w") as file:
+        PlainDisplay(3).message("step 1/3  " + "x" * 150 + " \\u2713")
+        with progress("rows", 3) as advance:
+            advance(3)
+        subprocess.run(["echo", "from a child"])
+        print("to standard error", file=sys.stderr)
+        file.write("own")
+    return 0
+
+sys.exit(guarded(command))
+"""
+ASCII = {"LC_ALL": "C", "PYTHONUTF8": "0", "PYTHONCOERCECLOCALE": "0"}
+
+
+@pytest.mark.parametrize(
+    ("source", "shell", "terminal", "environment"),
+    [
+        ("nxp-imx/mfgtools#434, a file", "", False, {}),
+        ("a terminal", "", True, {"TERM": "xterm-256color"}),
+        ("a8m/pb#82, TERM=dumb", "", True, {"TERM": "dumb"}),
+        ("mhx/dwarfs#20, an empty environment", "", True, {"TERM": ""}),
+        ("ducaale/xh#114, NO_COLOR", "", True, {"TERM": "xterm-256color", "NO_COLOR": "1"}),
+        ("xetys/hetzner-kube#26, a narrow terminal", "", True, {"TERM": "xterm", "COLUMNS": "40", "LINES": "5"}),
+        ("alexjc/neural-enhance#199, AnswerDotAI/fastprogress#21", "", True, ASCII | {"TERM": "xterm"}),
+        ("the same, a file", "", False, ASCII),
+        ("streamlink/streamlink#6197", ">&-", False, {}),
+        ("vectorize-io/hindsight#4580", "<&-", False, {}),
+        ("pixelb/crudini#82, all closed", "<&- >&- 2>&-", False, {}),
+    ],
+)
+def test_consoles(source: str, shell: str, terminal: bool, environment: dict[str, str], tmp_path: Path) -> None:
+    """A line is whole on every console; only a terminal that can do it gets a progress bar, colourless if asked."""
+    code, kept = CONSOLE.format(written=str(tmp_path / "written")), {"PATH": os.environ["PATH"]}
+    command = ["sh", "-c", f'exec "$0" -c "$1" {shell}', sys.executable, code]
+    read, write = pty.openpty() if terminal else os.pipe()
+    with subprocess.Popen(command, stdout=write, stderr=write, env=kept | environment) as process:
+        os.close(write)
+        output = b""
+        while chunk := _read(read):
+            output += chunk
+    os.close(read)
+    text = output.decode()
+    assert process.returncode == 0, text
+    assert (tmp_path / "written").read_text() == "own", source
+    mark = "\\u2713" if "LC_ALL" in environment else "\u2713"
+    assert (f"step 1/3  {'x' * 150} {mark}" in text, "from a child" in text) == (">" not in shell,) * 2, source
+    assert ("to standard error" in text) == ("2>" not in shell)
+    drawn = environment.get("TERM", "").startswith("xterm")
+    assert ("\x1b[" in text) == drawn and ("rows" in text) == drawn, source
+    assert "NO_COLOR" not in environment or "\x1b[3" not in text
+
+
+def _read(console: int) -> bytes:
+    try:
+        return os.read(console, 1 << 16)
+    except OSError:  # a terminal whose other end is closed
+        return b""
+
+
 @pytest.mark.parametrize("unbuffered", ["", "1"])
 def test_what_is_read_is_all_and_in_order(unbuffered: str) -> None:
     code = (

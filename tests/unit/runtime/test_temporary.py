@@ -133,3 +133,40 @@ def test_a_users_directory_of_sockets_is_kept(short: Path, base: Path, monkeypat
     monkeypatch.setattr(tempfile, "tempdir", str(base / ("x" * 60)))
     with own_tmpdir():
         assert os.environ[temporary.SOCKETS] == "/run/mine" and not list(short.iterdir())
+
+
+NAMELESS = "import pwd\ndef unknown(uid): raise KeyError(f'getpwuid(): uid not found: {uid}')\npwd.getpwuid = unknown\n"
+GUARDED = """
+import getpass, os, tempfile
+from oblr_megatron.runtime.command_line import guarded
+raise SystemExit(guarded(lambda: print(getpass.getuser(), os.path.dirname(tempfile.gettempdir())) or 0))
+"""
+
+
+@pytest.mark.parametrize(
+    ("source", "before", "tmpdir", "status", "said"),
+    [
+        ("pytorch/pytorch#140765, vllm-project/vllm#46734", NAMELESS, "", 0, "{uid} {base}"),
+        (
+            "capreolus-ir/capreolus#154",
+            "import tempfile\ntempfile._candidate_tempdir_list = list\n",
+            "",
+            2,
+            "set TMPDIR",
+        ),
+        ("a job's TMPDIR that is not on this node", "", "/nowhere/job-17", 0, "/tmp"),
+    ],
+)
+def test_forms(source: str, before: str, tmpdir: str, status: int, said: str, base: Path) -> None:
+    """Containers without a name for the user, full disks, and variables of another node."""
+    given = {name: value for name, value in os.environ.items() if name not in ("LOGNAME", "USER", "LNAME", "USERNAME")}
+    done = subprocess.run(
+        [sys.executable, "-c", before + GUARDED],
+        check=False,
+        env=given | {"TMPDIR": tmpdir or str(base)},
+        capture_output=True,
+        text=True,
+    )
+    assert done.returncode == status, (source, done.stderr)
+    assert said.format(uid=os.getuid(), base=base) in done.stdout + done.stderr
+    assert "Traceback" not in done.stderr and not list(base.iterdir())
