@@ -13,8 +13,9 @@ class GradnormConfig(Section):
     """Squared gradient norms w of single responses."""
 
     source: Literal["exact", "logit", "length"] = "exact"
-    """Source of w: the exact norm, or an estimate. "logit": energy of the score function at the logits, forward
-    pass only. "length": response tokens. The gradient stays unbiased with all."""
+    """Source of w: the exact norm, or an estimate. "logit": energy of the score function at the logits, in the
+    gradient pass or a forward pass before it. "length": response tokens. algo.norm_power apart, the gradient stays
+    unbiased with all."""
     mode: Literal["auto", "inline", "two_pass", "stash", "bookkeep"] = "auto"
     """Computation of norms. "inline": in the one gradient pass, if the baseline reads no norms of its own step.
     "two_pass": a separate pass. "stash": one pass that keeps the gradient of each response of a prompt. "bookkeep": one

@@ -91,6 +91,15 @@ class Config(Section):
         return self.uses_norms and self.gradnorm.source == "exact"
 
     @property
+    def energies_in_pass(self) -> bool:
+        """Whether the gradient pass gives w of source "logit", before its backward: c reads no w of another response.
+
+        Not with a KL penalty or router losses, which need all coefficients before the pass.
+        """
+        apart = facts_of(self.algo.baseline).needs_norms or self.algo.kl_coefficient or self.model.router_losses
+        return self.uses_norms and self.gradnorm.source == "logit" and not apart
+
+    @property
     def stashes(self) -> bool:
         """Whether a step keeps the gradient of each response of a prompt (mode "stash")."""
         return self.measures_norms and self.gradnorm.mode == "stash"

@@ -1,7 +1,7 @@
 """The sources of w (`gradnorm.source`): the exact norm, or a cheaper estimate.
 
     exact    ||s||^2
-    logit    sum_t rho_t^2 ||d log pi(o_t) / d logits||^2: the energy of the score at the logits, forward only
+    logit    sum_t rho_t^2 ||d log pi(o_t) / d logits||^2: the energy of the score at the logits, known after forward
     length   response tokens
 
 The policy gradient is unbiased for every source; a worse estimate of w only increases its variance. Every
@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING
 import torch
 
 from oblr_megatron.engine.protocol import call_seed
-from oblr_megatron.gradient.loss_fn import score_loss
+from oblr_megatron.gradient.loss_fn import sample_energies, score_loss
 from oblr_megatron.gradient.ratios import RatioFn
 from oblr_megatron.model.step import run_schedule
 from oblr_megatron.runtime.collectives import all_reduce
@@ -84,8 +84,7 @@ def _energies(policy: Policy, microbatches: Sequence[MicroBatch], temperature: f
     def loss_of(hidden: Tensor, batch: MicroBatch) -> tuple[Tensor, dict[str, Tensor]]:
         tokens = policy.head(hidden, batch, temperature=temperature, energy=True)
         rho, _ = ratios(tokens.logprobs, batch)
-        energies = tokens.energy * rho.square()
-        return hidden.new_zeros(()), {"energy": batch.per_sample(energies.to(torch.float64))}
+        return hidden.new_zeros(()), {"energy": sample_energies(tokens, rho, batch)}
 
     records = run_schedule(policy, microbatches, loss_of, forward_only=True)
     energies = torch.zeros(sum(b.num_samples for b in microbatches), dtype=torch.float64, device=parallel.device)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, fields
 from typing import TYPE_CHECKING
 
@@ -18,10 +18,15 @@ if TYPE_CHECKING:
     from torch import Tensor
 
     from oblr_megatron.config import Config
+    from oblr_megatron.model.lm_head import TokenScores
     from oblr_megatron.model.parallel import Parallel
     from oblr_megatron.model.policy import Policy
     from oblr_megatron.model.step import LossFn
     from oblr_megatron.types import RouterMetrics
+
+Weigh = Callable[["Tensor", "Tensor"], "Tensor"]
+"""(numbers [n] of a microbatch's samples, their energies [n] of `sample_energies`) -> coefficients c [n]. Called on the
+last pipeline stage, before the backward of these samples."""
 
 SUM_NAMES = ("entropy", *RATIO_SUMS, "kl", "tokens")  # what `score_loss` records, sums over response tokens
 
@@ -118,7 +123,7 @@ def score_loss(
     policy: Policy,
     temperature: float,
     ratios: RatioFn | None,
-    coefficients: Tensor | None = None,
+    coefficients: Tensor | Weigh | None = None,
     *,
     penalty: Penalty | None = None,
     records: bool = False,
@@ -129,19 +134,24 @@ def score_loss(
         policy: provides the layout and the vocabulary size.
         temperature: of the sampling distribution.
         ratios: computes the importance ratios rho; 1 if None.
-        coefficients: c [N]; 1 if None.
+        coefficients: c [N], or a function of the samples' energies; 1 if None.
         penalty: added to the loss.
         records: return `SUM_NAMES` as "sums", c_i sum_t rho_t log pi(o_t) of each sample as "scores" [n] fp64, and
             their numbers [n].
     """
 
     def loss_of(hidden: Tensor, batch: MicroBatch) -> tuple[Tensor, dict[str, Tensor]]:
-        tokens = policy.head(hidden, batch, temperature=temperature, entropy=records)
+        head = policy.head
+        tokens = head(hidden, batch, temperature=temperature, entropy=records, energy=callable(coefficients))
         logprobs = tokens.logprobs  # [b, t]
         detached = logprobs.detach()
         rho, sums_of = (torch.ones_like(detached), _no_sums) if ratios is None else ratios(detached, batch)
         own = torch.ones_like(detached)
-        if coefficients is not None:
+        if callable(coefficients):
+            energies = sample_energies(tokens, rho, batch)
+            all_reduce(energies, policy.parallel.cp_group)
+            own = batch.per_token(coefficients(batch.sample_index, energies))
+        elif coefficients is not None:
             own = batch.per_token(coefficients[batch.sample_index])
         loss, kl = policy_gradient_loss(logprobs, batch.mask, own, rho), detached.new_zeros(())
         if penalty is not None:
@@ -156,6 +166,11 @@ def score_loss(
         return loss, {"sums": sums, "scores": scores, "numbers": batch.sample_index}
 
     return loss_of
+
+
+def sample_energies(tokens: TokenScores, rho: Tensor, batch: MicroBatch) -> Tensor:
+    """sum_t rho_t^2 ||d log pi(o_t) / d logits||^2 over this rank's tokens of each sample: [n] fp64."""
+    return batch.per_sample((tokens.energy * rho.square()).to(torch.float64))
 
 
 def _no_sums() -> Tensor:

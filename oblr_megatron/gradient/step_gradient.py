@@ -3,8 +3,9 @@
     s_n = grad_theta sum_t rho_t log pi(o_t),   w_n = ||s_n||^2,   c = A(w) / (Q G L),   g = -sum_n c_n s_n
 
 L is `algo.token_scale`. Where nothing else enters g, the norms' library computes w and g in one pass, in the configured
-mode, and asks for c as soon as a group's norms are known. Otherwise w comes first, if c needs it, and a plain pass adds
-g with known c: with a KL penalty, the router losses of a mixture, estimates of w, or in mode `two_pass`.
+mode, and asks for c as soon as a group's norms are known. Energies at the logits are known between forward and backward
+of a plain pass. Otherwise w comes first, if c needs it, and a plain pass adds g with known c: with a KL penalty, the
+router losses of a mixture, or in mode `two_pass`.
 
 g is computed in folds of whole prompts. A fold stays on one data-parallel replica, so the norm of its gradient needs no
 further reduction. Replicas that share experts share folds too (`gradient/folds.py`).
@@ -30,7 +31,7 @@ from oblr_megatron.errors import BrokenStepError
 from oblr_megatron.gradient.estimate import estimates_are_due, measured_prompts, some_prompts, sq_norms_of
 from oblr_megatron.gradient.fold_sums import FoldSums
 from oblr_megatron.gradient.folds import Sharing
-from oblr_megatron.gradient.loss_fn import PassMetrics, Penalty, score_loss
+from oblr_megatron.gradient.loss_fn import PassMetrics, Penalty, Weigh, score_loss
 from oblr_megatron.gradient.ratios import Old, importance_ratios
 from oblr_megatron.model.optimizer import grad_sq_norm
 from oblr_megatron.model.router import RouterLosses
@@ -248,18 +249,58 @@ class StepGradient:
 
     def _add_norms_first(self, batch: Wave, advantage: AdvantageRule) -> Tensor:
         """w [n] of a batch's samples, if something needs it; then add their gradient."""
-        norms = torch.zeros(len(batch.samples), dtype=torch.float64)
-        if self._config.uses_norms:
+        norms, config = torch.zeros(len(batch.samples), dtype=torch.float64), self._config
+        if config.uses_norms:
             places = list(batch.positions)
             active = advantage.active & self._measured[places]
             with self._timer("gradnorm"):
-                if estimates_are_due(self._config, self._step):
-                    few = some_prompts(self._config, active)
+                if estimates_are_due(config, self._step):
+                    few = some_prompts(config, active)
                     self.exact_sq[places] = self.norms(batch, few, source="exact").view(len(places), -1)
-                norms = self.norms(batch, active)
+                if not config.energies_in_pass:
+                    norms = self.norms(batch, active)
         with self._timer("gradient"):
+            if config.energies_in_pass:
+                norms = self._add_with_energies(batch, advantage)
+                return norms.view(len(places), -1).masked_fill(~active[:, None], 0.0).flatten()
             self._add_known(batch, norms, advantage)
         return norms
+
+    def _add_with_energies(self, batch: Wave, advantage: AdvantageRule) -> Tensor:
+        """w [n] of the samples in active groups by source "logit", from the forward of the pass that adds them.
+
+        The pass has all of these samples: a coefficient of 0 does not leave a sample out, as its w is wanted.
+        """
+        prompts, parallel = range(len(batch.positions)), self._policy.parallel
+        norms, kept, packed = torch.zeros(len(batch.samples)).double(), self._kept(batch), self._packed(batch.samples)
+
+        def weigh(numbers: Tensor, energies: Tensor) -> Tensor:
+            norms[numbers.cpu()] = energies.cpu()
+            return advantage(prompts, norms.view(len(prompts), -1)).flatten()[numbers.cpu()].to(parallel.device)
+
+        loss_of = self._loss(weigh)
+
+        def run(own: Sequence[int], routers: RouterLosses | None) -> list[dict[str, Tensor]]:
+            microbatches = self._sharing.even(packed.microbatches(own))
+            return run_schedule(self._policy, microbatches, loss_of, routers=routers)
+
+        def add(own: Sequence[int]) -> None:
+            """Add one fold's part to main_grad, which is zero before; again if samples have spoilt it."""
+            own = [n for n in own if kept[n]]
+            records, energies = run(own, self._routers), norms[own].to(parallel.device)
+            all_reduce(energies, parallel.pp_group)  # zero except on the last stage
+            norms[own] = energies.cpu()
+            broken = (~energies.isfinite()).sum()
+            all_reduce(broken, parallel.block_group)
+            if broken:
+                self._policy.zero_grad()
+                records = run([n for n in own if norms[n].isfinite()], None)
+            self._pass_metrics.add(records, torch.ones_like(norms))  # the loss has the coefficients
+
+        used = advantage.active.repeat_interleave(self._config.group_size) & torch.tensor(kept)
+        self._begin_routers(batch, used.tolist())
+        self._open_sums.add(self._sharing.folds(batch.positions, batch.samples, advantage.active), add)
+        return self._from_all_replicas(norms)
 
     def _add_known(
         self, batch: Wave, norms: Tensor, advantage: AdvantageRule, old_logprobs: Tensor | None = None
@@ -288,15 +329,19 @@ class StepGradient:
             records = run_schedule(self._policy, microbatches, loss_of, routers=self._routers)
             self._pass_metrics.add(records, ones)  # the loss has the coefficients
 
-        if self._routers is not None:
-            tokens = sum(sample.length for sample, own in zip(batch.samples, used.tolist(), strict=True) if own)
-            self._routers.begin(tokens, first=not self._routers_began)
-            self._routers_began = True
+        self._begin_routers(batch, used.tolist())
         everything = torch.ones(prompts, dtype=torch.bool)
         self._open_sums.add(self._sharing.folds(batch.positions, batch.samples, everything), add)
 
+    def _begin_routers(self, batch: Wave, used: Sequence[bool]) -> None:
+        """Let a mixture's routers expect a pass over the used samples [n]."""
+        if self._routers is not None:
+            tokens = sum(sample.length for sample, own in zip(batch.samples, used, strict=True) if own)
+            self._routers.begin(tokens, first=not self._routers_began)
+            self._routers_began = True
+
     def _loss(
-        self, coefficients: Tensor | None = None, penalty: Penalty | None = None, old: Old | None = None
+        self, coefficients: Tensor | Weigh | None = None, penalty: Penalty | None = None, old: Old | None = None
     ) -> LossFn:
         ratios = importance_ratios(self._config, self._policy, old)
         temperature = self._config.rollout.temperature

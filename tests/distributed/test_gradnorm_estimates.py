@@ -1,4 +1,4 @@
-"""Estimated norms in every layout: the logit energy is autograd's, length is length.
+"""Estimated norms in every layout: the logit energy is autograd's, length is length; energies temper in one pass.
 
 Not covered: how much variance an estimate costs the baseline (docs/evidence).
 """
@@ -13,10 +13,25 @@ import torch
 from safetensors.torch import load_file
 from transformers import Qwen3Config
 
+from oblr_megatron.algo.advantage import AdvantageRule
+from oblr_megatron.gradient.step_gradient import StepGradient
+from oblr_megatron.model.parallel import Parallel
 from oblr_megatron.norms.oracle import oracle_logits
+from oblr_megatron.rollout.dynamic_sampling import Batch
+from oblr_megatron.rollout.waves import whole_step
 from tests.distributed.gradnorm_cases import drawn
 from tests.distributed.launch import layout, run_ranks
-from tests.distributed.test_gradnorm_modes import GROUP, PROMPTS, config_of, make_samples, step_of
+from tests.distributed.test_gradnorm_modes import (
+    EARLIER,
+    GROUP,
+    PROMPTS,
+    config_of,
+    make_samples,
+    oracle_of,
+    policy_of,
+    scored,
+    step_of,
+)
 from tests.tiny import make_hf_dir
 
 LAYOUTS: dict[int, list[dict[str, Any]]] = {1: [{}], 2: [{"tp": 2, "sp": True}, {"pp": 2}, {"cp": 2}, {}]}
@@ -68,3 +83,53 @@ def test_sources(model: str, world_size: int) -> None:
     ):
         assert torch.equal(found["length"], lengths)
         torch.testing.assert_close(found["logit"], by_autograd, rtol=1e-10, atol=0)
+
+
+TEMPERED = {"baseline": "rloo", "norm_power": 0.25}
+VARIANTS: list[dict[str, Any]] = [{}, {"packing": "packed"}]
+
+
+def tempered_steps(path: str, layouts: list[dict[str, Any]]) -> list[tuple[torch.Tensor, torch.Tensor, float, float]]:
+    """Norms, coefficients, squared norm of the gradient, mean over folds, in every layout, as rows and packed.
+
+    Each step runs as many forward passes as one without norms.
+    """
+    results = []
+    for sizes, options in ((sizes, options) for sizes in layouts for options in VARIANTS):
+        with layout(**sizes) as parallel:
+            plain = step_with(path, parallel, {"baseline": "rloo"}, options)
+            *found, forwards = step_with(path, parallel, TEMPERED, options)
+            assert forwards == plain[-1] > 0
+            results.append(tuple(found))
+    return results
+
+
+def step_with(path: str, parallel: Parallel, algo: dict[str, Any], options: dict[str, Any]) -> tuple[Any, ...]:
+    config = config_of(path, {"source": "logit", "mode": "two_pass"}, 4, algo=algo, **options)
+    policy, forwards = policy_of(path, parallel, config), []
+    for chunk in policy.chunks:
+        chunk.register_forward_pre_hook(lambda *_: forwards.append(1))
+    gradients = StepGradient(policy, config).begin(1)
+    gradients.add(whole_step(Batch([], make_samples(), scored())), AdvantageRule(scored(), config, EARLIER))
+    (stats,) = gradients.updates()
+    return gradients.norms_sq, gradients.coefficients, stats.sq_norm, stats.fold_sq_norm_mean, len(forwards)
+
+
+@pytest.mark.parametrize("world_size", LAYOUTS)
+def test_energies_temper_the_gradient_in_one_pass(model: str, world_size: int) -> None:
+    """The energy of a response is known before its backward: c, g and the folds are those of autograd."""
+    norms = energies(model).view(PROMPTS, GROUP)
+    config = config_of(model, {"source": "logit", "mode": "two_pass"}, 4, algo=TEMPERED)
+    c = AdvantageRule(scored(), config, EARLIER)(range(PROMPTS), norms)
+    gradients = oracle_of(model, False)[0]
+    folds = [
+        [sum(c[q, i] * gradients[q * GROUP + i][name] for i in range(GROUP)) for name in gradients[0]]
+        for q in range(PROMPTS)
+    ]
+    total = sum(float(sum(parts).square().sum()) for parts in zip(*folds, strict=True))
+    mean = PROMPTS * sum(float(part.square().sum()) for fold in folds for part in fold)
+    for rank in run_ranks(tempered_steps, world_size, model, LAYOUTS[world_size]):
+        for found, coefficients, sq_norm, fold_mean in rank:
+            torch.testing.assert_close(found, norms, rtol=1e-10, atol=0)
+            torch.testing.assert_close(coefficients, c, rtol=1e-10, atol=0)
+            assert (sq_norm, fold_mean) == pytest.approx((total, mean), rel=1e-10)

@@ -409,9 +409,9 @@ def with_a_broken_sample(path: str, baseline: str) -> dict[str, tuple[torch.Tens
     samples[5] = replace(samples[5], logprobs=(math.nan, *samples[5].logprobs[1:]))
     found = {}
     with layout() as parallel:
-        for mode, gradnorm in MODES.items():
-            if mode == "inline" and baseline == "optimal":
-                continue  # its norms come too late
+        for mode, gradnorm in (MODES | {"energies": MODES["two_pass"] | {"source": "logit"}}).items():
+            if mode in ("inline", "energies") and baseline == "optimal":
+                continue  # its norms come too late; its sum of energies is another
             config = config_of(path, gradnorm | {"always": True}, folds=4)
             config = config.model_copy(update={"algo": config.algo.model_copy(update={"baseline": baseline})})
             policy = policy_of(path, parallel, config)
