@@ -307,18 +307,25 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--pool", type=count, default=64, help="responses per prompt")
     parser.add_argument("--deals", type=count, default=8, help="number of times a pool is dealt into groups")
     parser.add_argument("--seed", type=int, default=0, help="of samples, deals and resamples (default: 0)")
+    for name, what in (("tempering", "algo.norm_power"), ("thinning", "algo.keep and its rivals")):
+        parser.add_argument(f"--{name}", action="store_true", help=f"instead: {what}, along a run of `pooled`")
+    parser.add_argument("--steps", nargs="+", type=int, default=[0, 10, 25, 50], help="of that run, to measure at")
+    parser.add_argument("--lr", type=float, default=1e-3, help="Adam's learning rate of that run (default: 1e-3)")
     parser.set_defaults(function=run)
 
 
 def run(options: argparse.Namespace) -> int:
-    """Measure the missing cells; write variance.{json,md,svg,png}.
+    """Measure the missing cells; write variance.{json,md,svg,png}. Or the other study, see reweighting.py.
 
     Raises:
         UserError: a size or number is too small, or the directory has cells of other settings.
     """
     from oblr_megatron.observe.console import progress
+    from studies import reweighting
     from studies.variance_report import write
 
+    if options.tempering or options.thinning:
+        return reweighting.run(options)
     tasks = [task_named(name) for name in options.tasks]
     largest = max(options.group_sizes)
     if largest == 1:
