@@ -22,12 +22,12 @@ from torch import Tensor
 
 from oblr_megatron.algo.kl import KLForm, kl_penalty, kl_slope
 from oblr_megatron.errors import EXIT_OK, UserError
-from studies.policy import ToyPolicy
+from studies.policy import ToyPolicy, token_products
 from studies.smoothness import path, path_config
 from studies.start import load, task_named
 from studies.tasks import TASKS
 from studies.toy_trainer import ToyRun
-from studies.variance import DEFAULT_TASKS, deals, moments, token_products
+from studies.variance import DEFAULT_TASKS, deals, moments
 
 FORMS: tuple[KLForm, ...] = ("k2", "k3")
 GROUP_SIZE, BATCH = 8, 128  # G and Q of the shrink factors, as in the paper

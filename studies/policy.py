@@ -19,6 +19,7 @@ from transformers import DynamicCache, Qwen3ForCausalLM
 
 PAD, END, UNKNOWN = 0, 1, 2
 FIRST_CHARACTER = 3
+ROWS_AT_ONCE = 128  # token score rows in memory at once: 40 MB
 
 
 @dataclass(frozen=True, slots=True)
@@ -199,6 +200,30 @@ def _add_own_gradient(own: Tensor, module: nn.Module, x: Tensor, dy: Tensor) -> 
         assert isinstance(module, nn.RMSNorm)
         normed = functional.rms_norm(x, (x.shape[-1],), eps=module.eps)
         own.add_((dy * normed).flatten(1, -2).sum(1))
+
+
+def token_products(policy: ToyPolicy, samples: Sequence[Drawn], longest: int) -> Tensor:
+    """<s_it, s_ju>: [n, T, n, T] fp32. Equal responses are computed once."""
+    distinct = list({sample.tokens: sample for sample in samples}.values())
+    slots = {sample.tokens: position for position, sample in enumerate(distinct)}
+    which = torch.tensor([slots[sample.tokens] for sample in samples])
+    tokens = [(sample, place) for sample in distinct for place in range(len(sample.tokens))]
+    scores = torch.cat(
+        [_token_scores(policy, tokens[at : at + ROWS_AT_ONCE]) for at in range(0, len(tokens), ROWS_AT_ONCE)]
+    )
+    at = torch.tensor([slots[sample.tokens] * longest + place for sample, place in tokens])
+    whole = torch.zeros(len(distinct) * longest, len(distinct) * longest)
+    whole[at[:, None], at] = scores @ scores.T
+    whole = whole.view(len(distinct), longest, len(distinct), longest)
+    return whole[which][:, :, which]
+
+
+def _token_scores(policy: ToyPolicy, tokens: Sequence[tuple[Drawn, int]]) -> Tensor:
+    """Score rows [k, P], one per (sample, token position)."""
+    samples = [sample for sample, _ in tokens]
+    weights = torch.zeros(len(tokens), max(len(sample.tokens) for sample in samples))
+    weights[range(len(tokens)), [place for _, place in tokens]] = 1.0
+    return policy.scores(samples, weights)
 
 
 def own_logprobs(logits: Tensor, tokens: Tensor, mask: Tensor) -> Tensor:

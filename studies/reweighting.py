@@ -31,12 +31,11 @@ from oblr_megatron.algo.weighting import sum_of_others
 from oblr_megatron.config import OptimizerConfig
 from oblr_megatron.config.algo import AlgoConfig
 from oblr_megatron.errors import EXIT_OK
-from studies.policy import ToyPolicy
+from studies.policy import ToyPolicy, token_products
 from studies.smoothness import path
 from studies.start import prepare, task_named
 from studies.tasks import Row, Task
 from studies.toy_trainer import ToyConfig, score_batch
-from studies.variance import token_products
 
 POWERS = (0.0, 0.125, 0.25, 0.375, 0.5)
 SHARES = (0.5, 0.25)  # algo.keep

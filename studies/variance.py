@@ -41,12 +41,11 @@ from oblr_megatron.errors import EXIT_OK, UserError
 from oblr_megatron.metrics import write_whole
 from oblr_megatron.runtime.command_line import count
 from studies.estimator import energies
-from studies.policy import Drawn, ToyPolicy
+from studies.policy import ToyPolicy, token_products
 from studies.start import load, prepare, task_named
 from studies.tasks import TASKS, Row, Skill, Task
 from studies.token_baseline import otb
 
-ROWS_AT_ONCE = 128  # token score rows in memory at once: 40 MB
 BOOTSTRAPS = 2000
 OTB, ORACLE = "otb", "oracle"
 PROXIES = {"optimal_prior[logit]": "logit", "optimal_prior[length]": "length", "pooled[logit]": "logit"}
@@ -123,30 +122,6 @@ def draw_pool(policy: ToyPolicy, task: Task, rows: Sequence[Row], size: int, see
         energy.append(own)
     found = torch.stack(rewards), torch.tensor(lengths), torch.stack(products), torch.stack(energy)
     return Pool(*found, torch.stack(gradients))
-
-
-def token_products(policy: ToyPolicy, samples: Sequence[Drawn], longest: int) -> Tensor:
-    """<s_it, s_ju>: [n, T, n, T] fp32. Equal responses are computed once."""
-    distinct = list({sample.tokens: sample for sample in samples}.values())
-    slots = {sample.tokens: position for position, sample in enumerate(distinct)}
-    which = torch.tensor([slots[sample.tokens] for sample in samples])
-    tokens = [(sample, place) for sample in distinct for place in range(len(sample.tokens))]
-    scores = torch.cat(
-        [_token_scores(policy, tokens[at : at + ROWS_AT_ONCE]) for at in range(0, len(tokens), ROWS_AT_ONCE)]
-    )
-    at = torch.tensor([slots[sample.tokens] * longest + place for sample, place in tokens])
-    whole = torch.zeros(len(distinct) * longest, len(distinct) * longest)
-    whole[at[:, None], at] = scores @ scores.T
-    whole = whole.view(len(distinct), longest, len(distinct), longest)
-    return whole[which][:, :, which]
-
-
-def _token_scores(policy: ToyPolicy, tokens: Sequence[tuple[Drawn, int]]) -> Tensor:
-    """Score rows [k, P], one per (sample, token position)."""
-    samples = [sample for sample, _ in tokens]
-    weights = torch.zeros(len(tokens), max(len(sample.tokens) for sample in samples))
-    weights[range(len(tokens)), [place for _, place in tokens]] = 1.0
-    return policy.scores(samples, weights)
 
 
 def deals(num_prompts: int, pool_size: int, group_size: int, count: int, seed: int) -> list[Tensor]:

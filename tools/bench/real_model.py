@@ -8,11 +8,12 @@
 
 - gradient, transformers: forward and backward of the log-probs by transformers and autograd, processor time
 - gradient, exact norms: `StepGradient` with the default recipe: norms of all responses, gradient, signal and noise
+- gradient, keep 0.5: the same of the responses that `algo.keep` leaves in
 - step, trl_grpo: TRL's GRPO with transformers' `generate`; `--rows` samples in each pass
 - step, oblr_pooled: the default recipe with exact norms, one rank, vLLM, a push of weights; microbatches as large
 - rollout, oblr_pooled: response tokens a second of its steps
 
-Both arms of a part alternate, in one process or in two that stay alive. `ratio` is the median over rounds of (row's
+The arms of a part alternate, in one process or in two that stay alive. `ratio` is the median over rounds of (row's
 seconds / first row's seconds) in one round; the first round is not counted.
 """
 
@@ -29,6 +30,7 @@ import tempfile
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack
 from dataclasses import asdict, dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -70,7 +72,7 @@ class Row:
     rounds: int
     seconds: float  # median; processor time of a gradient, wall-clock time of a step and its rollout
     ratio: float  # to the part's first row; 1 for a rollout
-    tokens_per_s: float  # prompt and response tokens of a gradient, else response tokens; 0: not known
+    tokens_per_s: float  # prompt and response tokens that a gradient is of, else response tokens; 0: not known
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
@@ -140,7 +142,7 @@ def gradient_rows(model: Path, dtype: str, options: argparse.Namespace) -> list[
 def _arms(
     path: Path, dtype: str, options: argparse.Namespace, parallel: Parallel
 ) -> Iterator[tuple[str, Callable[[], object]]]:
-    """(name, a function that computes the gradient once) of both arms, with equal microbatches in equal folds."""
+    """(name, a function that computes the gradient once) of each arm, with equal folds."""
     from transformers import AutoConfig, AutoModelForCausalLM
 
     hf_config = AutoConfig.from_pretrained(path)
@@ -170,14 +172,15 @@ def _arms(
 
     policy = build_policy(hf_config, config.model, parallel, config.parallel)
     load_hf_weights(policy, path)
-    gradient = StepGradient(policy, config)
 
-    def exact_norms() -> None:
-        gradient.begin(1).add(batch, advantage)
+    def compute(gradient: StepGradient, rule: AdvantageRule) -> None:
+        gradient.begin(1).add(batch, rule)
         list(gradient.updates())
 
     yield "transformers", transformers
-    yield "exact norms", exact_norms
+    for name, keep in (("exact norms", 1.0), ("keep 0.5", 0.5)):
+        own = config.model_copy(update={"algo": config.algo.model_copy(update={"keep": keep})})
+        yield name, partial(compute, StepGradient(policy, own), AdvantageRule(scored, own))
 
 
 def _config(path: Path, dtype: str, options: argparse.Namespace) -> Config:

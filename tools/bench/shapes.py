@@ -71,15 +71,20 @@ class Cell:
             tie_word_embeddings=False,
         )
 
-    def config(self, baseline: str, gradnorm: dict[str, Any]) -> Config:
-        """Config with one fold, one rank, and one sample per microbatch, as with a cluster's token budgets."""
+    def config(
+        self, baseline: str, gradnorm: dict[str, Any], *, alone: bool = False, norm_power: float = 0.0
+    ) -> Config:
+        """Config with one fold, one rank, and one sample per microbatch, as with a cluster's token budgets.
+
+        The responses are those to one prompt, or `alone` those to a prompt each.
+        """
         table = {
             "run_dir": "unused",
-            "num_prompts": 1,
-            "group_size": self.samples,
+            "num_prompts": self.samples if alone else 1,
+            "group_size": 1 if alone else self.samples,
             "model": {"path": "unused", "dtype": self.dtype, "transformer_impl": self.layers_of},
             "data": {"train": "unused", "max_prompt_tokens": PROMPT_TOKENS},
-            "algo": {"baseline": baseline, "snr": {"num_folds": 1}},
+            "algo": {"baseline": baseline, "norm_power": norm_power, "snr": {"num_folds": 1}},
             "gradnorm": gradnorm,
             "rollout": {"importance_sampling": "none", "max_response_tokens": self.tokens},
             "parallel": {"micro_batch_tokens": 1},
@@ -99,10 +104,11 @@ class Cell:
         """Coefficients of the samples with squared norms [G]: [G] fp64, all nonzero."""
         return AdvantageRule(self.scored(), config)([0], norms_sq.cpu()[None])[0]
 
-    def scored(self) -> Scored:
-        """Rewards 1, 0, 1, 0, ... of the only prompt."""
-        rewards = (torch.arange(self.samples) % 2 == 0).to(torch.float64)[None]
-        return Scored(rewards, torch.full((1, self.samples), self.tokens), 0)
+    def scored(self, *, alone: bool = False) -> Scored:
+        """Rewards 1, 0, 1, 0, ... of the only prompt, or `alone` of a prompt each."""
+        shape = (self.samples, 1) if alone else (1, self.samples)
+        rewards = (torch.arange(self.samples) % 2 == 0).to(torch.float64).view(shape)
+        return Scored(rewards, torch.full(shape, self.tokens), 0)
 
 
 @torch.no_grad()

@@ -3,6 +3,8 @@
 - plain: megatron-core, RLOO, no norms
 - inline: the same with exact norms that only later steps read
 - two_pass, stash, bookkeep, auto: exact norms that the step's own baseline reads, by `gradnorm.mode`
+- tempered: `pooled` and `algo.norm_power` with one response to each prompt, in the mode that "auto" selects
+- tempered_logit: the same with `gradnorm.source = "logit"`
 - plain_torch: plain PyTorch, RLOO; the base of opacus_ghost
 - opacus_ghost: plain PyTorch with Opacus's ghost norms, all samples in one batch or one by one
 """
@@ -20,6 +22,7 @@ from opacus_ghost import GhostTrainer, Rows, build_model
 from shapes import Cell, randomize
 
 from oblr_megatron.algo.advantage import AdvantageRule
+from oblr_megatron.algo.formulas import History
 from oblr_megatron.checkpoint.hf_dir import HFDir
 from oblr_megatron.config import Config
 from oblr_megatron.gradient.step_gradient import StepGradient
@@ -32,6 +35,7 @@ from oblr_megatron.rollout.dynamic_sampling import Batch
 from oblr_megatron.rollout.waves import whole_step
 
 PLAIN, INLINE, PLAIN_TORCH, GHOST = "plain", "inline", "plain_torch", "opacus_ghost"
+TEMPERED, TEMPERED_LOGIT = "tempered", "tempered_logit"
 GRADNORM: dict[str, dict[str, Any]] = {  # mode -> [gradnorm] section
     PLAIN: {"mode": "two_pass"},
     INLINE: {"mode": "inline", "always": True},
@@ -39,8 +43,11 @@ GRADNORM: dict[str, dict[str, Any]] = {  # mode -> [gradnorm] section
     "stash": {"mode": "stash"},
     "bookkeep": {"mode": "bookkeep"},
     "auto": {"mode": "auto"},
+    TEMPERED: {"mode": "auto"},
+    TEMPERED_LOGIT: {"source": "logit"},
 }
 MODES = (*GRADNORM, PLAIN_TORCH, GHOST)
+EARLIER = History(running_mean_norm=1.0)  # so that tempering has a factor
 LR = 1e-6
 
 
@@ -67,7 +74,10 @@ def build_candidates(cell: Cell, modes: Sequence[str], parallel: Parallel) -> li
 
 def _config(cell: Cell, mode: str) -> Config:
     """Config of a mode. "auto" is resolved for this model, length and free memory."""
-    config = cell.config("rloo" if mode in (PLAIN, INLINE) else "optimal", GRADNORM[mode])
+    if mode in (TEMPERED, TEMPERED_LOGIT):
+        config = cell.config("pooled", GRADNORM[mode], alone=True, norm_power=0.25)
+    else:
+        config = cell.config("rloo" if mode in (PLAIN, INLINE) else "optimal", GRADNORM[mode])
     if config.gradnorm.mode != "auto":
         return config
     model = HFDir(config.model.path, cell.hf_config().to_dict(), (), {}, tied=False, num_bytes=0)
@@ -79,7 +89,9 @@ def _megatron(cell: Cell, configs: Mapping[str, Config], parallel: Parallel) -> 
     policy = build_policy(cell.hf_config(), plain.model, parallel)
     randomize(policy.named_parameters())
     optimizer = PolicyOptimizer(policy, plain.optimizer)
-    details = {mode: config.gradnorm.mode if mode == "auto" else "" for mode, config in configs.items()}
+    details = {
+        mode: config.gradnorm.mode if GRADNORM[mode].get("mode") == "auto" else "" for mode, config in configs.items()
+    }
     return [
         Candidate(mode, details[mode], partial(_megatron_step, cell, config, policy, optimizer))
         for mode, config in configs.items()
@@ -87,8 +99,8 @@ def _megatron(cell: Cell, configs: Mapping[str, Config], parallel: Parallel) -> 
 
 
 def _megatron_step(cell: Cell, config: Config, policy: Policy, optimizer: PolicyOptimizer) -> Step:
-    batch = whole_step(Batch([], cell.random_samples(), cell.scored()))
-    gradient, advantage = StepGradient(policy, config), AdvantageRule(batch.scored, config)
+    batch = whole_step(Batch([], cell.random_samples(), cell.scored(alone=config.group_size == 1)))
+    gradient, advantage = StepGradient(policy, config), AdvantageRule(batch.scored, config, EARLIER)
 
     def step() -> None:
         gradient.begin(1).add(batch, advantage)

@@ -167,16 +167,17 @@ def test_step(tmp_path: Path) -> None:
 
 
 def test_real_model(tmp_path: Path) -> None:
-    """The gradients of both arms have equal samples, microbatches and coefficients; the random model has no task."""
+    """The gradients of the first arms have equal samples, microbatches and coefficients; the model has no task."""
     pytest.importorskip("trl", reason="TRL, the compared package, is not installed")
     rows = rows_of("real_model", tmp_path, "--quick", "--threads", "1", "--dtypes", "float32")
-    arms = [("gradient", "transformers"), ("gradient", "exact norms"), ("step", "trl_grpo"), ("step", "oblr_pooled")]
-    assert [(row["part"], row["arm"]) for row in rows] == [*arms, ("rollout", "oblr_pooled")]
-    assert rows[0]["ratio"] == rows[2]["ratio"] == 1 and all(row["responses"] == 16 for row in rows)
+    arms = [("gradient", arm) for arm in ("transformers", "exact norms", "keep 0.5")]
+    arms += [("step", "trl_grpo"), ("step", "oblr_pooled"), ("rollout", "oblr_pooled")]
+    assert [(row["part"], row["arm"]) for row in rows] == arms
+    assert rows[0]["ratio"] == rows[3]["ratio"] == 1 and all(row["responses"] == 16 for row in rows)
     assert rows[0]["tokens_per_s"] * rows[0]["seconds"] == pytest.approx(
         rows[1]["tokens_per_s"] * rows[1]["seconds"]
     ), "both arms read the same tokens"
-    assert 0 < rows[4]["seconds"] < rows[3]["seconds"] and rows[4]["tokens_per_s"] > 0
+    assert 0 < rows[5]["seconds"] < rows[4]["seconds"] and rows[5]["tokens_per_s"] > 0
 
 
 def test_step_ratios_are_to_the_faster_of_trl_in_each_round() -> None:
