@@ -126,12 +126,12 @@ def apart(values: Sequence[float], gap: float) -> list[float]:
 def draw_savings(tasks: Sequence[TaskSummary]) -> Figure:
     """The best peer's samples to the target divided by the reference's, for each task."""
     pairs = list(reversed(compared(tasks)))
-    name = pairs[0][0].reference.arm
+    name = pairs[0][1].arm
     title = f"Samples to the target: the best peer's, divided by {name}'s (mean over seeds and its 95% interval)"
     figure, axes = _single(title, height=1.3 + 0.34 * len(pairs))
     axes.axvline(1, color=INK, linewidth=1)
-    for row, (task, peer) in enumerate(pairs):
-        test = task.saving(task.reference, peer)
+    for row, (task, ours, peer) in enumerate(pairs):
+        test = task.saving(ours, peer)
         interval = test.interval
         colour = COLOURS[0] if interval.low > 1 else PEER if interval.high < 1 else GREY
         axes.plot([interval.low, interval.high], [row, row], color=colour, linewidth=2)
@@ -143,7 +143,7 @@ def draw_savings(tasks: Sequence[TaskSummary]) -> Figure:
     ticks = [tick for tick in RATIO_TICKS if low <= tick <= high]
     axes.minorticks_off()
     axes.set_xticks(ticks, [f"{tick:g}x" for tick in ticks])
-    axes.set_yticks(range(len(pairs)), [task.task for task, _ in pairs])
+    axes.set_yticks(range(len(pairs)), [task.task for task, *_ in pairs])
     axes.set_ylim(-0.7, len(pairs) - 0.3)
     axes.grid(visible=False, axis="y")
     axes.set_xlabel(f"right of 1: {name} needs fewer samples (blue); left: more (orange)")

@@ -225,7 +225,7 @@ class Curves:
             "evaluate_every": plan.evaluate_every,
             "evaluation_samples": plan.evaluation_samples,
             "norm_source": plan.arms[key.arm].norm_source,
-            "token_baseline": plan.arms[key.arm].token_baseline,
+            "rival": plan.arms[key.arm].rival,
             "control": plan.arms[key.arm].control,
             "control_from": None if control_from is None else str(control_from),
             "algo": plan.algo(key.arm),

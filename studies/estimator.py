@@ -16,15 +16,14 @@ from oblr_megatron.algo.kl import kl_slope
 from oblr_megatron.algo.loss import sample_coefficients
 from oblr_megatron.algo.snr import MOMENTUM_HORIZON
 from oblr_megatron.algo.thinning import sampled_energies, thinned
+from oblr_megatron.algo.weighting import tempering
 from oblr_megatron.config.algo import AlgoConfig
 from oblr_megatron.types import GradientStats
-from studies.policy import Drawn, ToyPolicy
-from studies.token_baseline import otb
+from studies.policy import Drawn, ToyPolicy, own_logprobs
+from studies.rivals import Rival, Step
 
 NormSource = Literal["exact", "logit", "length"]
 """What w is, as in `gradnorm.source` of a training run."""
-TokenBaseline = Literal["none", "otb"]
-"""A baseline with a value for each token (token_baseline.py), in place of `algo.baseline`."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -33,6 +32,7 @@ class Batch:
 
     samples: Sequence[Drawn]
     rewards: Tensor
+    prompts: Sequence[int] = ()  # [Q] places among the training rows, for a rival
 
     @property
     def lengths(self) -> Tensor:
@@ -48,8 +48,9 @@ class Estimate:
     norms_sq: Tensor
     stats: GradientStats
     weights: Tensor  # [Q, G] w as baselines and pools read it
-    coefficients: Tensor  # c [Q, G]; zeros under a token-wise baseline
+    coefficients: Tensor  # c [Q, G]; zeros under a token-wise rival
     kept: Tensor  # [Q, G] weights of the responses in c, 0 for those that `algo.keep` leaves out
+    step: Step
 
 
 class Estimator:
@@ -61,7 +62,7 @@ class Estimator:
         reference: the KL penalty's reference model; None without a penalty.
         source: what baselines and pools read as w. The statistics use exact norms in any case.
         token_scale: divisor of the constant aggregation if `algo.token_scale` is None.
-        token_baseline: replaces the baseline of `algo`.
+        rival: replaces the baseline of `algo`.
     """
 
     def __init__(
@@ -71,10 +72,10 @@ class Estimator:
         reference: ToyPolicy | None = None,
         source: NormSource = "exact",
         token_scale: float = 1.0,
-        token_baseline: TokenBaseline = "none",
+        rival: Rival | None = None,
     ) -> None:
         self._policy, self._algo, self._reference, self._source = policy, algo, reference, source
-        self._token_baseline = token_baseline
+        self._rival = rival
         self._token_scale = algo.token_scale or token_scale
         self._average = torch.zeros(policy.num_parameters, dtype=policy.model.dtype)  # of past gradients
         self._count = 0
@@ -91,7 +92,9 @@ class Estimator:
         norms_sq = squares(rows)
         of_tokens = energies(logits, tokens) * mask  # [N, T]
         weights = self._weights(batch, norms_sq, of_tokens)
-        coefficients, kept = self._coefficients(batch, history, weights, of_tokens), torch.ones_like(weights)
+        logprobs = own_logprobs(logits, tokens, mask)
+        step = Step(batch.prompts, batch.samples, batch.rewards, weights, batch.lengths, of_tokens, logprobs)
+        coefficients, kept = self._coefficients(batch, history, step), torch.ones_like(weights)
         if self._algo.keep < 1:
             kept = self._kept(batch, coefficients.view_as(weights), seed)
             coefficients = coefficients * kept.flatten()
@@ -101,13 +104,13 @@ class Estimator:
         else:
             folds = self._folds_of_tokens(batch, coefficients, num_folds)
         gradient = folds.mean(0)
-        logprobs = logits.log_softmax(-1)
+        distribution = logits.log_softmax(-1)
         stats = GradientStats(
             loss=0.0,  # not used here
             sq_norm=float(squares(gradient[None])),
             fold_sq_norm_mean=float(squares(folds).mean()),
             num_folds=num_folds,
-            entropy=float(-(logprobs.exp() * logprobs).sum(-1)[mask].mean()),
+            entropy=float(-(distribution.exp() * distribution).sum(-1)[mask].mean()),
             logprob_abs_diff=0.0,
             truncated_ratio_fraction=0.0,
             num_tokens=int(batch.lengths.sum()),
@@ -115,7 +118,7 @@ class Estimator:
             sample_sq_norm=float((coefficients.square() * norms_sq).sum()) if coefficients.dim() == 1 else math.nan,
         )
         own = coefficients if coefficients.dim() == 1 else torch.zeros_like(norms_sq)
-        return Estimate(gradient, norms_sq.view_as(weights), stats, weights, own.view_as(weights), kept)
+        return Estimate(gradient, norms_sq.view_as(weights), stats, weights, own.view_as(weights), kept, step)
 
     def _weights(self, batch: Batch, norms_sq: Tensor, of_tokens: Tensor) -> Tensor:
         """`Estimate.weights`, from exact norms [N] and energies [N, T]."""
@@ -127,14 +130,15 @@ class Estimator:
             case "length":
                 return batch.lengths.to(torch.float64)
 
-    def _coefficients(self, batch: Batch, history: History, weights: Tensor, of_tokens: Tensor) -> Tensor:
-        """Coefficients c [N], or [N, T] for a token-wise baseline."""
-        algo, rewards, lengths = self._algo, batch.rewards, batch.lengths
-        if self._token_baseline == "otb":
-            share = self._scaled(torch.ones(len(batch.samples), dtype=torch.float64), batch)
-            return otb(rewards, of_tokens, lengths) * share[:, None]
-        values = advantages(algo.baseline, rewards, weights, lengths, history, algo.norm_power)
-        return self._scaled(values.flatten(), batch)
+    def _coefficients(self, batch: Batch, history: History, step: Step) -> Tensor:
+        """Coefficients c [N], or [N, T] for a token-wise rival."""
+        algo, weights = self._algo, step.weights
+        if self._rival is None:
+            values = advantages(algo.baseline, step.rewards, weights, step.lengths, history, algo.norm_power)
+            return self._scaled(values.flatten(), batch)
+        values = self._rival.advantages(step)
+        share = self._scaled(tempering(weights, history.running_mean_norm, algo.norm_power).flatten(), batch)
+        return values.flatten() * share if values.shape == weights.shape else values * share[:, None]
 
     def _kept(self, batch: Batch, coefficients: Tensor, seed: int) -> Tensor:
         """`Estimate.kept`, from the coefficients [Q, G] of all responses."""

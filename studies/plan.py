@@ -124,8 +124,8 @@ class Arm(Overrides):
     """Above 1: a positive control. Its steps have this many times the samples of the other arms' steps."""
     norm_source: Literal["exact", "logit", "length"] = "exact"
     """What baselines read as w, as gradnorm.source of a training run."""
-    token_baseline: Literal["none", "otb"] = "none"
-    """A baseline for each token, in place of algo.baseline, which must then be "none". Backend "toy" only."""
+    rival: Literal["none", "otb", "opob", "dbb", "spo", "vl_norm", "advantage_reweighting"] = "none"
+    """A published method in place of algo.baseline, which must then be "none" (rivals.py). Backend "toy" only."""
 
 
 class Plan(Section):
@@ -163,6 +163,8 @@ class Plan(Section):
     arm."""
     reference: str
     """The arm that every other arm is compared with, seed by seed."""
+    pairs: tuple[tuple[str, str], ...] = ()
+    """Pairs of arms that get an own table over the tasks, as the reference and the best peer have it."""
     defaults: Overrides = Overrides()
     """Settings of every arm, unless the arm or its preset overrides them."""
     arms: dict[str, Arm] = Field(min_length=1)
@@ -256,6 +258,9 @@ def _check(plan: Plan, where: str) -> None:
     if plan.reference not in plan.arms:
         fix = f"name one of {', '.join(plan.arms)}"
         raise UserError(f"reference {plan.reference!r} is not an arm", where=where, fix=fix)
+    for name in (name for pair in plan.pairs for name in pair if name not in plan.arms):
+        fix = f"name one of {', '.join(plan.arms)}"
+        raise UserError(f"{name!r} in pairs is not an arm", where=where, fix=fix)
     if plan.num_steps % plan.evaluate_every:
         raise UserError(
             f"num_steps {plan.num_steps} is not a multiple of evaluate_every {plan.evaluate_every}",
@@ -290,8 +295,8 @@ def _check_arm(plan: Plan, name: str, where: str) -> None:
         if num_prompts * group_size != samples:
             what = f"shape {shape} has {num_prompts * group_size} samples a step instead of {samples}"
             raise UserError(what, where=where, fix="give every arm the same samples, or set more_samples for a control")
-    if arm.token_baseline != "none" and (arm.backend != "toy" or algo.baseline != "none"):
-        what = f"token_baseline {arm.token_baseline!r} with backend {arm.backend!r} and algo.baseline {algo.baseline!r}"
+    if arm.rival != "none" and (arm.backend != "toy" or algo.baseline != "none"):
+        what = f"rival {arm.rival!r} with backend {arm.backend!r} and algo.baseline {algo.baseline!r}"
         raise UserError(what, where=where, fix='set backend to "toy" and algo.baseline to "none"')
     if (arm.control != "none") != bool(arm.rates_of):
         what = f"control {arm.control!r} with rates_of {arm.rates_of!r}"

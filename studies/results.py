@@ -8,6 +8,7 @@ DIR/{task}/{arm}/{Q}x{G}/lr{rate:g}/seed{n}/asked.json    backend and config
 from __future__ import annotations
 
 import json
+import math
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
@@ -52,6 +53,8 @@ class Result:
     accuracy: Array  # [n] mean over responses sampled at the training temperature
     greedy: Array  # [n]
     num_steps: int
+    solved: Array  # [n] pass@k; NaN where the backend does not report it
+    entropy: Array  # [n] of a token, in nats: the next step's, whose samples are of the same policy; at the end its own
 
     @property
     def auc(self) -> float:
@@ -76,6 +79,11 @@ class Result:
     def samples_to(self, target: float) -> float:
         """Training samples until the curve first reaches the target; infinite if it never does."""
         return steps_to(self.steps, self.accuracy, target) * self.key.cell.num_prompts * self.key.cell.group_size
+
+    def when(self, target: float, values: Array) -> float:
+        """One of the curves [n] where the accuracy first reaches the target; NaN if it never does."""
+        at = steps_to(self.steps, self.accuracy, target)
+        return float(np.interp(at, self.steps, values)) if at < math.inf else math.nan
 
     @property
     def budget(self) -> float:
@@ -146,16 +154,19 @@ def read_result(key: Key, out: Path) -> Result | None:
         return None
     records = read_metrics(metrics_dir(run_dir, backend))
     sampled, greedy = f"eval/{key.task}/mean_at_k", f"eval/{key.task}/accuracy"
+    solved = f"eval/{key.task}/pass_at_k"
+    entropies = [record.get("entropy", math.nan) for record in records]
+    following = entropies[1:] + entropies[-1:]
     points = [
-        (record["step"], record[sampled], record[greedy])
-        for record in records
+        (record["step"], record[sampled], record[greedy], record.get(solved, math.nan), entropy)
+        for record, entropy in zip(records, following, strict=True)
         if record.get(sampled) is not None and record.get(greedy) is not None
     ]
     if not points or points[0][0] != 0 or points[-1][0] != num_steps:
         what = f"{sampled} or {greedy} is missing at step 0 or {num_steps}"
         raise UserError(what, where=str(run_dir), fix="remove the run's directory and run the study again")
-    steps, accuracy, greedily = np.array(points, dtype=np.float64).T
-    return Result(key, steps, accuracy, greedily, num_steps)
+    steps, accuracy, greedily, solved_any, entropy = np.array(points, dtype=np.float64).T
+    return Result(key, steps, accuracy, greedily, num_steps, solved_any, entropy)
 
 
 def cells_on_disk(out: Path, task: str, arm: str) -> list[Cell]:

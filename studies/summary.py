@@ -86,6 +86,10 @@ class TaskSummary:
         """Arms that have runs."""
         return [arm for arm in self.arms if arm.runs]
 
+    def named(self, name: str) -> ArmSummary | None:
+        """The arm of this name, if it has runs."""
+        return next((arm for arm in self.seen if arm.arm == name), None)
+
     def saving(self, arm: ArmSummary, other: ArmSummary) -> Difference:
         """The other arm's samples to the target divided by this arm's, with the interval of that ratio.
 

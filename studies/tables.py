@@ -5,11 +5,15 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 
+import numpy as np
+
 from oblr_megatron.formatting import MISSING
 from studies.plan import Plan
 from studies.statistics import Difference, Interval, bootstrap_interval, holm, t_interval
 from studies.summary import ArmSummary, TaskSummary, area, drop, environment, final, final_greedy
 from studies.sweep import Cell
+
+Pair = tuple[TaskSummary, ArmSummary, ArmSummary]
 
 
 def document(plan: Plan, tasks: Sequence[TaskSummary]) -> str:
@@ -31,35 +35,41 @@ start to the best final accuracy of an arm. *samples*: training samples until th
 geometric mean over seeds. A run that never reaches it counts with its whole budget (marked >). Ratios of samples are
 then lower bounds (>), upper bounds if it is a run of the reference (<), or neither if both have such runs (~).
 Brackets: 95% intervals over seeds, by Student's t (*boot*: percentile bootstrap). Comparisons are paired by seed; p is
-two-sided, from sign flips ({seeds} pairs: {2 / 2**seeds:.2g} or more). *Holm*: p corrected over the tasks of the first
+two-sided, from sign flips ({seeds} pairs: {2 / 2**seeds:.2g} or more). *Holm*: p corrected over the tasks of that
 table. Other p values are not corrected. A best peer is chosen from the same results, in its favour.
 """.lstrip()
-    parts = [overview(tasks), savings(tasks), *map(section, tasks)]
+    pairs = [overview(both(tasks, *pair)) for pair in plan.pairs]
+    parts = [overview(compared(tasks)), *pairs, savings(tasks), *map(section, tasks)]
     return head + "".join(parts)
 
 
-def overview(tasks: Sequence[TaskSummary]) -> str:
-    """The reference against the best peer of each task: samples to the target, with Holm's correction over tasks."""
-    pairs = compared(tasks)
-    tests = [task.saving(task.reference, peer) for task, peer in pairs]
-    header = ["task", "target", "reference", "samples", "best peer", "samples", "times fewer samples", "p", "Holm"]
-    rows = [
+def overview(rows: Sequence[Pair]) -> str:
+    """Two arms on each task: samples to the target, with Holm's correction over the tasks."""
+    tests = [task.saving(ours, other) for task, ours, other in rows]
+    header = ["task", "target", "arm", "samples", "against", "samples", "times fewer samples", "pairs", "p", "Holm"]
+    cells = [
         [
-            *(task.task, number(task.target), *_cost(task, task.reference), *_cost(task, peer)),
-            *(task.bound(task.reference, peer) + _ratio(test), probability(test.p), probability(corrected)),
+            *(task.task, number(task.target), *_cost(task, ours), *_cost(task, other)),
+            *(task.bound(ours, other) + _ratio(test), str(test.pairs), probability(test.p), probability(corrected)),
         ]
-        for (task, peer), test, corrected in zip(pairs, tests, holm([test.p for test in tests]), strict=True)
+        for (task, ours, other), test, corrected in zip(rows, tests, holm([test.p for test in tests]), strict=True)
     ]
-    return "\n" + table(header, rows) if rows else ""
+    return "\n" + table(header, cells) if cells else ""
 
 
-def compared(tasks: Sequence[TaskSummary]) -> list[tuple[TaskSummary, ArmSummary]]:
-    """The tasks with runs of the reference and of a peer, with the best peer."""
+def compared(tasks: Sequence[TaskSummary]) -> list[Pair]:
+    """The reference and the best peer of each task where both have runs."""
     return [
-        (task, task.best_peer)
+        (task, task.reference, task.best_peer)
         for task in tasks
         if task.best_peer is not None and task.best_peer is not task.reference and task.reference.runs
     ]
+
+
+def both(tasks: Sequence[TaskSummary], ours: str, other: str) -> list[Pair]:
+    """Two arms of each task where both have runs."""
+    found = [(task, task.named(ours), task.named(other)) for task in tasks]
+    return [(task, first, second) for task, first, second in found if first and second]
 
 
 def _cost(task: TaskSummary, arm: ArmSummary) -> list[str]:
@@ -111,7 +121,7 @@ def section(task: TaskSummary) -> str:
     target = f"Target: {number(task.target)}. Reference: {task.reference.arm}. Best peer: {peer}."
     parts = [f"\n## {task.task}\n\n{target}\n"]
     if task.seen:
-        parts += [levels(task), differences(task)]
+        parts += [levels(task), differences(task), diversity(task)]
     return "\n".join([*parts, sweeps(task)])
 
 
@@ -172,6 +182,18 @@ def _against(arm: ArmSummary, other: ArmSummary) -> list[str]:
         return [MISSING] * 4
     both = [arm.against(other, metric) for metric in (area, final)]
     return [cell for difference in both for cell in (signed(difference), probability(difference.p))]
+
+
+def diversity(task: TaskSummary) -> str:
+    """Entropy of a token and pass@k where the accuracy first reaches the target; empty if no backend reports them."""
+    rows = []
+    for arm in task.seen:
+        found = [(run.when(task.target, run.entropy), run.when(task.target, run.solved)) for run in arm.runs]
+        known = np.array([pair for pair in found if not any(map(math.isnan, pair))])
+        if len(known):
+            rows.append([arm.arm, str(len(known)), *(level(t_interval(column)) for column in known.T)])
+    header = ["arm", "seeds that reach it", "entropy there", "pass@k there"]
+    return "At the target:\n\n" + table(header, rows) if rows else ""
 
 
 def sweeps(task: TaskSummary) -> str:

@@ -19,6 +19,7 @@ from typing import Any, Self
 
 import torch
 from pydantic import Field, model_validator
+from torch import Tensor
 
 from oblr_megatron.algo.advantage import running_mean_norm
 from oblr_megatron.algo.formulas import NO_HISTORY
@@ -35,13 +36,15 @@ from oblr_megatron.errors import EXIT_OK, UserError
 from oblr_megatron.metrics import MetricsWriter, write_whole
 from oblr_megatron.observe import step_metrics
 from oblr_megatron.types import Prompt, Scored
-from studies.estimator import Batch, Estimate, Estimator, NormSource, TokenBaseline
+from studies.estimator import Batch, Estimate, Estimator, NormSource
 from studies.plan import Control
 from studies.policy import Drawn, ToyPolicy
 from studies.rate_controls import control_rates
+from studies.rivals import RIVALS, RivalName
 from studies.start import load, task_named
 from studies.tasks import Row, Skill, Task
 
+ROWS_AT_ONCE = 512  # of an offline pass
 EVALUATION_SEED = 7_919  # every evaluation of every run uses the same random numbers
 
 
@@ -74,8 +77,8 @@ class ToyConfig(Section):
     """Sampled responses per held-out prompt, besides the greedy one."""
     norm_source: NormSource = "exact"
     """What baselines and pools read as w: gradnorm.source of a training run. Statistics use exact norms."""
-    token_baseline: TokenBaseline = "none"
-    """A baseline for each token. It replaces algo.baseline, which must be "none"."""
+    rival: RivalName = "none"
+    """A published method that replaces algo.baseline, which must be "none" (studies/rivals.py)."""
     control: Control = "none"
     """Rates that replace algo.schedule, see studies/rate_controls.py."""
     control_from: Path | None = None
@@ -103,16 +106,19 @@ class ToyConfig(Section):
     @model_validator(mode="after")
     def _whole_groups(self) -> Self:
         """A baseline of the group has more than one response."""
-        of_tokens, baseline = self.token_baseline, self.algo.baseline
-        if of_tokens != "none" and baseline != "none":
-            raise ValueError(f"token_baseline {of_tokens!r} replaces algo.baseline {baseline!r}; set that to 'none'")
-        if of_tokens != "none" and (self.algo.norm_power or self.algo.keep < 1):
-            raise ValueError(f"token_baseline {of_tokens!r} works without algo.norm_power and algo.keep alone")
+        name, baseline = self.rival, self.algo.baseline
+        if name != "none" and baseline != "none":
+            raise ValueError(f"rival {name!r} replaces algo.baseline {baseline!r}; set that to 'none'")
+        if name != "none" and self.algo.keep < 1:
+            raise ValueError(f"rival {name!r} works without algo.keep alone")
         if self.algo.keep < 1 and (facts_of(baseline).needs_norms or self.algo.norm_power or self.algo.kl_coefficient):
             raise ValueError("algo.keep below 1 needs coefficients that read no norm of their step, and no KL penalty")
-        if self.group_size == 1 and (of_tokens != "none" or facts_of(baseline).needs_group):
-            named = baseline if of_tokens == "none" else of_tokens
+        groups = "any" if name == "none" else RIVALS[name].groups
+        if self.group_size == 1 and (groups == "several" or facts_of(baseline).needs_group):
+            named = baseline if name == "none" else name
             raise ValueError(f"group_size is 1, but baseline {named!r} needs other responses in the group")
+        if self.group_size > 1 and groups == "one":
+            raise ValueError(f"rival {name!r} takes one response to a prompt, not {self.group_size}")
         return self
 
 
@@ -139,21 +145,23 @@ class ToyRun:
         penalised = config.algo.kl_coefficient > 0
         reference = load(config.start_dir, self.task, temperature=config.temperature) if penalised else None
         scale = float(self.task.max_response_tokens)
-        self._estimator = Estimator(
-            self.policy, config.algo, reference, config.norm_source, scale, config.token_baseline
-        )
+        self.rival = None if config.rival == "none" else RIVALS[config.rival](len(self.train), config.seed)
+        self._estimator = Estimator(self.policy, config.algo, reference, config.norm_source, scale, self.rival)
         self._optimizer = make_optimizer(self.policy, config.optimizer)
         self._schedule = make_schedule(config)
         self._pools = pools_of(config.algo)
         self._split = NoiseSplit(config.algo, config.num_prompts, config.group_size)
         self._order = prompt_order(len(self.train), config)
         self._mean_norm = 0.0  # of w, over the steps so far
+        if self.rival is not None:
+            self.rival.begin(self.offline_rewards)
 
     def step(self, step: int) -> dict[str, float]:
         """Sample, score, estimate, update; returns the step's metrics under a training run's names."""
         began = time.perf_counter()
-        rows = self._order[step]
+        rows = self._order[step] if self.rival is None else self.rival.prompts(self._order[step])
         batch = draw([self.train[row] for row in rows], self.policy, self.task, self.config, step)
+        batch = replace(batch, prompts=rows)
         prompts = [Prompt(row, str(row), "", (), "", self.config.task) for row in rows]
         history = NO_HISTORY if self._pools is None else self._pools.history(prompts)
         history = replace(history, running_mean_norm=self._mean_norm)
@@ -164,8 +172,10 @@ class ToyRun:
         scored = Scored(batch.rewards, batch.lengths, failures=0)
         if self._pools is not None:
             self._pools.observe(prompts, scored, estimate.weights, history, estimate.kept)
+        if self.rival is not None:
+            self.rival.observe(estimate.step, self.policy)
         baseline = {}
-        if self.config.token_baseline == "none":
+        if self.rival is None:
             baseline = step_metrics.of_baseline(
                 self.config.algo, scored, estimate.norms_sq, history, weights=estimate.weights
             )
@@ -188,6 +198,13 @@ class ToyRun:
     def evaluate(self) -> dict[str, float]:
         """Held-out accuracies of the current policy."""
         return evaluate(self.policy, self.task, self.held_out, self.config)
+
+    def offline_rewards(self, count: int) -> Tensor:
+        """Training rewards [rows, count] of responses of the current policy to every training prompt."""
+        parts = [self.train[at : at + ROWS_AT_ONCE] for at in range(0, len(self.train), ROWS_AT_ONCE)]
+        settings = self.config.model_copy(update={"group_size": count})
+        drawn = [draw(part, self.policy, self.task, settings, -1 - at) for at, part in enumerate(parts)]
+        return torch.cat([batch.rewards for batch in drawn])
 
 
 def run_toy(config: ToyConfig) -> None:
@@ -242,15 +259,19 @@ def score_batch(policy: ToyPolicy, task: Task, rows: Sequence[Row], samples: Seq
 
 
 def evaluate(policy: ToyPolicy, task: Task, rows: Sequence[Row], config: ToyConfig) -> dict[str, float]:
-    """Share of responses with reward 1 on held-out rows: greedy, and sampled at the training temperature."""
-    generator = torch.Generator().manual_seed(EVALUATION_SEED)
+    """Share of responses with reward 1 on held-out rows: greedy, and sampled at the training temperature.
+
+    pass_at_k is the share of the rows with at least one right response among the k sampled.
+    """
+    generator, k = torch.Generator().manual_seed(EVALUATION_SEED), config.evaluation_samples
     prompts, found = [policy.encode(row.question) for row in rows], {}
-    for name, copies, source in (("accuracy", 1, None), ("mean_at_k", config.evaluation_samples, generator)):
+    for name, copies, source in (("accuracy", 1, None), ("mean_at_k", k, generator)):
         samples = policy.sample(prompts, task.max_response_tokens, source, copies=copies)
         asked = [row for row in rows for _ in range(copies)]
         right = [value == 1.0 for value in score_batch(policy, task, asked, samples)]
         found[f"eval/{task.name}/{name}"] = sum(right) / len(right)
-    return found
+    solved = sum(any(right[at : at + k]) for at in range(0, len(right), k))
+    return found | {f"eval/{task.name}/pass_at_k": solved / len(rows)}
 
 
 def make_schedule(config: ToyConfig) -> Schedule:

@@ -51,7 +51,7 @@ REMOVED: dict[str, Problem] = {
     "gradnorm.stash_dtype": ("stashed gradients have the dtype of the gradient", "leave it out"),
     "algo.baseline=otb": (
         "token-wise baselines needed a forward pass of their own and lost to pooled",
-        'set algo.baseline = "pooled"; otb is an arm of the toy studies (studies/token_baseline.py)',
+        'set algo.baseline = "pooled"; otb is an arm of the toy studies (studies/rivals.py)',
     ),
     "algo.baseline=pooled_token": ("it needed as many samples as pooled", 'set algo.baseline = "pooled"'),
     **{
@@ -80,7 +80,7 @@ REMOVED: dict[str, Problem] = {
     "algo.schedule_from": ("no schedule takes the rates of another run", "leave it out"),
     "algo.preset=otb": (
         "token-wise baselines needed a forward pass of their own and lost to pooled",
-        'set algo.preset = "oblr_pooled"; otb is an arm of the toy studies (studies/token_baseline.py)',
+        'set algo.preset = "oblr_pooled"; otb is an arm of the toy studies (studies/rivals.py)',
     ),
     "model.fp8_recipe=delayed": (
         "its scales come from earlier passes, and a step has passes of several kinds",

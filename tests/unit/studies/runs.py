@@ -86,13 +86,21 @@ def run(jobs: list[Job], deadline_s: float = 60.0) -> tuple[list[Ended], list[En
 
 
 def write_run(out: Path, key: Key, accuracy: Sequence[float], *, cut: bool = False) -> Path:
-    """Write a toy run with one evaluation per step; `cut` leaves out the last record."""
+    """Write a toy run with one evaluation per step; `cut` leaves out the last record.
+
+    A step's entropy is that of the policy before its update: 1 minus the accuracy of the evaluation before.
+    """
     run_dir, num_steps = key.run_dir(out), len(accuracy) - 1
     run_dir.mkdir(parents=True)
     config = config_of(key, out, num_steps)
     (run_dir / ASKED_FILE).write_text(json.dumps({"backend": "toy", "config": config}))
     names = f"eval/{key.task}/mean_at_k", f"eval/{key.task}/accuracy"
-    records = [{"step": step, names[0]: value, names[1]: value + 0.05} for step, value in enumerate(accuracy)]
+    solved = f"eval/{key.task}/pass_at_k"
+    records = [
+        {"step": step, names[0]: value, names[1]: value + 0.05, solved: value + 0.1}
+        | ({"entropy": 1 - accuracy[step - 1]} if step else {})
+        for step, value in enumerate(accuracy)
+    ]
     lines = [json.dumps(record) + "\n" for record in (records[:-1] if cut else records)]
     (run_dir / "metrics.jsonl").write_text("".join(lines))
     return run_dir

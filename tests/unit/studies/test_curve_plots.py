@@ -35,6 +35,8 @@ def task_of(num_arms: int, spread: float = 0.0) -> TaskSummary:
                 0.2 + (0.05 + spread * place) * steps / 10 + 0.01 * seed,
                 steps,
                 10,
+                steps,
+                steps,
             )
             for seed in range(3)
         ]

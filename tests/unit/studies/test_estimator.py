@@ -18,6 +18,7 @@ from oblr_megatron.algo.baseline import advantages
 from oblr_megatron.config.algo import AlgoConfig
 from studies.estimator import Batch, Estimator, energies
 from studies.policy import Drawn, ToyPolicy
+from studies.rivals import Otb
 from studies.token_baseline import otb
 
 FILE = Path(__file__).parents[3] / "examples" / "single_file.py"
@@ -85,7 +86,7 @@ def literal(policy: ToyPolicy, batch: Batch, advantages: torch.Tensor, reference
 def test_token_wise_baseline(policy: ToyPolicy, batch: Batch) -> None:
     logits, tokens, _ = policy.logits(batch.samples)
     values = otb(batch.rewards, energies(logits.detach(), tokens), batch.lengths)
-    found = Estimator(policy, AlgoConfig(baseline="none", snr={"num_folds": 2}), token_baseline="otb")(batch)
+    found = Estimator(policy, AlgoConfig(baseline="none", snr={"num_folds": 2}), rival=Otb(0, 0))(batch)
     torch.testing.assert_close(found.gradient, literal(policy, batch, values, None, 0.0), rtol=1e-9, atol=1e-12)
     assert math.isnan(found.stats.sample_sq_norm)
 

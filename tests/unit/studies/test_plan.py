@@ -81,8 +81,14 @@ def test_the_example_plans() -> None:
     real = plans["smollm2"]
     assert set(real.recipes) == set(real.tasks) and real.arms["tempered"].algo["norm_power"] == 0.25
     assert all(len(real.shapes_of(arm)) == 2 and len(real.grid(arm)) == 3 for arm in real.arms)
+    tempered = plans["tempered"]
+    assert len(tempered.seeds) == 10 and len(tempered.sweep_seeds) == 3 and len(tempered.tasks) == 11
+    peers = {name for name in tempered.arms_on("mixed") if tempered.arms[name].peer}
+    assert {"spo", "opob", "dbb", "vl_norm", "james_stein", "reinforce_pp", "rloo", "grpo"} <= peers
     for name, plan in plans.items():
-        assert plan.reference == "pooled" and not set(plan.seeds) & set(plan.sweep_seeds)
+        assert plan.reference == ("tempered" if "tempered" in name else "pooled") and not set(plan.seeds) & set(
+            plan.sweep_seeds
+        )
         assert len(plan.seeds) >= (3 if name == "smollm2" else 5)
 
 
@@ -102,11 +108,12 @@ def test_the_example_plans() -> None:
         (HEAD + ARMS + "[arms.x]\ncontrol = 'shuffled'", ["'shuffled' with rates_of ''"]),
         (HEAD + ARMS + "[arms.x]\ncontrol = 'shuffled'\nrates_of = 'ours'\nbackend = 'train'", ["backend 'train'"]),
         (HEAD + ARMS + "[arms.x]\ncontrol = 'shuffled'\nrates_of = 'control'", ["rates_of 'control'"]),
-        (HEAD + ARMS + "token_baseline = 'otb'", ["token_baseline 'otb'", "algo.baseline 'rloo'", '"none"']),
+        (HEAD + ARMS + "rival = 'otb'", ["rival 'otb'", "algo.baseline 'rloo'", '"none"']),
         (HEAD + ARMS + "[recipes]\nsums = 'x.toml'", ["backend 'toy' cannot train the recipe 'sums'", "arms.ours"]),
         (HEAD + ARMS + "[recipes]\nother = 'x.toml'", ["recipe 'other' is not a task of the plan"]),
         (HEAD, ["'arms' is missing"]),
         (HEAD.replace("ours", "his") + ARMS, ["reference 'his'", "ours, paper"]),
+        ("pairs = [['ours', 'his']]" + HEAD + ARMS, ["'his' in pairs is not an arm", "ours, paper"]),
         (HEAD.replace("= 10\n", "= 30\n") + ARMS, ["num_steps 100", "evaluate_every 30"]),
         ("seeds = [0, 1]\nsweep_seeds = [1, 2]" + HEAD + ARMS, ["seed 1", "sweep_seeds"]),
         ("seeds = [1, 1]" + HEAD + ARMS, ["seeds", "twice"]),

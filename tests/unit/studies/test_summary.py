@@ -158,6 +158,41 @@ def test_samples_to_the_target(tmp_path: Path) -> None:
     assert "| sums | 0.400 | ours 16x8 | 256 | good 16x8 | >" in text and "(1 of 3 never)" in text
 
 
+def test_a_pair_has_its_own_table_corrected_over_the_tasks_of_both(tmp_path: Path) -> None:
+    """Ten seeds, all better: p = 2 / 2^10 on each of two tasks; a third task lacks one of the arms."""
+    plan = plan_of(
+        tasks=["sums", "walk", "chain"], seeds=10, learning_rates=[1e-2], pairs=[["good", "ours"], ["bad", "ours"]]
+    )
+    for task, arms in (("sums", ("ours", "good")), ("walk", ("ours", "good")), ("chain", ("ours",))):
+        for arm in arms:
+            for seed in range(10):
+                slope = (0.2 if arm == "good" else 0.15) + 0.001 * seed
+                write_run(tmp_path, key_of(task, arm, 1e-2, seed), rising(slope))
+    text = document(plan, summarise(plan, tmp_path))
+    first, own = text.split("| task | target |")[1:]  # no table for the pair without runs
+    assert [line.split(" | ")[:3] for line in own.split("\n")[2:4]] == [
+        ["| sums", "0.654", "good 16x8"],
+        ["| walk", "0.654", "good 16x8"],
+    ]
+    assert own.count("| 10 | 0.00195 | 0.00391 |") == 2 and "| ours 16x8 |" in first
+
+
+def test_entropy_and_pass_at_k_are_read_where_the_target_is_reached(tmp_path: Path) -> None:
+    """Between two evaluations they are linear, like the accuracy; a run that misses the target has none.
+
+    The first step's entropy is that of the policy at the start.
+    """
+    plan = plan_of(learning_rates=[1e-2], arms={"ours": {}}, target_share=0.75)
+    for seed, slope in enumerate((0.2, 0.16, 0.05)):
+        write_run(tmp_path, key_of("sums", "ours", 1e-2, seed), rising(slope))
+    (task,) = summarise(plan, tmp_path)
+    assert task.target == pytest.approx(0.75 * 4 * (0.2 + 0.16 + 0.05) / 3)
+    assert task.arms[0].runs[0].when(task.target, task.arms[0].runs[0].entropy) == pytest.approx(1 - task.target)
+    text = document(plan, [task])
+    entropy, solved = f"{1 - task.target:.3f}", f"{task.target + 0.1:.3f}"
+    assert f"| ours | 2 | {entropy} [{entropy}, {entropy}] | {solved} [{solved}, {solved}] |" in text
+
+
 @pytest.mark.parametrize(("slope", "bound"), [(0.2, "<"), (0.05, "~")])
 def test_a_reference_that_misses_the_target_bounds_ratios_from_above(tmp_path: Path, slope: float, bound: str) -> None:
     """One of three seeds of the reference misses it; the peer's all reach it, or none."""

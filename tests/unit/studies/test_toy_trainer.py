@@ -19,7 +19,7 @@ def start(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return prepare("brackets", "high", tmp_path_factory.mktemp("starts"), steps=80)
 
 
-def config_of(start: Path, run_dir: Path, token_baseline: str = "none", **algo: object) -> ToyConfig:
+def config_of(start: Path, run_dir: Path, rival: str = "none", **algo: object) -> ToyConfig:
     return ToyConfig(
         task="brackets",
         start_dir=start,
@@ -30,7 +30,7 @@ def config_of(start: Path, run_dir: Path, token_baseline: str = "none", **algo: 
         group_size=4,
         evaluate_every=2,
         evaluation_samples=1,
-        token_baseline=token_baseline,
+        rival=rival,
         algo=AlgoConfig.model_validate(algo),
         optimizer=OptimizerConfig(lr=1e-3),
     )
@@ -42,7 +42,7 @@ def untimed(run_dir: Path) -> list[dict[str, float | None]]:
 
 @pytest.mark.parametrize(
     "algo",
-    [{}, {"token_baseline": "otb", "baseline": "none"}, {"preset": "grpo", "kl_coefficient": 0.1}],
+    [{}, {"rival": "otb", "baseline": "none"}, {"preset": "grpo", "kl_coefficient": 0.1}],
     ids=["default", "otb", "grpo with KL"],
 )
 def test_the_same_seed_gives_the_same_run(start: Path, tmp_path: Path, algo: dict[str, object]) -> None:
@@ -96,8 +96,8 @@ def test_a_start_is_reused_unless_its_settings_differ(tmp_path: Path) -> None:
         ({"temprature": 1.0}, "temprature"),
         ({"start_dir": "/nowhere"}, "[/nowhere]"),
         ({"algo": {"baseline": "best"}}, "baseline"),
-        ({"token_baseline": "otb"}, "replaces algo.baseline 'pooled'"),
-        ({"token_baseline": "otb", "algo": {"baseline": "none"}, "group_size": 1}, "'otb' needs other responses"),
+        ({"rival": "otb"}, "replaces algo.baseline 'pooled'"),
+        ({"rival": "otb", "algo": {"baseline": "none"}, "group_size": 1}, "'otb' needs other responses"),
     ],
 )
 def test_bad_input_is_one_line_and_leaves_nothing(
