@@ -39,6 +39,7 @@ from studies.toy_trainer import ToyConfig, score_batch
 
 POWERS = (0.0, 0.125, 0.25, 0.375, 0.5)
 SHARES = (0.5, 0.25)  # algo.keep
+THINNED = ("pooled", "pooled_mean")  # baselines; the rivals' own weigh all rewards alike
 MOST_PRUNED = 0.9  # largest published rate of pruning
 BOOTSTRAPS = 1000
 
@@ -54,6 +55,7 @@ class Responses:
     lengths: Tensor  # [Q, n], tokens of the response
     tokens: Tensor  # [Q, n], tokens of prompt and response
     gradients: Tensor  # [K, Q, P] fp32: each prompt's mean of A f s
+    thinned: dict[str, Tensor]  # baseline of THINNED -> A [Q, n]
     reward: float  # mean
 
 
@@ -79,8 +81,8 @@ class Point:
     top_share: float  # of sum A^2 w, held by 1% of the responses
     eff: dict[str, Value]  # gamma -> gain
     cos: dict[str, Value]
-    noise: dict[str, dict[str, Value]]  # rule -> share of the tokens -> noise relative to all tokens
-    tokens: dict[str, dict[str, float]]  # rule -> share -> tokens in the pass, as a share
+    noise: dict[str, dict[str, Value]]  # baseline and share of the tokens -> rule -> noise relative to all tokens
+    tokens: dict[str, dict[str, float]]  # the same -> rule -> tokens in the pass, as a share
 
 
 def draw(policy: ToyPolicy, task: Task, rows: Sequence[Row], size: int, seed: int) -> Responses:
@@ -96,9 +98,14 @@ def draw(policy: ToyPolicy, task: Task, rows: Sequence[Row], size: int, seed: in
     r, own = torch.stack(rewards), torch.stack(products)
     w = own.sum((-2, -1))
     lengths = torch.tensor([[len(sample.tokens) for sample in samples] for samples in drawn])
-    pooled = sum_of_others((w * r).sum(-1)) / sum_of_others(w.sum(-1))
-    history = replace(NO_HISTORY, expected=pooled, running_mean_norm=float(w.mean()))
-    values = torch.stack([advantages("pooled", r, w, lengths, history, power) for power in POWERS])
+
+    def values_of(baseline: str, power: float = 0.0) -> Tensor:
+        weights = w if baseline == "pooled" else torch.ones_like(w)
+        pooled = sum_of_others((weights * r).sum(-1)) / sum_of_others(weights.sum(-1))
+        history = replace(NO_HISTORY, expected=pooled, running_mean_norm=float(w.mean()))
+        return advantages(baseline, r, w, lengths, history, power)
+
+    values = torch.stack([values_of("pooled", power) for power in POWERS])
     means = [(values[:, q].float() / size) @ policy.scores(samples) for q, samples in enumerate(drawn)]
     return Responses(
         advantages=values,
@@ -108,6 +115,7 @@ def draw(policy: ToyPolicy, task: Task, rows: Sequence[Row], size: int, seed: in
         lengths=lengths,
         tokens=torch.tensor([[len(s.prompt) + len(s.tokens) - 1 for s in samples] for samples in drawn]),
         gradients=torch.stack(means, 1),
+        thinned={baseline: values_of(baseline) for baseline in THINNED},
         reward=float(r.mean()),
     )
 
@@ -159,7 +167,7 @@ def value_of(values: Tensor) -> Value:
     return Value(float(values[0]), float(low), float(high))
 
 
-def thinned(responses: Responses, keep: float) -> Iterator[tuple[str, Tensor, Tensor]]:
+def thinned(responses: Responses, baseline: str, keep: float) -> Iterator[tuple[str, Tensor, Tensor]]:
     """(rule, E||x||^2 [Q, n], tokens in the pass [Q, n]) of every rule at an equal share of the tokens.
 
     - keep: `algo.keep`; keep, exact w: the same with the response's own norm in place of the sampler's proxy
@@ -170,7 +178,7 @@ def thinned(responses: Responses, keep: float) -> Iterator[tuple[str, Tensor, Te
     - tokens, prefixes: NAT (arXiv 2603.06619), tokens at random and prefixes of random length. Response tokens alone
       count here, in NAT's favour: the pass goes through the prompt and, at random, through all tokens' forward
     """
-    size, w = responses.advantages[0].abs(), responses.norms_sq
+    size, w = responses.thinned[baseline].abs(), responses.norms_sq
     tokens, lengths, second = responses.tokens, responses.lengths, size.square() * w
     cost = tokens.double()
     rules = {
@@ -208,14 +216,17 @@ def point_of(task: Task, step: int, responses: Responses, seed: int) -> Point:
     eff, cos = tempered(responses, resampled)
     plain = responses.gradients[0]
     signal = resampled.pairs(plain, plain)
-    energy = responses.advantages[0].square() * responses.norms_sq
-    whole = resampled.mean(energy.mean(-1)) - signal
     noise: dict[str, dict[str, Value]] = {}
     tokens: dict[str, dict[str, float]] = {}
-    for keep in SHARES:
-        for rule, second, used in thinned(responses, keep):
-            noise.setdefault(rule, {})[f"{keep:g}"] = value_of((resampled.mean(second.mean(-1)) - signal) / whole)
-            tokens.setdefault(rule, {})[f"{keep:g}"] = float(used.sum() / responses.tokens.sum())
+    for baseline, values in responses.thinned.items():
+        whole = resampled.mean((values.square() * responses.norms_sq).mean(-1)) - signal
+        for keep in SHARES:
+            case, found = f"{baseline}, keep {keep:g}", list(thinned(responses, baseline, keep))
+            noise[case] = {
+                rule: value_of((resampled.mean(second.mean(-1)) - signal) / whole) for rule, second, _ in found
+            }
+            tokens[case] = {rule: float(used.sum() / responses.tokens.sum()) for rule, _, used in found}
+    energy = responses.advantages[0].square() * responses.norms_sq
     top = energy.flatten().topk(max(1, energy.numel() // 100)).values
     return Point(task.name, step, responses.reward, float(top.sum() / energy.sum()), eff, cos, noise, tokens)
 
@@ -279,18 +290,15 @@ def tempering_table(points: Sequence[Point]) -> str:
 
 
 def thinning_table(points: Sequence[Point]) -> str:
-    """One block per share of the tokens; one line per point, one column per rule."""
-    rules = list(points[0].noise)
-    lines = [
-        "Noise of the thinned gradient over that with all tokens; in brackets its tokens, where they miss the share."
-    ]
-    for share in (f"{keep:g}" for keep in SHARES):
-        lines += [f"\n| task, step, keep {share} | {' | '.join(rules)} |", "|---|" + "---:|" * len(rules)]
+    """One block per baseline and share of the tokens; one line per point, one column per rule."""
+    lines = ["Noise over that of the gradient of all tokens; in brackets the tokens, where a rule misses the share."]
+    for case, first in points[0].noise.items():
+        share = float(case.split()[-1])
+        lines += [f"\n| task, step; {case} | {' | '.join(first)} |", "|---|" + "---:|" * len(first)]
         for point in points:
             cells = []
-            for rule in rules:
-                missed = abs(point.tokens[rule][share] - float(share)) > 0.005
-                more = f" ({point.tokens[rule][share]:.2f})" if missed else ""
-                cells.append(f"{point.noise[rule][share].value:.2f}{more}")
+            for rule, value in point.noise[case].items():
+                used = point.tokens[case][rule]
+                cells.append(f"{value.value:.2f}" + (f" ({used:.2f})" if abs(used - share) > 0.005 else ""))
             lines.append(f"| {point.task} {point.step} | {' | '.join(cells)} |")
     return "\n".join(lines) + "\n"

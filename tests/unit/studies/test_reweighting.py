@@ -44,6 +44,7 @@ def responses_of(advantages: torch.Tensor, scores: torch.Tensor, lengths: torch.
         lengths=lengths,
         tokens=lengths + 3,
         gradients=gradients.float(),
+        thinned={"pooled": advantages, "pooled_mean": advantages + 0.1},
         reward=0.5,
     )
 
@@ -119,7 +120,7 @@ def masks(length: int, keep: float, rule: str) -> Iterator[tuple[float, list[flo
 def test_the_second_moments_of_token_rules_are_those_of_all_outcomes(rule: str, keep: float) -> None:
     """The rules are unbiased, keep the share of the tokens, and have this E||x||^2."""
     responses, advantages, scores = random_responses(2, 3)
-    second = {name: moment for name, moment, _ in thinned(responses, keep)}[rule]
+    second = {name: moment for name, moment, _ in thinned(responses, "pooled", keep)}[rule]
     for q, i in itertools.product(range(2), range(3)):
         length = int(responses.lengths[q, i])
         own, mean, wanted, tokens = scores[q, i, :length] * advantages[q, i], torch.zeros(5).double(), 0.0, 0.0
@@ -136,7 +137,7 @@ def test_rules_of_responses_keep_the_share_and_the_best_one_wins(keep: float) ->
     """Each step, a column, has the share of its tokens. pi ~ |A| sqrt(w / T) has the least noise but for its floor."""
     responses, advantages, _ = random_responses(40, 3)
     energy, noise = advantages.square() * responses.norms_sq, {}
-    for rule, second, used in thinned(responses, keep):
+    for rule, second, used in thinned(responses, "pooled", keep):
         if "NAT" not in rule:
             torch.testing.assert_close(second * used, energy * responses.tokens)  # pi T over pi
         if "NAT" not in rule and "DPPO" not in rule:
@@ -171,6 +172,7 @@ def test_responses_have_the_policys_scores() -> None:
         assert responses.tokens[q].tolist() == [len(each.prompt) + len(each.tokens) - 1 for each in samples]
     factor = (responses.norms_sq.mean() / responses.norms_sq) ** 0.25
     torch.testing.assert_close(responses.advantages[2], responses.advantages[0] * factor)
+    torch.testing.assert_close(responses.thinned["pooled"], responses.advantages[0])
 
 
 def test_the_tables_have_every_gamma_and_rule() -> None:
@@ -178,4 +180,7 @@ def test_the_tables_have_every_gamma_and_rule() -> None:
     point: Point = point_of(CHAIN, 10, responses, seed=0)
     assert "gamma = 0.375" in tempering_table([point]) and "| chain 10 | 0.50 |" in tempering_table([point])
     text = thinning_table([point])
-    assert all(f"| {rule} |" in text for rule in point.noise) and text.count("| chain 10 |") == 2
+    assert text.count("| chain 10 |") == len(point.noise) == 4
+    for case, rules in point.noise.items():
+        assert case in text and all(f"| {rule} |" in text for rule in rules)
+    assert point.noise["pooled, keep 0.5"] != point.noise["pooled_mean, keep 0.5"]
