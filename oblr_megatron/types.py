@@ -114,7 +114,10 @@ class Scored:
 
 
 class TokenRows:
-    """The layout of a microbatch: one sample a row, padded on the right, or all samples packed in one row."""
+    """The layout of a microbatch: one sample a row, padded on the right, or all samples packed in one row.
+
+    It waits in host memory. A pass moves it to the device, but for `cu_seqlens`, so that no layer waits for a GPU.
+    """
 
     __slots__ = ()
     input_ids: Tensor  # [b, t] int64
@@ -131,7 +134,10 @@ class TokenRows:
         """Expand values of samples [n] to their tokens: [b, t]."""
         if self.cu_seqlens is None:
             return values[:, None].expand(self.input_ids.shape)
-        return values.repeat_interleave(self.cu_seqlens.diff())[None]
+        import torch
+
+        lengths = self.cu_seqlens.diff().tolist()  # no index on the values' device, which would wait for it
+        return torch.cat([value.expand(length) for value, length in zip(values, lengths, strict=True)])[None]
 
     def per_sample(self, values: Tensor) -> Tensor:
         """Sum values of this rank's tokens [b, t] over the counted tokens of each sample: [n]."""

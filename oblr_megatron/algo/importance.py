@@ -23,6 +23,8 @@ from typing import Literal
 import torch
 from torch import Tensor
 
+from oblr_megatron.runtime.device_copy import to_device
+
 Level = Literal["none", "token", "sequence"]
 
 
@@ -108,7 +110,8 @@ def sample_sums(
         count = rows
     else:
         count = len(cu_seqlens) - 1
-        sample = torch.arange(count, device=values.device).repeat_interleave(cu_seqlens.diff())[None]
+        numbers = torch.arange(count, device=cu_seqlens.device).repeat_interleave(cu_seqlens.diff())
+        sample = to_device(numbers, values.device)[None]
     flat = values.to(torch.float64).flatten(1)
     sums = flat.new_zeros(len(flat), count).index_add(1, sample.flatten(), flat)
     return sample, sums if reduce is None else reduce(sums)

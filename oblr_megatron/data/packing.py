@@ -31,7 +31,6 @@ def pack(
     max_tokens: int,
     pad_multiple: int = 1,
     packed: bool = False,
-    device: torch.device | str = "cpu",
 ) -> list[MicroBatch]:
     """Microbatches of at most `max_tokens` padded tokens. A sample longer than that gets its own microbatch.
 
@@ -45,7 +44,6 @@ def pack(
         pad_multiple: padded lengths are multiples of this: of each sample if packed, else of each row.
         packed: concatenate the samples of a microbatch in one row, first fit. By default each sample is a row, padded
             to the longest.
-        device: of the tensors.
 
     Example, inputs of 9, 4, 4, 3 tokens and max_tokens 12: rows [9], [4, 4, 3]; packed [9, 3], [4, 4].
     """
@@ -53,16 +51,14 @@ def pack(
     by_length = sorted(sample_indices, key=lambda index: -samples[index].num_inputs)
     if packed:
         groups = _first_fit(by_length, widths, max_tokens)
-        return [_batch(samples, group, [widths[index] for index in group], device, packed=True) for group in groups]
+        return [_batch(samples, group, [widths[index] for index in group], packed=True) for group in groups]
     groups = _as_rows(by_length, widths, max_tokens)
-    return [_batch(samples, group, [widths[group[0]]] * len(group), device) for group in groups]
+    return [_batch(samples, group, [widths[group[0]]] * len(group)) for group in groups]
 
 
-def one_per_microbatch(
-    samples: Sequence[Sample], sample_indices: Sequence[int], *, device: torch.device | str = "cpu"
-) -> list[MicroBatch]:
+def one_per_microbatch(samples: Sequence[Sample], sample_indices: Sequence[int]) -> list[MicroBatch]:
     """One microbatch for each index, in the given order, without padding."""
-    return [_batch(samples, [index], [samples[index].num_inputs], device) for index in sample_indices]
+    return [_batch(samples, [index], [samples[index].num_inputs]) for index in sample_indices]
 
 
 def microbatches(
@@ -70,8 +66,6 @@ def microbatches(
     sample_indices: Sequence[int],
     options: ParallelConfig,
     padding: Padding,
-    *,
-    device: torch.device | str = "cpu",
 ) -> list[MicroBatch]:
     """`pack` with the options of a run's configuration.
 
@@ -84,7 +78,6 @@ def microbatches(
         max_tokens=padding.budget(options.micro_batch_tokens) if packed else options.micro_batch_tokens,
         pad_multiple=padding.sample if packed else padding.row,
         packed=packed,
-        device=device,
     )
 
 
@@ -95,7 +88,6 @@ class SampleBatches:
     samples: Sequence[Sample]  # [N]
     options: ParallelConfig
     padding: Padding  # of the model
-    device: torch.device
 
     @cached_property
     def tokens(self) -> list[int]:
@@ -105,14 +97,14 @@ class SampleBatches:
     def microbatches(self, numbers: Sequence[int], *, single: bool = False) -> list[MicroBatch]:
         """Microbatches of these samples; `single`: of one sample each, in the given order."""
         if single:
-            return one_per_microbatch(self.samples, numbers, device=self.device)
-        return microbatches(self.samples, numbers, self.options, self.padding, device=self.device)
+            return one_per_microbatch(self.samples, numbers)
+        return microbatches(self.samples, numbers, self.options, self.padding)
 
 
-def empty_batch(*, device: torch.device | str = "cpu") -> MicroBatch:
+def empty_batch() -> MicroBatch:
     """One masked token: lets a rank without samples take part in all collectives; its gradient is zero."""
     nothing = Sample(0, (0,), (), (), text="", finish_reason="stop", version=0)
-    return _batch([nothing], [0], [1], device)
+    return _batch([nothing], [0], [1])
 
 
 def check_folds(num_folds: int, dp_size: int) -> None:
@@ -196,21 +188,20 @@ def _batch(
     samples: Sequence[Sample],
     group: Sequence[int],
     widths: Sequence[int],
-    device: torch.device | str,
     *,
     packed: bool = False,
 ) -> MicroBatch:
     """A microbatch with one sample in each row, all of the same width, or with all samples in one row."""
     shape = (1, sum(widths)) if packed else (len(group), widths[0])
-    ids, labels, mask, logprobs, index = (part.view(shape).to(device) for part in _laid_out(samples, group, widths))
+    ids, labels, mask, logprobs, index = (part.view(shape) for part in _laid_out(samples, group, widths))
     routes = _routes(samples, group, widths)
     return MicroBatch(
         ids,
         labels,
         mask,
         logprobs,
-        sample_index=torch.tensor(list(group), device=device),
-        cu_seqlens=torch.tensor([0, *widths], device=device).cumsum(0, dtype=torch.int32) if packed else None,
+        sample_index=torch.tensor(list(group)),
+        cu_seqlens=torch.tensor([0, *widths]).cumsum(0, dtype=torch.int32) if packed else None,
         token_index=index,
         routes=None if routes is None else routes.unflatten(0, shape),
     )

@@ -96,7 +96,7 @@ class Sharing:
             return batches
         most = torch.tensor(len(batches), device=parallel.device)
         all_reduce(most, parallel.block_group, dist.ReduceOp.MAX)
-        return batches + [empty_batch(device=parallel.device) for _ in range(int(most) - len(batches))]
+        return batches + [empty_batch() for _ in range(int(most) - len(batches))]
 
     def sum(self, policy: Policy) -> None:
         """All-reduce a fold's gradient over the replicas that share it."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, fields
+from functools import partial
 from typing import TYPE_CHECKING
 
 import torch
@@ -115,7 +116,7 @@ class Penalty:
         """(a scalar with the penalty's gradient but another value, the sum of k3 over the response tokens)."""
         difference = logprobs.detach() - batch.of_tokens(self.reference).to(logprobs.dtype)
         weights = -batch.per_token(self.coefficients[batch.sample_index])
-        divergence = kl_penalty(difference, "k3")[batch.mask].sum()
+        divergence = kl_penalty(difference, "k3").masked_fill(~batch.mask, 0.0).sum()
         return policy_gradient_loss(logprobs, batch.mask, weights, kl_slope(difference, self.form)), divergence
 
 
@@ -145,7 +146,9 @@ def score_loss(
         tokens = head(hidden, batch, temperature=temperature, entropy=records, energy=callable(coefficients))
         logprobs = tokens.logprobs  # [b, t]
         detached = logprobs.detach()
-        rho, sums_of = (torch.ones_like(detached), _no_sums) if ratios is None else ratios(detached, batch)
+        rho, sums_of = (
+            (torch.ones_like(detached), partial(_no_sums, detached)) if ratios is None else ratios(detached, batch)
+        )
         own = torch.ones_like(detached)
         if callable(coefficients):
             energies = sample_energies(tokens, rho, batch)
@@ -159,9 +162,9 @@ def score_loss(
             loss = loss + added
         if not records:
             return loss, {}
-        entropy = tokens.entropy[batch.mask].sum()
+        entropy = tokens.entropy.sum()  # 0 outside the mask
         around = torch.stack([part.to(torch.float64) for part in (entropy, kl, batch.mask.sum())])
-        sums = torch.cat([around[:1], sums_of().to(around.device), around[1:]])
+        sums = torch.cat([around[:1], sums_of(), around[1:]])
         scores = batch.per_sample((own * rho * detached).to(torch.float64))
         return loss, {"sums": sums, "scores": scores, "numbers": batch.sample_index}
 
@@ -173,5 +176,5 @@ def sample_energies(tokens: TokenScores, rho: Tensor, batch: MicroBatch) -> Tens
     return batch.per_sample((tokens.energy * rho.square()).to(torch.float64))
 
 
-def _no_sums() -> Tensor:
-    return torch.zeros(len(RATIO_SUMS), dtype=torch.float64)
+def _no_sums(logprobs: Tensor) -> Tensor:
+    return logprobs.new_zeros(len(RATIO_SUMS), dtype=torch.float64)

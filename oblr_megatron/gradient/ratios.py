@@ -37,7 +37,7 @@ RATIO_SUMS = (
 RatioFn = Callable[["Tensor", MicroBatch], tuple["Tensor", Callable[[], "Tensor"]]]
 """(detached log-probs [b, t], their microbatch) -> (weights rho [b, t], a function that returns `RATIO_SUMS` in fp64).
 
-The sums wait for the GPU, so passes that record nothing do not ask for them."""
+Passes that record nothing do not ask for the sums."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -86,12 +86,16 @@ def importance_ratios(config: Config, policy: Policy, old: Old | None = None) ->
         drift = None if old is None else later(current, before, batch, old)
 
         def sums() -> Tensor:
-            difference, rejected = (before - drawn)[mask], (mask & ~keep).sum()
+            difference, rejected = (before - drawn).masked_fill(~mask, 0.0), (mask & ~keep).sum()
             values = [difference.abs().sum(), cut, -difference.sum(), rejected, lost, samples]
             if drift is None:
                 values += [cut.new_zeros(())] * 3
             else:
-                values += [drift.clipped.sum(), drift.beyond_dual.sum(), (before - current)[mask].sum()]
+                values += [
+                    drift.clipped.sum(),
+                    drift.beyond_dual.sum(),
+                    (before - current).masked_fill(~mask, 0.0).sum(),
+                ]
             return torch.stack([value.to(torch.float64) for value in values])
 
         return rho if drift is None else rho * drift.weights, sums

@@ -235,7 +235,7 @@ class StepGradient:
                 known[own] = advantage(prompts, torch.zeros(len(prompts), group_size, dtype=torch.float64)).flatten()
                 own = [n for n in own if kept[n]]
             total = gradients.add(packed, own, loss_of, advantage if known is None else known, group_size)
-            norms[own] = total.sq_norms[own].cpu()
+            norms[own] = total.sq_norms.cpu()[own]
             broken = ~norms.isfinite()
             if known is not None and bool(broken[own].any()):  # these samples have spoilt main_grad
                 known[broken] = 0.0
@@ -325,7 +325,7 @@ class StepGradient:
             microbatches = self._sharing.even(packed.microbatches([n for n in own if used[n]]))
             if not microbatches and not self._config.parallel.overlap_grad_reduce:
                 return
-            microbatches = microbatches or [empty_batch(device=device)]  # backward begins the sum over replicas
+            microbatches = microbatches or [empty_batch()]  # backward begins the sum over replicas
             records = run_schedule(self._policy, microbatches, loss_of, routers=self._routers)
             self._pass_metrics.add(records, ones)  # the loss has the coefficients
 
@@ -420,7 +420,7 @@ class StepGradient:
 
     def _packed(self, samples: Sequence[Sample]) -> SampleBatches:
         policy = self._policy
-        return SampleBatches(samples, self._config.parallel, policy.padding, policy.parallel.device)
+        return SampleBatches(samples, self._config.parallel, policy.padding)
 
     def _routed(self, batch: Wave) -> Wave:
         """The batch with the routes of the samples that this rank trains on."""

@@ -31,6 +31,7 @@ from torch import Tensor, nn
 from oblr_megatron.memory.buffer_sizes import BLOCK_LOGITS, KEPT_LOGITS
 from oblr_megatron.model.taps import Tap, add_product
 from oblr_megatron.runtime.collectives import all_reduce
+from oblr_megatron.runtime.device_copy import to_device
 
 if TYPE_CHECKING:
     from megatron.core.models.gpt import GPTModel
@@ -82,11 +83,12 @@ class LMHead:
         Only labels of the mask are read; they must be below `vocab_size`.
         """
         flat, shape = hidden.flatten(0, 1), hidden.shape[:2]
-        index = batch.mask.flatten().nonzero().flatten()
+        counted = batch.mask.flatten().cpu().nonzero().flatten()  # the one wait for a GPU in a microbatch
+        bounds, index = _bounds(counted, batch), to_device(counted, flat.device)
         x, labels = flat.index_select(0, index), batch.labels.flatten()[index]
         # The same on ranks that share the sequence: they sum each block's gradient, and may differ in response tokens.
         columns = max(1, min(len(self.weight), self.block_elements // max(1, len(flat))))
-        factors = HeadFactors(self, x.detach(), labels, _bounds(index, batch), columns, temperature)
+        factors = HeadFactors(self, x.detach(), labels, bounds, columns, temperature)
         values = _Scores.apply(x, self.weight, factors, torch.is_grad_enabled(), entropy, energy)
         return TokenScores(*(v.new_zeros(len(flat)).index_copy(0, index, v).view(shape) for v in values))
 
@@ -127,9 +129,9 @@ def product(x: Tensor, weight: Tensor, dtype: torch.dtype) -> Tensor:
 
 
 def _bounds(index: Tensor, batch: TokenRows) -> tuple[int, ...]:
-    """Where each sample begins among the tokens of the mask, and the end. Waits for a GPU."""
+    """Where each sample begins among the tokens of the mask, and the end. Both are in host memory."""
     rows, length = batch.mask.shape
-    ends = torch.arange(rows + 1, device=index.device) * length if batch.cu_seqlens is None else batch.cu_seqlens
+    ends = torch.arange(rows + 1) * length if batch.cu_seqlens is None else batch.cu_seqlens
     return tuple(torch.searchsorted(index, ends.to(index)).tolist())
 
 

@@ -30,6 +30,7 @@ from megatron.core.transformer.moe.moe_utils import MoEAuxLossAutoScaler, switch
 from megatron.core.transformer.moe.router import TopKRouter
 from torch import Tensor
 
+from oblr_megatron.runtime.device_copy import to_device
 from oblr_megatron.types import MicroBatch, RouterMetrics
 
 if TYPE_CHECKING:
@@ -106,7 +107,7 @@ class RouterBatch:
             needed = (config.num_layers, config.moe_router_topk)
             assert batch.routes.shape[2:] == needed, f"routes are {batch.routes.shape}, the model needs {needed}"
             own = self._own(batch.routes)[:, :, first : first + len(routers)]
-            self._routes = own.flatten(0, 1).to(batch.mask.device)
+            self._routes = to_device(own.flatten(0, 1), batch.mask.device)
 
     def enter(self) -> None:
         """Give the routers this microbatch's tokens."""

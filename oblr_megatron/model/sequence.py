@@ -21,6 +21,7 @@ from torch import Tensor
 from torch.nn import functional
 
 from oblr_megatron.padding import Padding
+from oblr_megatron.runtime.device_copy import to_device
 from oblr_megatron.types import TokenRows
 
 if TYPE_CHECKING:
@@ -55,8 +56,7 @@ def local_part(parallel: Parallel, batch: Batch, padding: Padding) -> Batch:
     padded = _padded_lengths(padding, bounds)
     if parallel.cp_size == 1 and sum(padded) == length:
         return batch
-    device = batch.input_ids.device
-    source = torch.tensor(_source_positions(parallel, bounds, padded), device=device)
+    source = torch.tensor(_source_positions(parallel, bounds, padded))
 
     def taken(values: Tensor) -> Tensor:
         blank = values.new_full((), -1 if values.dim() > 2 else 0)  # no route
@@ -67,6 +67,13 @@ def local_part(parallel: Parallel, batch: Batch, padding: Padding) -> Batch:
     if cu_seqlens is not None:
         cu_seqlens = functional.pad(torch.tensor(padded).cumsum(0) // parallel.cp_size, (1, 0)).to(cu_seqlens)
     return _changed(batch, cu_seqlens, {name: taken(values) for name, values in _of_tokens(batch).items()})
+
+
+def on_device(batch: Batch, device: torch.device) -> Batch:
+    """The microbatch on a device, but for the bounds of packed samples and the routes."""
+    kept, bounds = ("cu_seqlens", "routes"), batch.cu_seqlens
+    values = {name: to_device(value, device) for name, value in _tensors(batch).items() if name not in kept}
+    return _changed(batch, None if bounds is None else bounds.cpu(), values)
 
 
 def single_samples(batch: Batch) -> list[Batch]:
@@ -111,6 +118,7 @@ def packed_params(parallel: Parallel, batch: TokenRows) -> PackedRows | None:
         return None
     bounds = batch.cu_seqlens * parallel.cp_size
     lengths = tuple(bounds.diff().tolist())
+    bounds = to_device(bounds, batch.input_ids.device)
     longest = max(lengths)
     return PackedRows(
         qkv_format="thd",

@@ -29,7 +29,7 @@ from torch.autograd import Variable
 
 from oblr_megatron.data.packing import empty_batch
 from oblr_megatron.model.router import RouterBatch, routers_of
-from oblr_megatron.model.sequence import local_part, packed_params
+from oblr_megatron.model.sequence import local_part, on_device, packed_params
 from oblr_megatron.model.tapped import unwrapped
 from oblr_megatron.model.taps import DropSink, Sink, Tap
 from oblr_megatron.types import TokenRows
@@ -65,7 +65,7 @@ def run_schedule(
 
     Args:
         policy: the model. Every rank of a replica passes the same microbatches; replicas may differ, also in number.
-        microbatches: on this rank's device; may differ in length and number of rows.
+        microbatches: best in host memory; may differ in length and number of rows.
         loss_fn: the loss of one microbatch, see `LossFn`.
         forward_only: keep no graph and leave `main_grad` unchanged.
         sink: receives the weight gradients of each microbatch, on every stage; by default adds them to `main_grad`.
@@ -172,11 +172,13 @@ def _items(policy: TappedModel, microbatches: Sequence[TokenRows]) -> list[Item]
     one token.
     """
     parallel, padding = policy.parallel, policy.padding
-    parts = (local_part(parallel, batch, padding) for batch in microbatches)
-    items: list[Item] = list(enumerate(parts))
+
+    def part(batch: TokenRows) -> TokenRows:
+        return on_device(local_part(parallel, batch, padding), parallel.device)
+
+    items: list[Item] = [(position, part(batch)) for position, batch in enumerate(microbatches)]
     if len(policy.chunks) > 1:
-        filler = local_part(parallel, empty_batch(device=parallel.device), padding)
-        items += [(None, filler)] * (-len(items) % parallel.pp_size)
+        items += [(None, part(empty_batch()))] * (-len(items) % parallel.pp_size)
     return items
 
 

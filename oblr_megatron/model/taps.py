@@ -181,8 +181,9 @@ def add_product(target: Tensor, x: Tensor, dy: Tensor, factor: float = 1.0) -> N
 
 def add_rows(target: Tensor, rows: Tensor, dy: Tensor) -> None:
     """target[r] += dy of the tokens with row r; tokens with row -1 belong to other ranks."""
-    held = rows >= 0
-    target.index_add_(0, rows[held], dy[held].to(target.dtype))
+    others = (rows < 0)[..., None]
+    grads = dy.masked_fill(others, 0.0)  # to row 0, because a selection would wait for the GPU
+    target.index_add_(0, rows.clamp(min=0).flatten(), grads.flatten(0, -2).to(target.dtype))
 
 
 def _linear(

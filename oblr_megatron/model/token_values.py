@@ -34,14 +34,13 @@ def response_logprobs(
     def placed(hidden: Tensor, batch: MicroBatch) -> tuple[Tensor, dict[str, Tensor]]:
         assert batch.token_index is not None, "the microbatch has no token_index"
         logprobs = policy.head(hidden, batch, temperature=temperature).logprobs
-        columns = (logprobs, batch.per_token(batch.sample_index), batch.token_index)
-        values, rows, places = (column[batch.mask] for column in columns)
-        return hidden.new_zeros(()), {"values": values.to(torch.float64), "rows": rows, "places": places}
+        rows, values = batch.per_token(batch.sample_index), logprobs.to(torch.float64)  # 0 outside the mask
+        return hidden.new_zeros(()), {"values": values, "rows": rows, "places": batch.token_index}
 
     longest = max(1, *(sample.length for sample in samples))
     table = torch.zeros(len(samples), longest, dtype=torch.float64, device=parallel.device)
     for record in run_schedule(policy, batches, placed, forward_only=True):
-        table[record["rows"], record["places"]] = record["values"]
+        table.index_put_((record["rows"], record["places"]), record["values"], accumulate=True)
     all_reduce(table, parallel.pp_group)
     all_reduce(table, parallel.dp_cp_group)
     return table

@@ -59,7 +59,7 @@ def per_sample_sq_grad_norms(
 
     Args:
         model: as for `tapped`, or its handle, which saves the taps' installation at every call.
-        microbatches: on this rank's device, with whole sequences. The library pads them and cuts them over ranks. It
+        microbatches: best in host memory, with whole sequences. The library pads them and cuts them over ranks. It
             splits them into single samples where some layer cannot tell samples apart.
         loss: the samples' losses, see `Loss`.
         mode: "stash" forms each sample's gradient and squares it; the others never form one.
@@ -189,7 +189,7 @@ class _Given:
     def __init__(self, batches: Sequence[TokenBatch]) -> None:
         starts = accumulate((batch.num_samples for batch in batches), initial=0)
         self.batches = [
-            replace(batch, sample_index=torch.arange(start, start + batch.num_samples, device=batch.input_ids.device))
+            replace(batch, sample_index=torch.arange(start, start + batch.num_samples))
             for batch, start in zip(batches, starts, strict=False)
         ]
         self.tokens = [tokens for batch in batches for tokens in _lengths(batch)]

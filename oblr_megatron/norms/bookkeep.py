@@ -21,6 +21,7 @@ from oblr_megatron.model.taps import add_product, add_rows, main_grad
 from oblr_megatron.norms.accumulate import NormAccumulator
 from oblr_megatron.norms.norm_sink import NormSink, segments_of
 from oblr_megatron.norms.rules import Rule, untapped_aside
+from oblr_megatron.runtime.device_copy import to_device
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -151,11 +152,14 @@ class BookkeepSink(NormSink):
 
 def add_sample_vectors(weight: Parameter, grads: Tensor, own: Tensor) -> None:
     """main_grad += sum_i c_i grads_i: grads [n, ...], c [n]."""
-    used = own.nonzero().flatten()
+    used, target = own.nonzero().flatten(), main_grad(weight)
+    if len(own) == 1:
+        if len(used):
+            target.add_(grads[0].view(target.shape), alpha=float(own[0]))
+        return
     if len(used) < len(own):  # select instead of multiplying: 0 * NaN is NaN
-        own, grads = own[used], grads[used.to(grads.device)]
-    target = main_grad(weight)
-    target.add_((own.to(grads) @ grads.flatten(1)).view(target.shape))
+        own, grads = own[used], grads.index_select(0, to_device(used, grads.device))
+    target.add_((to_device(own, grads.device, grads.dtype) @ grads.flatten(1)).view(target.shape))
 
 
 def add_sample_rows(weight: Parameter, rows: Tensor, dy: Tensor, segments: Segments, own: Tensor) -> None:
@@ -188,13 +192,13 @@ def _per_token(segments: Segments, own: Tensor) -> Tensor:
 
 def _scaled(factor: Tensor, values: Tensor) -> Tensor:
     """factor [.., .., h] times values [.., ..] on the host; 0 where a value is 0, even if the factor is not finite."""
-    scaled, left_out = factor * values[..., None].to(factor.device, factor.dtype), values == 0
+    scaled, left_out = factor * to_device(values[..., None], factor.device, factor.dtype), values == 0
     if bool(left_out.any()):  # on the host: filling takes several times as long as the product
-        scaled.masked_fill_(left_out[..., None].to(factor.device), 0.0)
+        scaled.masked_fill_(to_device(left_out[..., None], factor.device), 0.0)
     return scaled
 
 
 def _without(factor: Tensor, values: Tensor) -> Tensor:
     """The factor with 0 for values of 0, because it may not be finite there; the factor itself if there are none."""
     left_out = values == 0
-    return factor.masked_fill(left_out[..., None].to(factor.device), 0.0) if bool(left_out.any()) else factor
+    return factor.masked_fill(to_device(left_out[..., None], factor.device), 0.0) if bool(left_out.any()) else factor

@@ -19,6 +19,7 @@ import torch
 
 from oblr_megatron.families import EMBEDDING, OUTPUT
 from oblr_megatron.norms.rules import Kind, Rule
+from oblr_megatron.runtime.device_copy import to_device
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -30,6 +31,8 @@ if TYPE_CHECKING:
 @dataclass(slots=True)
 class EmbeddingRows:
     """Rows of E and H, one for each pair (sample, token of the sample in this rank's vocabulary shard).
+
+    The pairs are in host memory, so that no lookup waits for a GPU.
 
     Example, vocabulary shard [8, 16) and samples (9, 3, 9) and (15, 8):
         sample [0, 1, 1]  row [1, 0, 7]  embedding [[..of token 9], [..of 8], [..of 15]]
@@ -61,7 +64,7 @@ class EmbeddingRows:
             samples.append(numbers + slot)
             rows.append(local)
             slot += batch.num_samples
-        sample, row = (torch.cat(parts).to(grad.device) for parts in (samples, rows))
+        sample, row = (torch.cat(parts) for parts in (samples, rows))
         size = (len(row), grad.shape[1])
         return cls(
             sample=sample,
@@ -84,15 +87,17 @@ class EmbeddingRows:
 
     def span(self, first: int, last: int) -> slice:
         """The slice of rows that belong to the slots [first, last)."""
-        ends = torch.searchsorted(self.sample, torch.tensor([first, last], device=self.sample.device)).tolist()
-        return slice(*ends)
+        return slice(*torch.searchsorted(self.sample, torch.tensor([first, last])).tolist())
 
     def add_embedding(self, sample: Tensor, row: Tensor, grads: Tensor) -> None:
-        """Add gradients [k, h] to the rows given as pairs (sample, row) of [k] each."""
+        """Add gradients [k, h] to the rows given as pairs (sample, row) of [k] each; other pairs have zeros."""
         assert self.embedding is not None, "this rank has no embedding"
-        keys = self.sample * self.shard + self.row
-        index = torch.searchsorted(keys, sample * self.shard + row)
-        assert bool((keys[index.clamp(max=len(keys) - 1)] == sample * self.shard + row).all()), "a token of no sample"
+        if not len(self.row):
+            return
+        keys, pairs = to_device(self.sample * self.shard + self.row, grads.device), sample * self.shard + row
+        index = torch.searchsorted(keys, pairs).clamp_(max=len(keys) - 1)
+        strange = (keys[index] != pairs)[:, None]
+        torch._assert_async((strange & (grads != 0)).any().logical_not(), "a token of no sample")
         self.embedding.index_add_(0, index, grads.to(self.embedding.dtype))
 
 
@@ -104,10 +109,10 @@ def touched_rows(batch: TokenRows, shard: int, tp_rank: int) -> tuple[Tensor, Te
 
     Example, tokens (9, 3, 9, 15) and (8, 8), shard=8, tp_rank=1 -> ([0, 0, 1], [1, 7, 0])
     """
-    samples = torch.arange(batch.num_samples, device=batch.input_ids.device)
-    stride = int(batch.input_ids.max()) + 1
-    keys = batch.per_token(samples) * stride + batch.input_ids
-    keys = torch.cat((samples * stride, keys.flatten())).cpu().unique()
+    samples, ids = torch.arange(batch.num_samples), batch.input_ids.cpu()
+    stride = int(ids.max()) + 1
+    keys = batch.per_token(samples) * stride + ids
+    keys = torch.cat((samples * stride, keys.flatten())).unique()
     row = keys % stride - tp_rank * shard
     held = (row >= 0) & (row < shard)
     return (keys // stride)[held], row[held]

@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING
 import torch
 
 from oblr_megatron.families import OUTPUT
+from oblr_megatron.model.sq_norms import row_dots
 from oblr_megatron.norms.embedding_rows import needs_rows
 from oblr_megatron.norms.products import product, sum_dtype
 from oblr_megatron.norms.rules import Kind, Rule
@@ -25,6 +26,7 @@ from oblr_megatron.norms.segments import (
     sample_products,
     scale_grads,
 )
+from oblr_megatron.runtime.device_copy import to_device
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -83,7 +85,7 @@ class NormSink:
             assert self.accumulator.rows is not None, f"the rows of {rule.name} are not buffered"
             self.accumulator.rows.add_embedding(sample + self.slot, row, grads)
         elif self.accumulator.counts(rule):
-            self.accumulator.own.index_add_(0, sample + self.slot, grads.to(torch.float64).square().sum(dim=1))
+            self.accumulator.own.index_add_(0, sample + self.slot, row_dots(grads, grads))
 
     def scale(self, weight: Parameter, terms: Tensor) -> None:
         """Measure a norm's weight or a bias: terms [t, b, ..., h]."""
@@ -128,7 +130,8 @@ class NormSink:
         row = rows.row[span] - start
         held = ((row >= 0) & (row < dy.shape[-1])).nonzero().flatten()
         sample = rows.sample[span][held] - self.slot
-        rows.head.index_copy_(0, held + span.start, product_rows(x, dy, segments, sample, row[held]))
+        places = to_device(held + span.start, rows.head.device)
+        rows.head.index_copy_(0, places, product_rows(x, dy, segments, sample, row[held]))
 
     def _expert(self, rule: Rule, x: Tensor, dy: Tensor, splits: Splits) -> None:
         """Measure an expert, which has seen the tokens of one sample of each replica in the block."""

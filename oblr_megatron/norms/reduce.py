@@ -10,6 +10,7 @@ import torch.distributed as dist
 from oblr_megatron.model.sq_norms import row_dots, row_sq_norms
 from oblr_megatron.norms.rules import Kind, Rule
 from oblr_megatron.runtime.collectives import all_reduce
+from oblr_megatron.runtime.device_copy import to_device
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -82,7 +83,7 @@ class Reducer:
 
     def rows(self, rows: EmbeddingRows, num_samples: int) -> Tensor:
         """[n]: ||E||^2 if it is taken from the rows, plus 2 <E, H> of a tied embedding; counted on the first stage."""
-        norms = torch.zeros(num_samples, dtype=torch.float64, device=rows.sample.device)
+        norms = torch.zeros(num_samples, dtype=torch.float64, device=self.parallel.device)
         for part in (rows.embedding, rows.head):
             if part is not None:
                 self.over_context(part)
@@ -90,10 +91,11 @@ class Reducer:
         if self.parallel.pp_size > 1 and (head is not None or rows.tied):
             head = self.from_last_stage(rows)
         if rows.embedding is not None and self.parallel.cp_rank == 0:
+            sample = to_device(rows.sample, norms.device)
             if rows.squares:
-                norms.index_add_(0, rows.sample, row_dots(rows.embedding, rows.embedding))
+                norms.index_add_(0, sample, row_dots(rows.embedding, rows.embedding))
             if head is not None:
-                norms.index_add_(0, rows.sample, self.cross_term(rows.embedding, head))
+                norms.index_add_(0, sample, self.cross_term(rows.embedding, head))
         return norms
 
     def cross_term(self, embedding: Tensor, head: Tensor) -> Tensor:

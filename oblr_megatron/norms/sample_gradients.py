@@ -20,6 +20,7 @@ from oblr_megatron.norms.reduce import Reducer
 from oblr_megatron.norms.rules import classify
 from oblr_megatron.norms.stash import stash_gradients
 from oblr_megatron.norms.two_pass import pipeline_runs, rules_need_single_samples, sq_grad_norms
+from oblr_megatron.runtime.device_copy import to_device
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -51,6 +52,10 @@ class GradSum:
     sq_norms: Tensor  # [N] fp64 on the model's device; 0 for samples that were not asked for
     weights: Tensor  # [N] fp64 on the CPU, as above
     records: list[dict[str, Tensor]]  # what the loss records of each microbatch; on the last pipeline stage
+
+    def put(self, numbers: Tensor, sq_norms: Tensor) -> None:
+        """Set the norms [k] of the samples with these numbers [k], which are in host memory."""
+        self.sq_norms.index_copy_(0, to_device(numbers, sq_norms.device), sq_norms)
 
 
 class SampleGradients:
@@ -110,7 +115,8 @@ class SampleGradients:
             """Ask for the weights of the whole groups that have all their norms."""
             if not isinstance(weights, torch.Tensor):
                 groups = [n // group_size for n in chosen[::group_size]]
-                asked = weights(groups, norms[list(chosen)].view(-1, group_size))
+                of_groups = norms.index_select(0, to_device(torch.tensor(chosen), norms.device))
+                asked = weights(groups, of_groups.view(-1, group_size))
                 known[list(chosen)] = checked_weights(asked, (len(groups), group_size)).flatten().cpu()
 
         match self.mode:
@@ -131,7 +137,7 @@ class SampleGradients:
         for run in pipeline_runs(self._model, microbatches, self._rules, KEPT_BYTES):
             order = numbers_of(run)
             norms, records = add_inline(self._model, run, loss_of, total.weights[order], self._rules, self._reducer)
-            total.sq_norms[order] = norms
+            total.put(order, norms)
             total.records.extend(records)
 
     def _bookkeep(
@@ -145,7 +151,7 @@ class SampleGradients:
         microbatches = samples.microbatches(window, single=self.single)
         norms, records, sink = keep_factors(self._model, microbatches, loss_of, self._rules, self._reducer)
         order = numbers_of(microbatches)
-        total.sq_norms[order] = norms
+        total.put(order, norms)
         weigh(window)
         total.records.extend(records)
         sink.add_gradient(total.weights[order])
@@ -162,7 +168,7 @@ class SampleGradients:
         microbatches = samples.microbatches(group, single=True)
         norms, records = stash_gradients(self._model, microbatches, loss_of, self._rules, self._reducer, self._buffers)
         order = numbers_of(microbatches)
-        total.sq_norms[order] = norms
+        total.put(order, norms)
         weigh(group)
         total.records.extend(records)
         add_weighted(self._model, self._buffers[: len(group)], total.weights[order].tolist())

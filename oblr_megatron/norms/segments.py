@@ -27,11 +27,14 @@ from oblr_megatron.norms.products import (
     tiles_of,
     widen,
 )
+from oblr_megatron.runtime.device_copy import to_device
 
 if TYPE_CHECKING:
     from torch import Tensor
 
 
+ROWS = 2**32
+"""More than the rows of any embedding."""
 VIEWED = 8
 """A run with at least so many samples gets its own call. The samples of smaller runs are copied into padded calls."""
 
@@ -110,7 +113,7 @@ class Segments:
         numbers = torch.arange(self.num_samples, device=device)
         if self.cu_seqlens is None:
             return numbers.expand(tokens, -1)
-        lengths = torch.tensor(self.cu_seqlens, device=device).diff()
+        lengths = to_device(torch.tensor(self.cu_seqlens).diff(), device)
         return numbers.repeat_interleave(lengths, output_size=tokens)[:, None]
 
     def check(self, tokens: Tensor) -> None:
@@ -140,6 +143,8 @@ def product_sq_norms(x: Tensor, dy: Tensor, segments: Segments, *, method: Metho
         segments.check(dy)
         return batch_sq_norms(x.transpose(0, 1), dy.transpose(0, 1), method)
     x, dy = segments.flat(x), segments.flat(dy)
+    if segments.num_samples == 1:
+        return batch_sq_norms(x[None], dy[None], method)
     norms = torch.zeros(segments.num_samples, dtype=torch.float64, device=x.device)
     width, tiles = x.shape[-1] + dy.shape[-1], tiles_of(x)
     few: dict[int, list[Tensor]] = {}  # short samples without many neighbours of their length: [x_i, dy_i]
@@ -151,7 +156,7 @@ def product_sq_norms(x: Tensor, dy: Tensor, segments: Segments, *, method: Metho
             few |= {run.first + number: list(pair) for number, pair in enumerate(pairs)}
     for together in _padded_calls({sample: len(x_i) for sample, (x_i, _) in few.items()}, width, tiles):
         xs, dys = (pad_sequence([few[sample][k] for sample in together], batch_first=True) for k in (0, 1))
-        norms[together] = batch_sq_norms(xs, dys, method)
+        norms.index_copy_(0, to_device(torch.tensor(together), x.device), batch_sq_norms(xs, dys, method))
     return norms
 
 
@@ -197,7 +202,7 @@ def scale_grads(terms: Tensor, segments: Segments) -> Tensor:
 
 
 def row_grads(rows: Tensor, dy: Tensor, segments: Segments) -> tuple[Tensor, Tensor, Tensor]:
-    """Each sample's embedding gradient, at the rows of its own tokens.
+    """Each sample's embedding gradient, at the rows of its own tokens; no size depends on the tokens.
 
     Args:
         rows: [b, t] int64, the row of each token; -1 if another rank holds it.
@@ -205,15 +210,22 @@ def row_grads(rows: Tensor, dy: Tensor, segments: Segments) -> tuple[Tensor, Ten
         segments: which tokens belong to which sample.
 
     Returns:
-        sample [r] int64, row [r] int64, grad [r, h], sorted by (sample, row), each pair once.
+        sample [b t] int64, row [b t] int64, grad [b t, h], sorted by (sample, row), each pair once. Then follow sample
+        0, row 0 and zeros, because several tokens are the same, or another rank's.
     """
-    held = rows.t() >= 0  # [t, b]
-    sample, row = segments.index(len(held), rows.device)[held], rows.t()[held]
-    stride = int(row.max()) + 1 if len(row) else 1
-    key, place = torch.unique(sample * stride + row, return_inverse=True)
-    grad = torch.zeros(len(key), dy.shape[-1], dtype=sum_dtype(dy), device=dy.device)
-    grad.index_add_(0, place, dy.transpose(0, 1)[held].to(grad.dtype))
-    return key // stride, key % stride, grad
+    none = torch.iinfo(torch.int64).max
+    keys = segments.index(rows.shape[1], rows.device) * ROWS + rows.t()  # [t, b]
+    keys = keys.masked_fill_(rows.t() < 0, none).flatten()
+    ascending, order = keys.sort()
+    place = torch.zeros_like(order)
+    place[1:] = (ascending.diff() != 0).cumsum(0)
+    pairs = torch.full_like(keys, none).scatter_(0, place, ascending)
+    grad = torch.zeros(len(keys), dy.shape[-1], dtype=sum_dtype(dy), device=dy.device)
+    place = torch.empty_like(order).scatter_(0, order, place)  # of the tokens in their own order
+    grad.index_add_(0, place, dy.transpose(0, 1).flatten(0, 1).to(grad.dtype))
+    absent = pairs == none
+    pairs = pairs.masked_fill_(absent, 0)
+    return pairs // ROWS, pairs % ROWS, grad.masked_fill_(absent[:, None], 0.0)
 
 
 def product_rows(x: Tensor, dy: Tensor, segments: Segments, sample: Tensor, row: Tensor) -> Tensor:
@@ -225,8 +237,8 @@ def product_rows(x: Tensor, dy: Tensor, segments: Segments, sample: Tensor, row:
         x: [t, b, d], or [tokens, d] if packed.
         dy: [t, b, p], or [tokens, p] if packed.
         segments: which tokens belong to which sample.
-        sample: [r] int64, ascending.
-        row: [r] int64, in 0..p-1.
+        sample: [r] int64, ascending, in host memory.
+        row: [r] int64, in 0..p-1, in host memory.
 
     Returns:
         [r, d].
@@ -234,7 +246,7 @@ def product_rows(x: Tensor, dy: Tensor, segments: Segments, sample: Tensor, row:
     out = torch.zeros(len(row), x.shape[-1], dtype=sum_dtype(x), device=x.device)
     assert bool((sample.diff() >= 0).all()), "the rows are not sorted by sample"
     counts = torch.bincount(sample, minlength=segments.num_samples)
-    place = torch.arange(len(row), device=row.device) - (counts.cumsum(0) - counts)[sample]  # among its sample's rows
+    place = torch.arange(len(row)) - (counts.cumsum(0) - counts)[sample]  # among its sample's rows
     numbers, end = counts.tolist(), 0
     for first, xs, dys in _alike(x, dy, segments):
         most = max(numbers[first : first + len(xs)])
@@ -242,13 +254,13 @@ def product_rows(x: Tensor, dy: Tensor, segments: Segments, sample: Tensor, row:
         for start in range(first, first + len(xs), step):
             some_x, some_dy = (part[start - first : start - first + step] for part in (xs, dys))
             begin, end = end, end + sum(numbers[start : start + len(some_x)])
-            entry = sample[begin:end] - start, place[begin:end]
-            rows = row.new_zeros(len(some_x), most)
-            rows[entry] = row[begin:end]
+            entry = (sample[begin:end] - start) * most + place[begin:end]
+            rows = row.new_zeros(len(some_x) * most).index_copy_(0, entry, row[begin:end]).view(len(some_x), most)
+            rows, entry = to_device(rows, x.device), to_device(entry, x.device)
             columns = some_dy.gather(2, rows[:, None].expand(-1, xs.shape[1], -1))  # [samples, t, most]
             products = out.new_empty(len(some_x), most, x.shape[-1])
             multiply(widen(columns).transpose(1, 2), widen(some_x), products)
-            out[begin:end] = products[entry]
+            out[begin:end] = products.flatten(0, 1).index_select(0, entry)
     return out
 
 

@@ -18,6 +18,7 @@ from oblr_megatron.norms.buffer import GradientBuffer
 from oblr_megatron.norms.products import product
 from oblr_megatron.norms.rules import Kind, Rule, untapped_aside
 from oblr_megatron.norms.segments import Segments, scale_grads
+from oblr_megatron.runtime.device_copy import to_device
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -126,7 +127,8 @@ class StashSink:
         if rows is None or not rule.tied:
             return
         span = rows.span(self.slot, self.slot + 1)
+        row = to_device(rows.row[span], view.device)
         if rule.name == EMBEDDING and rows.embedding is not None:
-            rows.embedding[span] = view[rows.row[span]]
+            rows.embedding[span] = view.index_select(0, row)
         elif rule.name == OUTPUT and rows.head is not None:
-            rows.head[span] = view[rows.row[span]]
+            rows.head[span] = view.index_select(0, row)

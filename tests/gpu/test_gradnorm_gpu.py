@@ -110,7 +110,7 @@ def take_step(gradients: StepGradient, config: Config) -> Tensor:
 def norms_of_gradients(policy: Policy) -> Tensor:
     """[N] of `main_grad`, after plain training's backward of one sample at a time."""
     norms, samples = [], make_samples()
-    for batch in one_per_microbatch(samples, range(len(samples)), device=policy.parallel.device):
+    for batch in one_per_microbatch(samples, range(len(samples))):
         policy.zero_grad()
         run_schedule(policy, [batch], score_loss(policy, TEMPERATURE, None))
         norms.append(sum(rule.grad.double().square().sum() for rule in classify(policy)))
@@ -172,7 +172,7 @@ def test_fp8_norms_are_those_of_the_gradient(path: Path, parallel: Parallel, rec
     config = config_of(path, "bfloat16", "two_pass", fp8="hybrid", fp8_recipe="tensorwise")
     policy = load(path, parallel, config)
     assert not any(rule.tapped for rule in classify(policy) if ".layers." in rule.name)
-    batches = one_per_microbatch(make_samples(), range(len(LENGTHS)), device=parallel.device)
+    batches = one_per_microbatch(make_samples(), range(len(LENGTHS)))
     found = sample_sq_grad_norms(policy, batches, temperature=TEMPERATURE).cpu()
     error = relative_error(found, oracle(path, make_samples(), ratios=False, rounded_to=torch.bfloat16))
     to_gradient = relative_error(found, norms_of_gradients(policy))

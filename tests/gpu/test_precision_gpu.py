@@ -18,7 +18,6 @@ from torch.nn import functional
 from transformers import AutoConfig
 
 from oblr_megatron.checks.machine import RECIPES
-from oblr_megatron.checks.packages import installed
 from oblr_megatron.data.packing import microbatches
 from oblr_megatron.model.policy import Policy
 from oblr_megatron.model.precision import this_machine
@@ -28,7 +27,7 @@ from oblr_megatron.types import MicroBatch
 from tests.gpu.test_gradnorm_gpu import config_of, load, make_samples, needs_te, parallel, path, step_norms
 
 __all__ = ["parallel", "path"]  # fixtures
-OF_LOGITS = 1e-2  # of the largest logit: bf16 rounds to 4e-3, and the two kinds of layers round at other places
+OF_LOGITS = 3e-2  # of the largest logit: each kind of layers is up to 1.1e-2 from fp32, rounded at other places
 OF_FP8 = 0.2  # of a gradient norm's square: e4m3 rounds each factor to 1/16, over the sums of two layers
 
 pytestmark = needs_te
@@ -49,7 +48,7 @@ def logits(policy: Policy, batches: list[MicroBatch]) -> Tensor:
 
 def batches_of(policy: Policy, packing: str) -> list[MicroBatch]:
     options = config_of(Path("unused"), "bfloat16", "two_pass").parallel.model_copy(update={"packing": packing})
-    return microbatches(make_samples(), range(4), options, policy.padding, device=policy.parallel.device)
+    return microbatches(make_samples(), range(4), options, policy.padding)
 
 
 @pytest.mark.parametrize("packing", ["rows", "packed"])
@@ -107,7 +106,8 @@ def test_the_configuration_reaches_the_layers(path: Path, parallel: Any) -> None
 
 
 def test_doctor_says_so() -> None:
-    found = {finding.part: finding.used for finding in doctor.findings(this_machine(), installed())}
+    report = doctor.examine()
+    found = {finding.part: finding.used for finding in report.findings}
     assert found["layers"].startswith("Transformer Engine")
     assert found["optimizer"].startswith("transformer_engine")
-    assert doctor.examine().gpus
+    assert report.gpus

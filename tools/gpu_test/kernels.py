@@ -105,7 +105,7 @@ def plans(
     def seconds(lengths: Sequence[int], row: int) -> float:
         samples = [_sample(length) for length in lengths]
         padded = replace(policy, padding=Padding(row=row))
-        batches = one_per_microbatch(samples, range(len(samples)), device=parallel.device)
+        batches = one_per_microbatch(samples, range(len(samples)))
         return meter.seconds(lambda: run_schedule(padded, batches, score_loss(padded, 1.0, None)))
 
     lengths = [shortest + 25 * n + (not (shortest + 25 * n) % PLANNED_TOKENS) for n in range(count)]
