@@ -93,7 +93,7 @@ def _core_bytes(sizes: RankSizes, tokens: Tokens, config: Config) -> int:
 
 def mask_bytes(sizes: RankSizes, tokens: Tokens) -> int:
     """Bytes of the masks of a context-parallel rank: its two chunks against all earlier keys."""
-    if sizes.cp == 1:
+    if sizes.cp == 1 or not sizes.masked:
         return 0
     chunk = tokens.length // 2
     return (2 * sizes.cp + 1) * chunk * chunk * sizes.element

@@ -70,9 +70,13 @@ class PassOnRank:
         sizes, tokens = self.sizes, self.tokens
         output = 0 if sizes.only_stage else self._residual
         one = self._layers_bytes(-(-sizes.layers // self._chunks)) + output
-        scratch = tokens.count * sizes.hidden * sizes.element if sizes.sequence_parallel else 0  # gathered inputs
         rotary = tokens.length * sizes.cp * sizes.head_dim * 4
-        return one * self.in_flight + scratch + rotary + self._routes
+        return one * self.in_flight + self.gathered + rotary + self._routes
+
+    @property
+    def gathered(self) -> int:
+        """megatron-core's buffer for the gathered inputs of sequence parallelism, which stays between steps."""
+        return self.tokens.count * self.sizes.hidden * self.sizes.element if self.sizes.sequence_parallel else 0
 
     @property
     def _routes(self) -> int:

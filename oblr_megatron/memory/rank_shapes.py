@@ -71,6 +71,7 @@ class RankSizes:
     wide: int  # bytes of an element of main_grad and of fp32 computations (8 in float64 runs)
     logit: int  # bytes of an output layer's product
     fused: bool  # the gated unit keeps only its input and its output
+    masked: bool  # attention to earlier chunks needs masks; flash attention, in half precision on GPUs, does not
     transformer_engine: bool
     padding: Padding
 
@@ -124,6 +125,7 @@ class RankSizes:
             wide=max(element, 4),
             logit=4 if widens_logits(config.model.head_dtype, config.model.dtype, on_gpu=on_gpu) else element,
             fused=on_gpu or not (experts or config.model.batch_invariant),
+            masked=not on_gpu or element > 2,
             transformer_engine=transformer_engine,
             padding=padding_of(config.model, parallel, transformer_engine=transformer_engine),
         )

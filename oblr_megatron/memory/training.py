@@ -116,11 +116,12 @@ def estimate_stage(
     layout = Layout.of(hf_config, config, world_size)
     sizes = RankSizes.of(hf_config, config, stage, on_gpu=on_gpu, transformer_engine=transformer_engine)
     updated = updated_elements(sizes, config, world_size)
-    moments = [update_moment(sizes, config, updated, on_gpu=on_gpu)]
+    moments, gathered = [update_moment(sizes, config, updated, on_gpu=on_gpu)], 0
     for run in passes_of(hf_config, config, layout, norms=config.measures_norms, transformer_engine=transformer_engine):
         tokens = sizes.tokens(run.rows, longest_sample(config))
         on_rank = PassOnRank(sizes, config, run, tokens, stage, on_gpu)
         moments += [replace(moment, in_folds=run.kind != "norms") for moment in on_rank.moments()]
+        gathered = max(gathered, on_rank.gathered)
 
     weights, main_grad = sizes.parameters * sizes.element, sizes.parameters * sizes.wide
     fp8_copies = 2 * sizes.layer_weights if config.model.fp8 != "none" else 0  # of the matrices and their transposes
@@ -147,7 +148,7 @@ def estimate_stage(
             fixed=fixed_bytes,
             stage=stage,
             moment=moment.name,
-            between_steps=held_weights + main_grad + in_passes + kept_stash + fixed_bytes,
+            between_steps=held_weights + main_grad + in_passes + kept_stash + gathered + fixed_bytes,
         )
         for moment in moments
     ]

@@ -55,6 +55,7 @@ class _TappedNorm(torch.autograd.Function):
             y = functional.layer_norm(x, weight.shape, weight, bias, eps)
         else:  # what functional.rms_norm calls
             y, rstd = torch._fused_rms_norm(x, weight.shape, weight, eps)
+            assert rstd.shape == (*x.shape[:-1], 1), f"torch's RMSNorm returns 1 / rms of shape {tuple(rstd.shape)}"
         ctx.save_for_backward(x, rstd)
         return y
 
