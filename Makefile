@@ -15,7 +15,7 @@ export OMP_NUM_THREADS ?= 1
 export HF_HUB_OFFLINE ?= 1
 export TOKENIZERS_PARALLELISM ?= false
 
-.PHONY: env gpu-env gpu-test demo demo-llm check test test-oldest test-all test-slurm test-net lint style format docs smoke bench lock lock-gpu clean
+.PHONY: env gpu-env gpu-test demo demo-llm check test test-oldest test-all test-sim test-slurm test-net lint style format docs smoke bench lock lock-gpu clean
 
 env: $(VENV)/.ready
 
@@ -63,6 +63,10 @@ test-oldest: env
 # And what runs nightly: soaks, kills, SLURM jobs, benchmarks, preset dry runs, big conversions.
 test-all: style
 	$(BIN)/python tools/run_tests.py all
+
+# The GPU's code on a simulated CUDA device (docs/gpu.md): all its tests, with the tables of waits and of memory.
+test-sim: env
+	$(BIN)/python -m pytest -rs -s tests/sim_cuda
 
 # The job scripts under a real SLURM on this machine: needs root; on Debian it is installed if it is missing.
 test-slurm: env

@@ -57,7 +57,7 @@ class Tier:
         return [together, [*marked, "-m", f"alone{others}"]]
 
 
-ALL = ("tests/e2e", "tests/distributed", "tests/gpu", "tests/unit")
+ALL = ("tests/e2e", "tests/distributed", "tests/sim_cuda", "tests/gpu", "tests/unit")
 TIERS = {
     "check": Tier("fast unit tests", "3 to 6", ["tests/unit"], "slow or nightly or alone"),
     "test": Tier("unit tests, parallel layouts on 1 to 4 ranks, whole runs with vLLM", "15 to 30", ALL, "nightly"),

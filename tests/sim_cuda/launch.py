@@ -1,0 +1,67 @@
+"""Compile the simulated device once, and start processes that have it."""
+
+from __future__ import annotations
+
+import hashlib
+import os
+import shutil
+import subprocess
+import sys
+import sysconfig
+from collections.abc import Sequence
+from functools import cache
+from pathlib import Path
+from unittest import mock
+
+import torch
+
+HERE = Path(__file__).parent
+ROOT = HERE.parent.parent
+NAME = "sim_cuda_device"
+
+
+def missing() -> str:
+    """What this machine lacks; "" if nothing."""
+    if torch.version.cuda is None or torch.cuda.is_available():
+        return "a torch built for CUDA, on a machine without a GPU"
+    if not Path(sysconfig.get_paths()["include"], "Python.h").is_file():
+        return "Python's headers"
+    return next((tool for tool in ("c++", "ninja") if not shutil.which(tool, path=_path())), "")
+
+
+@cache
+def library() -> Path:
+    """The compiled device, in build/: half a minute at the first call with a torch and a source."""
+    from torch.utils import cpp_extension
+
+    source = (HERE / "device.cpp").read_bytes()
+    key = hashlib.sha256(source + f"{torch.__version__} {sys.version}".encode()).hexdigest()[:16]
+    directory = ROOT / "build" / "sim_cuda" / key
+    file = directory / f"{NAME}.so"
+    if not file.is_file():
+        directory.mkdir(parents=True, exist_ok=True)
+        with mock.patch.dict(os.environ, PATH=_path()):
+            cpp_extension.load(NAME, [str(HERE / "device.cpp")], extra_cflags=["-O1"], build_directory=str(directory))
+    return file
+
+
+def environment() -> dict[str, str]:
+    """Of a process with the device. Kernels that Triton would compile run as they are written."""
+    paths = [str(HERE / "site"), str(ROOT), *filter(None, [os.environ.get("PYTHONPATH")])]
+    return os.environ | {
+        "PYTHONPATH": os.pathsep.join(paths),
+        "SIM_CUDA_LIBRARY": str(library()),
+        "TORCHDYNAMO_DISABLE": "1",
+    }
+
+
+def run(arguments: Sequence[str], **environ: str) -> subprocess.CompletedProcess[str]:
+    """Python with these arguments and the device; both outputs as text."""
+    return subprocess.run(
+        [sys.executable, *arguments], cwd=ROOT, env=environment() | environ, text=True, capture_output=True, check=False
+    )
+
+
+def _path() -> str:
+    """PATH with the tools of this Python's environment."""
+    return os.pathsep.join([str(Path(sys.executable).parent), os.environ["PATH"]])

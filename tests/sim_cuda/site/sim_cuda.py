@@ -1,0 +1,173 @@
+"""The simulated CUDA device in Python: torch.cuda's own functions on answers of device.cpp instead of CUDA's.
+
+`sitecustomize.py` installs it before torch is used. `waits` counts every wait of the host for the device, by its kind
+and by the innermost function of Python outside of torch. Operations on more than SIM_CUDA_LIMIT elements are not
+computed.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import os
+import sys
+from collections import Counter
+from types import FrameType, SimpleNamespace
+from typing import Any
+
+import torch
+import torch.distributed.distributed_c10d as c10d
+from torch.nn.attention import bias
+
+COUNT, MEMORY = 8, int(79.1 * 2**30)
+PROPERTIES = SimpleNamespace(
+    name="NVIDIA H100 80GB HBM3",
+    major=9,
+    minor=0,
+    total_memory=MEMORY,
+    multi_processor_count=132,
+    max_threads_per_multi_processor=2048,
+    warp_size=32,
+    regs_per_multiprocessor=65536,
+    shared_memory_per_block_optin=232448,
+    L2_cache_size=50 * 2**20,
+    gcnArchName="",
+    uuid="simulated",
+    is_integrated=0,
+)
+waits: Counter[tuple[str, str]] = Counter()
+"""(what waits, where) -> how often. Example: ("item", "oblr_megatron/model/optimizer.py clip") -> 1"""
+
+
+def _compiled() -> Any:
+    """The module of device.cpp."""
+    spec = importlib.util.spec_from_file_location("sim_cuda_device", os.environ["SIM_CUDA_LIBRARY"])
+    assert spec is not None and spec.loader is not None, "SIM_CUDA_LIBRARY names no module"
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+device = _compiled()
+
+
+def place(frame: FrameType | None) -> str:
+    """File and name of the innermost function that is neither torch's nor this module's."""
+    while frame is not None:
+        file = frame.f_code.co_filename
+        if "/torch/" not in file and file != __file__ and not file.startswith("<"):
+            short = file.rpartition("/site-packages/")[2]
+            for root in ("oblr_megatron/", "tests/", "tools/"):
+                short = root + short.partition(f"/{root}")[2] if f"/{root}" in short else short
+            return f"{short} {frame.f_code.co_name}"
+        frame = frame.f_back
+    return "autograd"
+
+
+def note(what: str) -> None:
+    """Count a wait of the host for the device."""
+    waits[what, place(sys._getframe(1))] += 1
+
+
+class Stream(torch.Stream):
+    """`torch.cuda.Stream`: work on it is done at once."""
+
+    def __new__(cls, device: Any = None, priority: int = 0, **known: Any) -> Any:
+        if known:
+            return super().__new__(cls, priority=priority, **known)
+        index = torch.cuda._utils._get_device_index(device, optional=True)
+        return super().__new__(cls, device=torch.device("cuda", index))
+
+    @property
+    def cuda_stream(self) -> int:
+        """The address that libraries want."""
+        return int(self.stream_id)
+
+    def record_event(self, event: Any = None) -> Any:
+        """Every event has already happened."""
+        event = event or Event()
+        event.record(self)
+        return event
+
+    @staticmethod
+    def priority_range() -> tuple[int, int]:
+        """As on an H100."""
+        return 0, -5
+
+
+class Event(torch.Event):
+    """`torch.cuda.Event`: all times are 1 ms."""
+
+    def __new__(cls, enable_timing: bool = False, blocking: bool = False, interprocess: bool = False, **_: Any) -> Any:
+        return super().__new__(cls, device="cuda", enable_timing=enable_timing, blocking=blocking)
+
+    def elapsed_time(self, end: Any) -> float:
+        """Of torch's own method only objects of exactly `torch.Event` are accepted."""
+        return 1.0
+
+
+class _OverGloo(type):
+    """Makes a group of gloo, which finds the device's memory on the host."""
+
+    def __call__(cls, store: Any, rank: int, size: int, options: Any) -> Any:
+        return c10d.ProcessGroupGloo(store, rank, size, timeout=options._timeout)
+
+    def __instancecheck__(cls, instance: Any) -> bool:
+        return isinstance(instance, c10d.ProcessGroupGloo)
+
+
+class NCCL(metaclass=_OverGloo):
+    """Stands in for torch's ProcessGroupNCCL; the backend is still called nccl."""
+
+    Options = c10d.ProcessGroupNCCL.Options
+
+
+def _stats(index: int) -> dict[str, Any]:
+    live, peak = device.live_bytes(index), device.peak_bytes(index)
+    whole, blocks = {"all": {"current": live, "peak": peak}}, {"all": {"allocated": device.allocations(index)}}
+    return {"allocated_bytes": whole, "reserved_bytes": whole, "allocation": blocks}
+
+
+def _free_memory(index: int) -> tuple[int, int]:
+    return MEMORY - device.live_bytes(index), MEMORY
+
+
+def install() -> None:
+    """Replace CUDA's kernels and what torch.cuda asks the driver. Nothing may have used CUDA before."""
+    device.set_capacity(MEMORY)
+    if "SIM_CUDA_LIMIT" in os.environ:
+        device.set_limit(int(os.environ["SIM_CUDA_LIMIT"]))
+    device.install(note)
+    driver = {
+        "_cuda_getDeviceCount": lambda: COUNT,
+        "_cuda_getDevice": device.get_device,
+        "_cuda_setDevice": device.exchange_device,
+        "_cuda_synchronize": lambda: device.wait("device"),
+        "_cuda_getArchFlags": lambda: "sm_90",
+        "_cuda_isInBadFork": lambda: False,
+        "_cuda_getCurrentStream": lambda index: (device.get_stream(index), index, 1),
+        "_cuda_getDefaultStream": lambda index: (0, index, 1),
+        "_cuda_setStream": lambda stream_id, device_index, device_type: device.set_stream(device_index, stream_id),
+        "_cuda_memoryStats": _stats,
+        "_cuda_resetPeakMemoryStats": device.reset_peak,
+        "_cuda_emptyCache": lambda: None,
+        "_cuda_ipc_collect": lambda: None,
+    }
+    for name, answer in driver.items():
+        assert hasattr(torch._C, name), f"this torch has no {name}"
+        setattr(torch._C, name, answer)
+    cuda: Any = torch.cuda
+    cuda._initialized, cuda._is_in_bad_fork = True, driver["_cuda_isInBadFork"]
+    cuda._exchange_device = cuda._maybe_exchange_device = device.exchange_device
+    cuda._get_device_properties = lambda index: PROPERTIES
+    cuda.default_generators = tuple(torch.Generator() for _ in range(COUNT))
+    cuda.Stream = cuda.streams.Stream = Stream
+    cuda.Event = cuda.streams.Event = Event
+    cuda.graphs._cuda_isCurrentStreamCapturing = lambda: False
+    runtime = SimpleNamespace(cudaMemGetInfo=_free_memory, cudaProfilerStart=lambda: 0, cudaProfilerStop=lambda: 0)
+    cuda.cudart = cuda.memory.cudart = lambda: runtime
+    halves = (torch.bfloat16, torch.float16)
+    bias.can_use_flash_attention = lambda asked, debug=False: asked.query.dtype in halves
+    bias.can_use_efficient_attention = lambda asked, debug=False: False
+    bias._raise_kernel_warnings = lambda asked: None
+    c10d.Backend.backend_capability["nccl"] = ["cpu", "cuda"]
+    c10d.ProcessGroupNCCL = NCCL  # type: ignore[misc, assignment]
