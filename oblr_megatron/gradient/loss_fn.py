@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, fields
-from functools import partial
 from typing import TYPE_CHECKING
 
 import torch
@@ -147,7 +146,7 @@ def score_loss(
         logprobs = tokens.logprobs  # [b, t]
         detached = logprobs.detach()
         rho, sums_of = (
-            (torch.ones_like(detached), partial(_no_sums, detached)) if ratios is None else ratios(detached, batch)
+            (torch.ones_like(detached), lambda: _no_sums(detached)) if ratios is None else ratios(detached, batch)
         )
         own = torch.ones_like(detached)
         if callable(coefficients):

@@ -108,17 +108,17 @@ def _changed(batch: Any, cu_seqlens: Tensor | None, values: dict[str, Tensor]) -
     return replace(batch, cu_seqlens=cu_seqlens, **values)
 
 
-def packed_params(parallel: Parallel, batch: TokenRows) -> PackedRows | None:
+def packed_params(parallel: Parallel, batch: TokenRows, device: torch.device) -> PackedRows | None:
     """megatron-core's parameters of a packed microbatch from `local_part`; None for rows.
 
     Lengths are those of whole samples, before the cut over context-parallel ranks. They include a sample's padding: it
-    follows every real token, so that the causal mask hides it.
+    follows every real token, so that the causal mask hides it. `device` is where the layers read the bounds.
     """
     if batch.cu_seqlens is None:
         return None
     bounds = batch.cu_seqlens * parallel.cp_size
     lengths = tuple(bounds.diff().tolist())
-    bounds = to_device(bounds, batch.input_ids.device)
+    bounds = to_device(bounds, device)
     longest = max(lengths)
     return PackedRows(
         qkv_format="thd",

@@ -28,6 +28,7 @@ from torch import Tensor
 from torch.autograd import Variable
 
 from oblr_megatron.data.packing import empty_batch
+from oblr_megatron.model.cpu.attention import SdpaAttention
 from oblr_megatron.model.router import RouterBatch, routers_of
 from oblr_megatron.model.sequence import local_part, on_device, packed_params
 from oblr_megatron.model.tapped import unwrapped
@@ -77,6 +78,9 @@ def run_schedule(
     if not microbatches:
         return []
     items = _items(policy, microbatches)
+    # The rotary embedding of local layers reads the bounds of packed samples in Python, other kernels on the device.
+    local = any(isinstance(layer, SdpaAttention) for chunk in policy.modules for layer in chunk.modules())
+    bounds_on = torch.device("cpu") if local else policy.parallel.device
     with torch.set_grad_enabled(not forward_only), policy.tap.into(sink), routers_of(policy, routers) as chunk_routers:
 
         def forward_step(data: Iterator[Item], model: DistributedDataParallel) -> tuple[Tensor, Callable[..., Any]]:
@@ -88,7 +92,7 @@ def run_schedule(
                 input_ids=batch.input_ids,
                 position_ids=None,  # the rotary embedding computes positions itself
                 attention_mask=None,
-                packed_seq_params=packed_params(policy.parallel, batch),
+                packed_seq_params=packed_params(policy.parallel, batch, bounds_on),
             )
             begin = None if forward_only else partial(_announce, policy.tap, position, chunk, batch, routed)
             if begin and not unwrapped(model).post_process:

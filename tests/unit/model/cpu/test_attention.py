@@ -30,7 +30,7 @@ def test_lengths_are_those_of_whole_samples() -> None:
     parallel: Any = SimpleNamespace(cp_size=2)
     row = torch.zeros(1, 5)
     batch = MicroBatch(row, row, row, row, sample_index=row, cu_seqlens=torch.tensor([0, 2, 5], dtype=torch.int32))
-    packed = packed_params(parallel, batch)
+    packed = packed_params(parallel, batch, torch.device("cpu"))
     assert packed is not None and packed.lengths == (4, 6) and packed.max_seqlen_q == 6
     assert packed.cu_seqlens_q.tolist() == [0, 4, 10]
 
