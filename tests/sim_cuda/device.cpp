@@ -205,7 +205,7 @@ Tensor host(const Tensor& t) {  // a CPU tensor on the same memory, which it kee
 
 Tensor shape(const Tensor& t) {
   Tensor out = at::empty_strided(t.sizes(), t.strides(), at::TensorOptions(t.scalar_type()).device(at::kMeta));
-  out.unsafeGetTensorImpl()->set_wrapped_number(t.unsafeGetTensorImpl()->is_wrapped_number());
+  if (t.unsafeGetTensorImpl()->is_wrapped_number()) out.unsafeGetTensorImpl()->set_wrapped_number(true);
   return out;
 }
 

@@ -27,6 +27,7 @@ def measured(case: str) -> float:
     return float(row["ratio"])
 
 
+@pytest.mark.nightly
 @pytest.mark.parametrize("mode", ["inline", "two_pass", "stash", "bookkeep"])
 def test_the_estimate_is_the_peak(mode: str) -> None:
     assert measured(f"{mode} layers=2 tokens=2048 vocabulary=65536 tied=1 dtype=bfloat16 layers_of=local") == (
