@@ -41,6 +41,7 @@ from oblr_megatron.norms.sample_gradients import SampleGradients, numbers_of
 from oblr_megatron.rollout.routes import without_routes
 from oblr_megatron.rollout.waves import Wave, mini_batches
 from oblr_megatron.runtime.collectives import all_reduce
+from oblr_megatron.runtime.device_copy import to_device
 from oblr_megatron.types import GradientStats, Sample
 
 if TYPE_CHECKING:
@@ -275,8 +276,9 @@ class StepGradient:
         norms, kept, packed = torch.zeros(len(batch.samples)).double(), self._kept(batch), self._packed(batch.samples)
 
         def weigh(numbers: Tensor, energies: Tensor) -> Tensor:
-            norms[numbers.cpu()] = energies.cpu()
-            return advantage(prompts, norms.view(len(prompts), -1)).flatten()[numbers.cpu()].to(parallel.device)
+            own = numbers.cpu()
+            norms[own] = energies.cpu()
+            return to_device(advantage(prompts, norms.view(len(prompts), -1)).flatten()[own], parallel.device)
 
         loss_of = self._loss(weigh)
 
