@@ -65,15 +65,19 @@ class Run:
         return self.sampling.config
 
     def begin(self) -> None:
-        """Push the weights; before the very first step, evaluate them and log the result as step 0."""
-        sampling = self.sampling
-        record = StepRecord(done=0)
+        """Push the weights. Evaluate them before the very first step, logged as step 0, or if an earlier process could
+        not: it had lost its engines after a step's update.
+        """
+        sampling, resumed = self.sampling, self.sampling.resumed
+        record = StepRecord(done=sampling.start)
         self.push(version=sampling.start, record=record)
-        if sampling.start == 0:
+        if resumed is None or not resumed.state.get("evaluated", True):
             sampling.evaluate(record)
-        timing = sampling.timer.finish_step()
-        if any(name.startswith("eval/") for name in record.metrics):
-            record.metrics |= timing
+        record.metrics |= sampling.timer.finish_step()
+        if record.evaluated and resumed is not None:  # the step's other metrics are logged
+            record.metrics = {name: value for name, value in record.metrics.items() if name.startswith("eval/")}
+            self.saver.evaluated(resumed.path, record.done, record.metrics)
+        if record.evaluated:
             sampling.write(record)
             self.logged = record
         self.facts = self._facts()
@@ -209,6 +213,8 @@ class Run:
         if self.updated is not None:
             sampling.log(self.updated)
             self.logged, self.facts = self.updated, self._facts()
+            due = sampling.evaluation_due(self.updated.done)
+            self.facts["evaluated"] = self.updated.evaluated or not due  # if not, the resumed run does it
         if self.facts.get("step", sampling.start) == sampling.start:
             return
         self._tell(self.saver.wait())

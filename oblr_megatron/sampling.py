@@ -291,14 +291,18 @@ class Sampling:
         with self.timer("rollout"):
             self.engines.sleep(self.config.rollout.sleep_level)
 
+    def evaluation_due(self, step: int) -> bool:
+        """Whether the weights after a step are to be evaluated."""
+        every = self.config.evaluate.every_steps
+        return bool(self.held_out and every) and (step % every == 0 or step == self.config.num_steps)
+
     def evaluate(self, record: StepRecord) -> None:
         """Held-out accuracy before the first step, after the last, and every `evaluate.every_steps`.
 
         A reward that fails for all responses does not end the run: the metrics that need its scores are left out.
         """
-        options, step = self.config.evaluate, record.done
-        due = options.every_steps and (step % options.every_steps == 0 or step == self.config.num_steps)
-        if not (due and self.held_out):
+        step = record.done
+        if not self.evaluation_due(step):
             return
         with self.timer("evaluate"):
             for name, prompts in self.held_out.items():
@@ -309,6 +313,7 @@ class Sampling:
                     what = f"no {' or '.join(grades.lost)} response of set {name!r} could be scored"
                     logger.warning("%s at step %d, its accuracies are left out: %s", what, step, grades.fault)
                 self.trackers.table(step, name, COLUMNS, self.evaluations.rows)
+        record.evaluated = True
 
     def log(self, record: StepRecord) -> None:
         """Complete the record of a step and write it to metrics.jsonl, trackers and console."""

@@ -182,6 +182,11 @@ class Saver:
         """The best checkpoint, if there is one."""
         return None if self.best is None else self._directory / store.step_name(self.best.step)
 
+    def evaluated(self, checkpoint: Path, step: int, values: Mapping[str, float]) -> None:
+        """Note the evaluation of the resumed checkpoint, which its process could not finish."""
+        if checkpoint.parent == self._directory and self._is_best(values):
+            self.best = self._best_before = Best(step, values[self._options.best_metric])
+
     def _carried(self, resumed: Facts | None) -> Best | None:
         """The best so far, if it has the same metric and lies in this run directory, as the first rank sees it."""
         best = None

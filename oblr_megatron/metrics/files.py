@@ -109,6 +109,7 @@ class MetricsWriter:
         self._last_step = -1 if resume_step is None else resume_step
         self._lines = KeptLines(run_dir / METRICS_FILE, self._prepare)
         self._run_dir, self._rank, self._world_size, self._resume_step = run_dir, rank, world_size, resume_step
+        self._late: Record = {}  # an evaluation of the resumed step
         if rank == 0 and resume_step is None and (run_dir / METRICS_FILE).exists():
             path = str(run_dir / METRICS_FILE)
             raise UserError("the run directory already has metrics", where=path, fix="choose a new run_dir")
@@ -116,16 +117,20 @@ class MetricsWriter:
     def write(self, step: int, values: Mapping[str, float]) -> Record:
         """Log all metrics of one step, an evaluation's included, and return the record as logged.
 
+        An evaluation of the resumed step joins the record of that step.
+
         Raises:
             KeyError: a name is not in METRICS.
         """
-        assert step > self._last_step, f"step {step} was logged after step {self._last_step}"
+        late = step == self._resume_step == self._last_step and all(name.startswith("eval/") for name in values)
+        assert late or step > self._last_step, f"step {step} was logged after step {self._last_step}"
         self._last_step = step
         record: Record = {"step": step}
         for name in in_table_order(values.keys() - {"step"}):
             record[name] = _finite_or_none(values[name])
         if self._rank == 0:
-            self._lines.write(_line(record))
+            self._late |= record if late else {}
+            self._lines.write("" if late else _line(record))
         return record
 
     def _prepare(self) -> None:
@@ -133,6 +138,9 @@ class MetricsWriter:
         run_dir.mkdir(parents=True, exist_ok=True)
         _write_environment(run_dir, self._world_size, resumed=resume_step is not None)
         kept = logged_until(run_dir, 0 if resume_step is None else resume_step)
+        if self._late and kept and kept[-1]["step"] == resume_step:
+            whole = kept[-1] | self._late
+            kept[-1] = {name: whole[name] for name in ("step", *in_table_order(whole.keys() - {"step"}))}
         write_whole(run_dir / METRICS_FILE, "".join(_line(record) for record in kept))
 
     def close(self) -> None:

@@ -35,6 +35,7 @@ class StepRecord:
     prompts: Sequence[Prompt] = ()  # Q, those that the step trains on
     samples: Sequence[Sample] = ()  # N, their responses
     scored: Scored | None = None  # their rewards
+    evaluated: bool = False  # whether an evaluation was due, and is complete
     stats: GradientStats | None = None  # None until the gradient is computed, and where nothing is trained
 
 

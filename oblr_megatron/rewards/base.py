@@ -183,7 +183,7 @@ def cause_of(results: Sequence[RewardResult], config: RewardConfig) -> str:
     if "environment" in config.names:
         return "the episodes failed or were late, see logs/environment-*.log"
     if all(fault == "late" for result in results for fault in result.faults.values()):
-        return f"no call ended within reward.timeout_s, {config.timeout_s:g} s"
+        return f"no call of {', '.join(config.names)} ended within reward.timeout_s, {config.timeout_s:g} s"
     return "see the run's log"
 
 

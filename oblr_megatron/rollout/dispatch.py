@@ -47,7 +47,8 @@ async def dispatch(
             left = max(0.0, deadline - time.monotonic())
             done, _ = await asyncio.wait(waits, timeout=left, return_when=asyncio.FIRST_COMPLETED)
             if not done:
-                raise EnginesGoneError(str(DeadlineError("rank 0", what, seconds)))
+                asked = sorted({servers[number].name for number, task in waits.values() if task is not None})
+                raise EnginesGoneError(str(DeadlineError("rank 0", f"{what} of {', '.join(asked)}", seconds)))
             for future in done:
                 if future not in waits:
                     continue  # its server was lost in this round

@@ -6,6 +6,7 @@ import argparse
 import json
 import math
 import os
+import re
 import signal
 import sys
 from collections.abc import Callable, Sequence
@@ -17,8 +18,12 @@ from oblr_megatron.runtime.processes import launched
 from oblr_megatron.runtime.streams import outlast_readers
 from oblr_megatron.runtime.temporary import own_tmpdir
 
-PEER_LOST = ("Connection closed by peer", "Connection reset by peer", "Broken pipe", "Timed out waiting")
+PEER_LOST = re.compile(
+    r"Connection (?:closed|reset) by peer|Connection (?:timed out|refused)|Broken pipe|No route to host"
+    r"|Network is unreachable|Timed out waiting (?P<ms>\d+)ms"
+)
 """Messages of a lost peer; torch.distributed has no exception class for it. The lost rank itself says more."""
+ADDRESS = re.compile(r"\[(?:::ffff:)?([\da-fA-F.:]+)\]:\d+")  # in them, where gloo knows it
 OWN_PACKAGES = ("oblr_megatron", "studies")
 LARGEST = 2**31 - 1
 
@@ -142,8 +147,13 @@ def reason_of(error: BaseException) -> str | None:
     if isinstance(error, OSError) and error.errno in NO_SPACE:
         fix = "free space on its disk, or raise the quota"
         return f"cannot write {error.filename or 'a file'}: {error.strerror}. Fix: {fix}"
-    lost = [phrase for phrase in PEER_LOST if isinstance(error, RuntimeError) and phrase in str(error)]
-    return f"lost another rank: {lost[0]}" if lost else None
+    lost = PEER_LOST.search(str(error)) if isinstance(error, RuntimeError) else None
+    if lost is None:
+        return None
+    if lost["ms"]:
+        return f"waited {int(lost['ms']) / 1000:g} s for another rank and gave up (parallel.distributed_timeout_s)"
+    address = ADDRESS.search(str(error))
+    return f"lost another rank{f' at {address[1]}' if address else ''}: {lost[0]}"
 
 
 def add_run_arguments(parser: argparse.ArgumentParser) -> None:

@@ -6,7 +6,8 @@ SIGINT, SIGHUP, SIGTERM and SIGUSR1 are forwarded to the ranks of this node. The
 status 0, and so does the launcher. torchrun alone would end its ranks (after 30 s with SIGKILL). A second SIGINT,
 SIGHUP or SIGTERM, or a signal before the ranks exist, ends everything at once.
 
-A failure prints one line. torch's own messages go to RUN_DIR/logs/launcher.log.
+A failure prints one line. torch's own messages go to RUN_DIR/logs/launcher.log. After a rank has failed, the launcher
+ends within ENDS_S, also where the other nodes cannot be reached any more.
 """
 
 from __future__ import annotations
@@ -16,6 +17,7 @@ import logging
 import os
 import signal
 import sys
+import threading
 import time
 from collections.abc import Sequence
 from contextlib import suppress
@@ -37,6 +39,10 @@ if TYPE_CHECKING:
 
 LATER_S = 2 * REPEAT_S  # longer than REPEAT_S, because ranks get the first SIGTERM a little later
 KEY_LATER_S = 2 * KEY_REPEAT_S
+ENDS_S = 45.0
+"""Seconds that torchrun has to end the other ranks of a node (SIGKILL after 30 s) and to leave the rendezvous. Each
+call of a store on a node that is cut off takes a minute."""
+LOOK_S = 0.5  # between two looks for new ranks
 RANK = "oblr_megatron.runtime.rank"
 TRAIN = "oblr_megatron.step_loop"
 
@@ -66,6 +72,8 @@ def _torchrun(given: Sequence[str], forward: Forward) -> int:
     options.training_script, options.module = RANK, True
     try:
         forward.error = SignalException
+        if not options.max_restarts:
+            threading.Thread(target=_end_after_failures, args=(log,), daemon=True).start()
         if forward.early is not None:
             raise SignalException("a signal before torchrun was imported", forward.early)
         run(options)
@@ -89,6 +97,29 @@ def _torchrun(given: Sequence[str], forward: Forward) -> int:
         print(f"error: the launchers cannot meet: {reason}. Fix: {fix}", file=sys.stderr)
         return EXIT_RUN
     return EXIT_OK
+
+
+def _end_after_failures(log: _Log) -> None:
+    """Watch the ranks, and end this process if torchrun does not within ENDS_S after one has failed."""
+    watched: set[int] = set()
+    while True:
+        for rank in set(children_of(os.getpid())) - watched:
+            watched.add(rank)
+            threading.Thread(target=_end_after_failure, args=(rank, log), daemon=True).start()
+        time.sleep(LOOK_S)
+
+
+def _end_after_failure(rank: int, log: _Log) -> None:
+    """Wait for a rank's end, and leave its status for torchrun. With this process, other ranks end as well."""
+    with suppress(ChildProcessError):  # torchrun was faster
+        ended = os.waitid(os.P_PID, rank, os.WEXITED | os.WNOWAIT)
+        if ended is None or not ended.si_status:
+            return
+        time.sleep(ENDS_S)
+        text = f"a rank has failed, and the other nodes did not answer the launcher for {ENDS_S:g} s"
+        log.keep(text)
+        print(f"error: {text}", file=sys.stderr, flush=True)
+        os._exit(EXIT_USER if (ended.si_code, ended.si_status) == (os.CLD_EXITED, EXIT_USER) else EXIT_RUN)
 
 
 def _print_failure(error: ChildFailedError, log: _Log) -> None:

@@ -157,6 +157,25 @@ def test_resuming_drops_the_steps_after_the_checkpoint_and_appends(tmp_path):
     ]
 
 
+def test_an_evaluation_of_the_resumed_step_joins_its_record(tmp_path):
+    """Its process had logged the step, and could not evaluate it."""
+    with MetricsWriter(tmp_path) as writer:
+        for step in range(4):
+            writer.write(step, {"lr": step + 0.5})
+    with MetricsWriter(tmp_path, resume_step=2) as writer:
+        writer.write(2, {"eval/sums/accuracy": 0.25})
+        assert read_metrics(tmp_path)[-1] == {"step": 2, "lr": 2.5, "eval/sums/accuracy": 0.25}
+        writer.write(3, {"lr": 9.0})
+        with pytest.raises(AssertionError):
+            writer.write(2, {"eval/sums/accuracy": 0.5})
+    assert [(record["step"], record["lr"]) for record in read_metrics(tmp_path)] == [
+        (0, 0.5),
+        (1, 1.5),
+        (2, 2.5),
+        (3, 9.0),
+    ]
+
+
 @pytest.mark.parametrize("before", ['{"started": "2030-01-02T03:04:05+00:00", "world_size": 4}', "{", "[]", None])
 def test_a_resumed_run_records_its_environment_and_keeps_the_start(tmp_path, before):
     path = tmp_path / "environment.json"

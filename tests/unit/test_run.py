@@ -194,7 +194,11 @@ def test_only_weights_of_a_step_boundary_are_saved(
     """
     parts, steps, said = make_run(tmp_path), list[int](), list[str]()
     parts.sampling = SimpleNamespace(
-        version=version, start=3, log=lambda _: None, display=SimpleNamespace(message=said.append)
+        version=version,
+        start=3,
+        log=lambda _: None,
+        display=SimpleNamespace(message=said.append),
+        evaluation_due=lambda step: True,
     )
     parts.facts, parts.updated = {"step": min(version, 5)}, parts.record if updated else None
     parts._facts = lambda: {"step": parts.sampling.version}
@@ -208,6 +212,7 @@ def test_only_weights_of_a_step_boundary_are_saved(
     parts.saver.wait = wait
     run.Run.rescue(parts)
     assert steps == saved and len(said) == (version > 3)
+    assert parts.facts.get("evaluated", True) == (saved != [6]), "a resume does the evaluation of the updated weights"
 
 
 def test_a_baseline_without_norms_measures_none_unless_asked(tmp_path: Path, measured: Measured) -> None:

@@ -81,6 +81,7 @@ def in_training(reward: Reward, directory: Path | None = None, rank: int = 0) ->
         reward=reward,
         trackers=SimpleNamespace(table=lambda *_: None),
         parallel=SimpleNamespace(rank=rank),
+        evaluation_due=lambda step: True,
     )
     record = StepRecord(done=0)
     Sampling.evaluate(cast(Any, run), record)

@@ -57,7 +57,7 @@ def test_a_lost_peer_is_named_without_the_text_of_gloo(tmp_path: Path) -> None:
     error = RuntimeError("[gloo/transport/tcp/pair.cc:547] Connection closed by peer [127.0.0.1]:4711. GLHF!")
     with pytest.raises(RuntimeError), recorded(run(tmp_path)):
         raise error
-    assert stands(tmp_path)[3] == "lost another rank: Connection closed by peer"
+    assert stands(tmp_path)[3] == "lost another rank at 127.0.0.1: Connection closed by peer"
     assert "GLHF!" in (tmp_path / "logs" / "rank-0.log").read_text()
 
 
