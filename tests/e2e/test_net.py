@@ -337,7 +337,12 @@ FEW = [
 ]
 
 
-@pytest.mark.parametrize("trouble", FEW, ids=str)
+def name_of(trouble: Trouble) -> str:
+    words = trouble.moment, trouble.how, f"{trouble.seconds:g}", f"{trouble.ranks}x{trouble.servers}"
+    return "-".join(words).replace(" ", "_")
+
+
+@pytest.mark.parametrize("trouble", FEW, ids=name_of)
 def test_a_disturbed_run_ends_as_the_undisturbed_one_or_in_time(
     net: Net, undisturbed: Callable[[int], Path], tmp_path: Path, trouble: Trouble
 ) -> None:
