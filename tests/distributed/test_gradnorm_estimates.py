@@ -85,6 +85,7 @@ def test_sources(model: str, world_size: int) -> None:
         torch.testing.assert_close(found["logit"], by_autograd, rtol=1e-10, atol=0)
 
 
+LOGIT = {"source": "logit", "mode": "two_pass"}
 TEMPERED = {"baseline": "rloo", "norm_power": 0.25}
 VARIANTS: list[dict[str, Any]] = [{}, {"packing": "packed"}]
 
@@ -92,7 +93,7 @@ VARIANTS: list[dict[str, Any]] = [{}, {"packing": "packed"}]
 def tempered_steps(path: str, layouts: list[dict[str, Any]]) -> list[tuple[torch.Tensor, torch.Tensor, float, float]]:
     """Norms, coefficients, squared norm of the gradient, mean over folds, in every layout, as rows and packed.
 
-    Each step runs as many forward passes as one without norms.
+    Each step runs as many forward passes as one without norms, and is the same if its prompts come in waves.
     """
     results = []
     for sizes, options in ((sizes, options) for sizes in layouts for options in VARIANTS):
@@ -100,12 +101,14 @@ def tempered_steps(path: str, layouts: list[dict[str, Any]]) -> list[tuple[torch
             plain = step_with(path, parallel, {"baseline": "rloo"}, options)
             *found, forwards = step_with(path, parallel, TEMPERED, options)
             assert forwards == plain[-1] > 0
+            streamed = step_of(path, parallel, config_of(path, LOGIT, 4, algo=TEMPERED, **options), streamed=True)
+            assert streamed["streamed"]["difference"] < 1e-10
             results.append(tuple(found))
     return results
 
 
 def step_with(path: str, parallel: Parallel, algo: dict[str, Any], options: dict[str, Any]) -> tuple[Any, ...]:
-    config = config_of(path, {"source": "logit", "mode": "two_pass"}, 4, algo=algo, **options)
+    config = config_of(path, LOGIT, 4, algo=algo, **options)
     policy, forwards = policy_of(path, parallel, config), []
     for chunk in policy.chunks:
         chunk.register_forward_pre_hook(lambda *_: forwards.append(1))
@@ -119,7 +122,7 @@ def step_with(path: str, parallel: Parallel, algo: dict[str, Any], options: dict
 def test_energies_temper_the_gradient_in_one_pass(model: str, world_size: int) -> None:
     """The energy of a response is known before its backward: c, g and the folds are those of autograd."""
     norms = energies(model).view(PROMPTS, GROUP)
-    config = config_of(model, {"source": "logit", "mode": "two_pass"}, 4, algo=TEMPERED)
+    config = config_of(model, LOGIT, 4, algo=TEMPERED)
     c = AdvantageRule(scored(), config, EARLIER)(range(PROMPTS), norms)
     gradients = oracle_of(model, False)[0]
     folds = [
