@@ -35,7 +35,7 @@ from oblr_megatron.rollout import resume_sampling
 from oblr_megatron.rollout.replay import check_replayed
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping, Sequence
+    from collections.abc import Iterable, Mapping, Sequence
 
     from transformers import PreTrainedTokenizerBase
 
@@ -61,12 +61,12 @@ class Inputs:
 
     def warnings(self, config: Config) -> list[str]:
         """One line for each set with golds that no response equals; see `doubts`."""
-        sets = [(prompts.path, prompts) for prompts in (() if self.stream is None else self.stream.sets)]
-        named = [*sets, *((f"evaluate.data.{name}", prompts) for name, prompts in self.held_out.items())]
-        if self.tokenizer is None:
+        if self.stream is None or self.tokenizer is None:
             return []
+        sets: list[tuple[str, Iterable[Prompt]]] = [(prompts.path, prompts) for prompts in self.stream.sets]
+        sets += [(f"evaluate.data.{name}", prompts) for name, prompts in self.held_out.items()]
         tokens = config.rollout.max_response_tokens
-        return [f"warning: {line}" for line in doubts(named, config.reward, self.tokenizer, max_tokens=tokens)]
+        return [f"warning: {line}" for line in doubts(sets, config.reward, self.tokenizer, max_tokens=tokens)]
 
 
 def preflight(config: Config, world_size: int, *, owns_run_dir: bool = True) -> Inputs:

@@ -22,7 +22,7 @@ MPI = {"OMPI_COMM_WORLD_RANK": "1", "OMPI_COMM_WORLD_SIZE": "4", "OMPI_COMM_WORL
 DEAD = "http://127.0.0.1:9"
 PROXIES = dict.fromkeys(("http_proxy", "https_proxy", "HTTP_PROXY", "HTTPS_PROXY", "ALL_PROXY"), DEAD)
 NOWHERE = {"HOME": "/proc/nobody", "HF_HOME": "/proc/nobody/hf", "XDG_CACHE_HOME": "/proc/nobody/cache"}
-ASCII = {"LC_ALL": "C", "PYTHONUTF8": "0", "PYTHONCOERCECLOCALE": "0"}
+ASCII = {"LC_ALL": "C", "PYTHONIOENCODING": "ascii"}
 
 
 @pytest.mark.parametrize(

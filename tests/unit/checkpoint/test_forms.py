@@ -78,7 +78,7 @@ def without_a_shard(path: Path) -> None:
 
 
 LORA: dict[str, Any] = {"base_model.model.model.layers.0.mlp.up_proj.lora_A.default.weight": torch.ones(2, 48)}
-THETA = {"rope_theta": 10000.0}
+THETA: dict[str, Any] = {"rope_theta": 10000.0}
 LISTED = config("generation_config.json", eos_token_id=[1, 2], transformers_version="4.40.0")
 TRAINED = holds("optimizer.pt", "rng_state.pth", "scheduler.pt", "trainer_state.json", "training_args.bin", without=())
 META = holds("checklist.chk", "consolidated.00.pth", "params.json", "tokenizer.model", without=("/",))

@@ -160,7 +160,7 @@ def test_templates(
     if file:
         (tmp_path / "chat_template.jinja").write_text(file)
     own = PreTrainedTokenizerFast.from_pretrained(tmp_path)
-    rows = [{"question": question, "answer": "2"}, {"question": "good", "answer": "1"}]
+    rows: list[dict[str, object]] = [{"question": question, "answer": "2"}, {"question": "good", "answer": "1"}]
     path = write_rows(tmp_path / "rows.jsonl", rows)
     if expected.startswith(REFUSED):
         with pytest.raises(UserError) as caught:
