@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import fcntl
 import hashlib
 import os
 import shutil
@@ -11,6 +12,7 @@ import sysconfig
 from collections.abc import Sequence
 from functools import cache
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from unittest import mock
 
 import torch
@@ -36,12 +38,14 @@ def library() -> Path:
 
     source = (HERE / "device.cpp").read_bytes()
     key = hashlib.sha256(source + f"{torch.__version__} {sys.version}".encode()).hexdigest()[:16]
-    directory = ROOT / "build" / "sim_cuda" / key
-    file = directory / f"{NAME}.so"
-    if not file.is_file():
-        directory.mkdir(parents=True, exist_ok=True)
-        with mock.patch.dict(os.environ, PATH=_path()):
-            cpp_extension.load(NAME, [str(HERE / "device.cpp")], extra_cflags=["-O1"], build_directory=str(directory))
+    file = ROOT / "build" / "sim_cuda" / key / f"{NAME}.so"
+    file.parent.mkdir(parents=True, exist_ok=True)
+    with (file.parent / "lock").open("w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)  # other processes want it at the same time; one that is killed lets go
+        if not file.is_file():
+            with TemporaryDirectory(dir=file.parent) as made, mock.patch.dict(os.environ, PATH=_path()):
+                cpp_extension.load(NAME, [str(HERE / "device.cpp")], extra_cflags=["-O1"], build_directory=made)
+                (Path(made) / file.name).rename(file)
     return file
 
 
