@@ -79,7 +79,7 @@ struct DeviceMemory final : c10::Allocator {
                                     : mmap(nullptr, bytes, PROT_READ | PROT_WRITE,
                                            MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE, -1, 0);
     TORCH_CHECK(pointer && pointer != MAP_FAILED, "the host has no memory for the simulated device");
-    if (bytes / 4 <= limit) std::memset(pointer, 0xFF, bytes);  // NaN: whoever reads it before it is written is seen
+    if (limit == INT64_MAX) std::memset(pointer, 0xFF, bytes);  // NaN: whoever reads it before it is written is seen
     own.live += bytes;
     own.peak = std::max(own.peak, own.live);
     own.blocks++;

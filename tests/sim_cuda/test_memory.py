@@ -38,7 +38,7 @@ def test_the_estimate_is_the_peak(mode: str) -> None:
 @pytest.mark.nightly
 @pytest.mark.parametrize("mode", ["inline", "two_pass", "stash", "bookkeep"])
 def test_the_estimate_is_the_peak_of_qwen3_0_6b(mode: str) -> None:
-    assert measured(f"{mode} {FULL}") == pytest.approx(1, abs=0.01)
+    assert 0.99 <= measured(f"{mode} {FULL}") <= 1.03
 
 
 @pytest.mark.nightly
@@ -49,6 +49,6 @@ def test_the_estimate_is_the_peak_of_a_rank_of_qwen3_8b(layout: list[str]) -> No
     assert done.returncode == 0, done.stderr[-3000:]
     ratios = json.loads(done.stdout.splitlines()[-1])
     print(layout, ratios)
-    assert ratios["peak"] == pytest.approx(1, abs=0.01)
+    assert 0.99 <= ratios["peak"] <= 1.03
     assert ratios["between steps"] == pytest.approx(1, abs=0.01)
     assert ratios["other devices"] == 0
