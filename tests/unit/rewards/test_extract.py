@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import time
-
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -94,12 +92,11 @@ def test_limits_on_length_and_depth() -> None:
 @pytest.mark.parametrize(
     "unit", [r"\boxed{", "{", "}", "\\", r"\boxed ", "####", "\n", "\\boxed{}", "\\boxed" + " " * 50]
 )
+@pytest.mark.timeout(120)  # a linear scan takes at most a second, a quadratic one hours
 def test_a_megabyte_is_scanned_in_linear_time(unit: str) -> None:
     text = unit * (1_000_000 // len(unit))
-    start = time.perf_counter()
     for extract in EXTRACTIONS.values():
         extract(text)
-    assert time.perf_counter() - start < 10, "a linear scan takes at most a second, a quadratic one hours"
 
 
 @given(st.text(alphabet="\\boxed{}#1 \n", max_size=60))
