@@ -28,4 +28,4 @@ def with_chat_template(
         Exception: the template's own, of any class.
     """
     asked = {**options, "tokenize": False, "add_generation_prompt": True, "strftime_now": TODAY.strftime}
-    return str(tokenizer.apply_chat_template(list(turns), **asked))
+    return str(tokenizer.apply_chat_template([dict(turn) for turn in turns], **asked))
