@@ -213,7 +213,7 @@ def test_a_run_has_the_prompts_and_records_of_a_toy_run(trainer, start, tmp_path
     assert trl[0] == toy[0], "same weights and random numbers before the first step"
     assert [record["step"] for record in trl] == [0, 1, 2, 3]
     evaluated = [[name for name in record if name.startswith("eval/")] for record in trl]
-    assert [len(names) for names in evaluated] == [2, 0, 2, 2]
+    assert [len(names) for names in evaluated] == [3, 0, 3, 3]
     for record, other in zip(trl[1:], toy[1:], strict=True):
         assert record["lr"] == other["lr"] == 1e-3
         assert {"reward/mean", "entropy", "response_length/mean", "timing_s/step", "grad_norm"} <= record.keys()
