@@ -22,10 +22,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 import torch.distributed as dist
-from megatron.core.tensor_parallel.mappings import (
-    copy_to_tensor_model_parallel_region,
-    gather_from_sequence_parallel_region,
-)
+from megatron.core.tensor_parallel.mappings import gather_from_sequence_parallel_region
 from torch import Tensor, nn
 
 from oblr_megatron.memory.buffer_sizes import BLOCK_LOGITS, KEPT_LOGITS
@@ -104,13 +101,14 @@ def install_head(module: GPTModel, tap: Tap, parallel: Parallel, vocab_size: int
     """Let the model's forward end with the input of the output layer, and return what computes the rest.
 
     The input is that of `ColumnParallelLinear`: whole sequences on every tensor-parallel rank. Its gradient is summed
-    over these ranks.
+    over these ranks: with sequence parallelism by the gathering's backward, else by `_Scores`, for the tokens of the
+    mask only.
     """
 
     def forward(x: Tensor, **_: Any) -> tuple[Tensor, None]:
         if parallel.sequence_parallel:
             return gather_from_sequence_parallel_region(x, group=parallel.tp_group), None
-        return copy_to_tensor_model_parallel_region(x, group=parallel.tp_group), None
+        return x, None
 
     tied = module.share_embeddings_and_output_weights
     weight = module.shared_embedding_or_output_weight() if tied else module.output_layer.weight
@@ -298,4 +296,7 @@ class _Scores(torch.autograd.Function):
                 torch.mm(dy.t(), factors.x, out=dw[rows])
             elif weight.requires_grad:
                 tap.sink.head(factors, rows, dy)
-        return dx.to(factors.x.dtype), dw, None, None, None, None
+        dx, parallel = dx.to(factors.x.dtype), factors.head.parallel
+        if not parallel.sequence_parallel:
+            all_reduce(dx, parallel.tp_group)
+        return dx, dw, None, None, None, None
