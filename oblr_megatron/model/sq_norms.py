@@ -6,8 +6,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from oblr_megatron.memory.buffer_sizes import CPU_SQUARE_CHUNK as CHUNK
-from oblr_megatron.memory.buffer_sizes import GPU_SQUARE_CHUNK as GPU_CHUNK
+from oblr_megatron.memory.buffer_sizes import CPU_SQUARE_CHUNK, GPU_SQUARE_CHUNK
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -55,4 +54,4 @@ def row_dots(left: Tensor, right: Tensor) -> Tensor:
 
 def _chunk(tensor: Tensor) -> int:
     """Elements that are converted at a time on the tensor's device."""
-    return GPU_CHUNK if tensor.is_cuda else CHUNK
+    return GPU_SQUARE_CHUNK if tensor.is_cuda else CPU_SQUARE_CHUNK

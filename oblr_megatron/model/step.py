@@ -78,9 +78,7 @@ def run_schedule(
     if not microbatches:
         return []
     items = _items(policy, microbatches)
-    # The rotary embedding of local layers reads the bounds of packed samples in Python, other kernels on the device.
-    local = any(isinstance(layer, SdpaAttention) for chunk in policy.modules for layer in chunk.modules())
-    bounds_on = torch.device("cpu") if local else policy.parallel.device
+    bounds_on = _device_of_bounds(policy, microbatches)
     with torch.set_grad_enabled(not forward_only), policy.tap.into(sink), routers_of(policy, routers) as chunk_routers:
 
         def forward_step(data: Iterator[Item], model: DistributedDataParallel) -> tuple[Tensor, Callable[..., Any]]:
@@ -167,6 +165,13 @@ def _reduce_partial_grads(policy: TappedModel) -> None:
 
 Item = tuple[int | None, TokenRows]
 """(position among the microbatches, this rank's part of the microbatch); the position of a filler is None."""
+
+
+def _device_of_bounds(policy: TappedModel, microbatches: Sequence[TokenRows]) -> torch.device:
+    """Where the layers read the bounds of packed samples: megatron-core's rotary embedding reads them in Python."""
+    packed = any(batch.cu_seqlens is not None for batch in microbatches)
+    local = packed and any(isinstance(layer, SdpaAttention) for chunk in policy.modules for layer in chunk.modules())
+    return torch.device("cpu") if local else policy.parallel.device
 
 
 def _items(policy: TappedModel, microbatches: Sequence[TokenRows]) -> list[Item]:

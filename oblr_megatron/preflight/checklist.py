@@ -20,7 +20,14 @@ from oblr_megatron.checkpoint.partials import disk_bytes
 from oblr_megatron.checkpoint.store import NoSpaceError, check_replaceable, check_space, checkpoint_bytes
 from oblr_megatron.checks.layout import check_layout, heads_problem
 from oblr_megatron.checks.lengths import check_positions
-from oblr_megatron.checks.machine import check_build, check_compiler, check_head_size, check_machine, check_pushable
+from oblr_megatron.checks.machine import (
+    build_problem,
+    check_head_size,
+    check_machine,
+    check_pushable,
+    compiler_problem,
+    refuse,
+)
 from oblr_megatron.checks.run_dir import CHECKPOINTS, check_saved_samples
 from oblr_megatron.checks.vllm_options import check_processor, check_routes, check_speculation, check_vllm_options
 from oblr_megatron.data.sources import convention_of, kind_of
@@ -120,7 +127,7 @@ def _machine(run: Proposed) -> None:
     run.here.hf_config()  # raises if transformers cannot read it
     check_machine(run.config, run.hf_config, this_machine())
     if run.on_gpu:
-        check_compiler()
+        refuse(compiler_problem())
 
 
 def _baseline(run: Proposed) -> None:
@@ -164,7 +171,7 @@ def _profile(run: Proposed) -> None:
 def _engine_packages(run: Proposed) -> None:
     if run.config.rollout.own_engines:
         if run.on_gpu:
-            check_build()
+            refuse(build_problem())
         check_speculation(run.config.rollout.speculation, "config: rollout.speculation")
         check_processor(run.config.rollout.vllm, on_gpu=run.on_gpu)
 

@@ -1,4 +1,4 @@
-"""Runs over several hosts whose network fails: trainers on one or two, two servers, a service for rewards and tracking.
+"""Whole runs on several hosts while the network fails: one or two trainers, two servers, and a service for rewards.
 
 `make test-net` makes the hosts (tests/net/hosts.sh) and runs this file. Whatever the network does, a run ends as the
 undisturbed one, or with status 1, one line that names whom it waited for, and a state from which it continues.

@@ -44,7 +44,7 @@ def test_the_estimate_is_the_peak_of_qwen3_0_6b(mode: str) -> None:
 @pytest.mark.nightly
 @pytest.mark.parametrize("layout", [["8", "1"], ["4", "2"]])
 def test_the_estimate_is_the_peak_of_a_rank_of_qwen3_8b(layout: list[str]) -> None:
-    """TP8, and TP4 x CP2, whose attention has no masks."""
+    """TP8, and TP4 x CP2. Flash attention needs no masks under context parallelism."""
     done = run(["-m", "tests.sim_cuda.one_rank", *layout], SIM_CUDA_LIMIT=LIMIT)
     assert done.returncode == 0, done.stderr[-3000:]
     ratios = json.loads(done.stdout.splitlines()[-1])

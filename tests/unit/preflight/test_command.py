@@ -99,7 +99,7 @@ def test_a_run_that_only_samples_needs_no_memory_for_training(
 
 
 def test_golds_that_no_response_equals_are_warned_of(config_file: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """Raw rows of GSM8K, whose answers are solutions, here and on other machines."""
+    """The answers of GSM8K's raw rows are whole solutions. Both dry runs warn: here, and for other machines."""
     keys = complete(config_file.parent)
     rows = config_file.parent / "rows.jsonl"
     rows.write_text(rows.read_text() + json.dumps({"question": "t3 t4", "answer": "2+3=5.\n#### 5"}) + "\n")

@@ -125,7 +125,7 @@ def test_consoles(source: str, shell: str, terminal: bool, environment: dict[str
 def _read(console: int) -> bytes:
     try:
         return os.read(console, 1 << 16)
-    except OSError:  # a terminal whose other end is closed
+    except OSError:  # the other end of the terminal is closed
         return b""
 
 
