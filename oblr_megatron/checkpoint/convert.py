@@ -23,6 +23,7 @@ from oblr_megatron.checkpoint import store
 from oblr_megatron.checkpoint.hf_description import hf_config_in
 from oblr_megatron.checkpoint.hf_dir import HFDir, check_hf_dir, check_hf_files
 from oblr_megatron.checkpoint.hf_write import MAX_SHARD_BYTES, copy_description, whole_directory, write_weights
+from oblr_megatron.checkpoint.peft_dir import check_adapter_dir, merge_adapter, open_merged
 from oblr_megatron.checkpoint.piece_reader import PieceReader
 from oblr_megatron.checkpoint.pieces import (
     NAMINGS,
@@ -32,6 +33,7 @@ from oblr_megatron.checkpoint.pieces import (
     sharded_state,
     single_process,
 )
+from oblr_megatron.checkpoint.safetensors_io import DTYPES as DTYPES_OF
 from oblr_megatron.checkpoint.safetensors_io import TensorReader, num_bytes, open_tensors
 from oblr_megatron.checkpoint.saver import HF
 from oblr_megatron.checkpoint.store import CheckpointError
@@ -66,7 +68,12 @@ class Conversion:
 
 
 def to_megatron(
-    source: Path, target: Path, dtype: torch.dtype | None = None, advance: Advance = lambda done, total: None
+    source: Path,
+    target: Path,
+    dtype: torch.dtype | None = None,
+    advance: Advance = lambda done, total: None,
+    *,
+    base: Path | None = None,
 ) -> Conversion:
     """Write a checkpoint that holds only weights.
 
@@ -75,20 +82,22 @@ def to_megatron(
         target: must not exist.
         dtype: of the checkpoint; by default the widest dtype of the source's tensors.
         advance: see `Advance`.
+        base: directory of a model; the source is then an adapter of it, which is merged.
 
     Raises:
         UserError: the source is incomplete, or the target exists.
         RunError: writing failed; NoSpaceError if there is no room.
     """
     start = time.monotonic()
-    hf_dir = check_hf_dir(source)
+    hf_dir = check_hf_dir(base or source)
+    opened = open_tensors(hf_dir) if base is None else open_merged(check_adapter_dir(source, hf_dir))
     store.check_absent(target)
     hf_config = hf_dir.hf_config()
-    check_model(hf_config.to_dict(), ParallelConfig(), where=str(source))
+    check_model(hf_config.to_dict(), ParallelConfig(), where=str(hf_dir.path))
     shape = ModelShape.of(hf_config)
-    with open_tensors(hf_dir) as tensors, single_process() as parallel:
+    with opened as tensors, single_process() as parallel:
         kept = dtype or _widest(tensors, shape, hf_dir)
-        config = ModelConfig.model_validate({"path": source, "dtype": str(kept).removeprefix("torch.")})
+        config = ModelConfig.model_validate({"path": hf_dir.path, "dtype": str(kept).removeprefix("torch.")})
         state = sharded_state(meta_model(hf_config, config, parallel))
         pieces = pieces_of(state, shape)
         total = sum(_size(piece) for piece in pieces)
@@ -108,7 +117,7 @@ def to_megatron(
 
         with store.partial_directory(target) as partial:
             write_pieces(state, pieces, load, partial)
-            copy_description(source, partial / HF, kept)
+            copy_description(hf_dir.path, partial / HF, kept)
             names = [file.relative_to(partial).as_posix() for file in sorted(partial.rglob("*")) if file.is_file()]
             store.commit(partial, target, store.Manifest(0, store.measure(partial, names), {}))
     return Conversion(target, total, time.monotonic() - start, peak_memory(), kept)
@@ -163,6 +172,22 @@ def to_hf(
             copy_description(files, partial, widest)
             write_weights(_stream(reader, pieces, shape, advance), metas, partial, max_shard_bytes)
     return Conversion(target, total, time.monotonic() - start, peak_memory(), widest)
+
+
+def merged_to_hf(
+    source: Path, base: Path, target: Path, dtype: torch.dtype | None = None, max_shard_bytes: int = MAX_SHARD_BYTES
+) -> Conversion:
+    """Write an adapter, merged into its base, as a Hugging Face directory; arguments as of `to_hf`.
+
+    Raises:
+        UserError: the adapter does not fit the base, or the target exists.
+        RunError: writing failed; NoSpaceError if there is no room.
+    """
+    start = time.monotonic()
+    adapter = check_adapter_dir(source, check_hf_dir(base))
+    size = merge_adapter(adapter, target, dtype, max_shard_bytes=max_shard_bytes)
+    kept = dtype or reduce(torch.promote_types, (DTYPES_OF[name] for name in set(adapter.base.dtypes.values())))
+    return Conversion(target, size, time.monotonic() - start, peak_memory(), kept)
 
 
 def newest(path: Path) -> Path:

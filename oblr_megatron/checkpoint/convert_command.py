@@ -21,9 +21,13 @@ if TYPE_CHECKING:
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """The two directions with their options."""
     directions = parser.add_subparsers(required=True, metavar="DIRECTION")
-    to_megatron = directions.add_parser("to-megatron", help="Hugging Face directory to torch_dist checkpoint")
+    to_megatron = directions.add_parser(
+        "to-megatron", help="Hugging Face directory, or adapter with its base, to torch_dist checkpoint"
+    )
     to_megatron.set_defaults(function=_to_megatron)
-    to_hf = directions.add_parser("to-hf", help="torch_dist checkpoint to Hugging Face directory")
+    to_hf = directions.add_parser(
+        "to-hf", help="torch_dist checkpoint, or adapter with its base, to Hugging Face directory"
+    )
     to_hf.add_argument(
         "--hf-source", type=Path, metavar="DIR", help="directory with config and tokenizer, if SRC has none"
     )
@@ -33,6 +37,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     to_hf.set_defaults(function=_to_hf)
     for direction in (to_megatron, to_hf):
         direction.add_argument("source", type=Path, metavar="SRC", help="directory to read")
+        direction.add_argument(
+            "--base", type=Path, metavar="DIR", help="base model; SRC is then a LoRA adapter (PEFT), which is merged"
+        )
         direction.add_argument("target", type=Path, metavar="DST", help="directory to write; must not exist")
         direction.add_argument("--dtype", choices=("float32", "bfloat16"), help="by default the source's")
         direction.add_argument(
@@ -48,7 +55,7 @@ def _to_megatron(options: argparse.Namespace) -> int:
 
     ids = _prompt(options, options.source)
     with _progress() as advance:
-        done = to_megatron(options.source, options.target, DTYPES.get(options.dtype), advance)
+        done = to_megatron(options.source, options.target, DTYPES.get(options.dtype), advance, base=options.base)
     if ids is not None:
         _check(ids, checkpoint=options.target, hf_dir=options.source, dtype=done.dtype)
     print(done)
@@ -57,11 +64,15 @@ def _to_megatron(options: argparse.Namespace) -> int:
 
 def _to_hf(options: argparse.Namespace) -> int:
     _prepare(options)
-    from oblr_megatron.checkpoint.convert import newest, to_hf
+    from oblr_megatron.checkpoint.convert import merged_to_hf, newest, to_hf
     from oblr_megatron.checkpoint.hf_write import MAX_SHARD_BYTES
     from oblr_megatron.checkpoint.saver import HF
     from oblr_megatron.model.precision import DTYPES
 
+    if options.base is not None:
+        size = options.max_shard_bytes or MAX_SHARD_BYTES
+        print(merged_to_hf(options.source, options.base, options.target, DTYPES.get(options.dtype), size))
+        return EXIT_OK
     source = newest(options.source)  # resolved once, because a run may save another one meanwhile
     ids = _prompt(options, options.hf_source or source / HF)
     with _progress() as advance:
@@ -85,6 +96,9 @@ def _prepare(options: argparse.Namespace) -> None:
 
     if options.prompt is not None and not options.check:
         raise UserError("--prompt is given without --check", where="--prompt", fix="add --check, or remove --prompt")
+    if options.base is not None and options.check:
+        what = "--check compares a checkpoint with its source, and an adapter with its base is merged on the way"
+        raise UserError(what, where="--check", fix="leave it out, or merge first (to-hf) and convert that directory")
     if not options.source.is_dir():
         what = "the source is a file" if options.source.exists() else "the source does not exist"
         raise UserError(what, where=str(options.source), fix="give an existing directory")

@@ -12,7 +12,7 @@ from pathlib import Path
 
 from oblr_megatron.errors import Problem
 
-MERGE = "merge it into its base model (merge_and_unload, then save_pretrained)"
+MERGE = "merge it into its base model (oblr-megatron convert to-hf ADAPTER DST --base MODEL)"
 VERL = "merge the shards (python -m verl.model_merger merge)"
 FORMATS: tuple[tuple[str, Problem], ...] = (
     ("adapter_config.json", ("a PEFT adapter", MERGE)),

@@ -21,10 +21,12 @@ An expert of a mixture is on one expert-parallel rank, and is cut over the exper
 
 from __future__ import annotations
 
+import json
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
+from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, Protocol
 
 from oblr_megatron.checks.layout import num_experts
@@ -86,6 +88,11 @@ class ModelShape:
             qkv_bias=family.qkv_bias,
             qk_norms=family.qk_norms,
         )
+
+
+def read_shape(model: Path) -> ModelShape:
+    """Sizes of the model in a Hugging Face directory."""
+    return ModelShape.of(json.loads((model / "config.json").read_text(encoding="utf-8")))
 
 
 @dataclass(frozen=True, slots=True)

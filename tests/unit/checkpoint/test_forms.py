@@ -119,7 +119,7 @@ def test_read(source: str, change: Change, whole: Path, tmp_path: Path) -> None:
             "predibase/lorax#51",
             ADAPTER,
             "config.json is missing; the directory holds a PEFT adapter",
-            "merge_and_unload",
+            "convert to-hf",
         ),
         ("huggingface/peft#298", ZERO, "DeepSpeed", "zero_to_fp32.py"),
         ("dphnAI/sonar#417", holds("a-Q4_K_M.gguf", without=("/",)), "GGUF", "original checkpoint"),
@@ -145,7 +145,7 @@ def test_read(source: str, change: Change, whole: Path, tmp_path: Path) -> None:
         ("ggml-org/llama.cpp#5559", without_a_shard, "1 of 2 shards are missing", "download the missing files"),
         ("safetensors/safetensors#403", named("_orig_mod.{}".format), "'_orig_mod.", "remove '_orig_mod.' from"),
         ("FareedKhan-dev/train-llm-from-scratch#36", named("module.{}".format), "'module.", "remove 'module.' from"),
-        ("verl-project/verl#4761", named("base_model.model.{}".format, **LORA), "'base_model.", "merge_and_unload"),
+        ("verl-project/verl#4761", named("base_model.model.{}".format, **LORA), "'base_model.", "convert to-hf"),
         (
             "LlamaFactory#7212, a value head",
             named(str, **{"v_head.summary.weight": torch.ones(1, 48)}),
