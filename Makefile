@@ -64,9 +64,14 @@ test-oldest: env
 test-all: style
 	$(BIN)/python tools/run_tests.py all
 
-# The GPU's code on a simulated CUDA device (docs/gpu.md): all its tests, with the tables of waits and of memory.
-test-sim: env
+# The GPU's code on a simulated CUDA device (docs/gpu.md): all its tests, with the tables of waits and of memory. Of
+# Transformer Engine only its Python is fetched (1 MB).
+test-sim: env build/transformer_engine
 	$(BIN)/python -m pytest -rs -s tests/sim_cuda
+
+build/transformer_engine: requirements/gpu.txt
+	$(BIN)/python -m pip install --quiet --no-deps --upgrade --target $@ $$(grep ^transformer-engine== requirements/gpu.txt)
+	@touch $@
 
 # The job scripts under a real SLURM on this machine: needs root; on Debian it is installed if it is missing.
 test-slurm: env

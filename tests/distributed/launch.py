@@ -8,6 +8,7 @@ The processes are forked from a server that has torch, megatron-core, transforme
 
 from __future__ import annotations
 
+import io
 import multiprocessing
 import os
 import pickle
@@ -20,6 +21,8 @@ from datetime import timedelta
 from multiprocessing.connection import Connection, wait
 from pathlib import Path
 from typing import Any, TypeVar
+
+from torch import Tensor
 
 from oblr_megatron.config import ParallelConfig
 from oblr_megatron.model.parallel import Parallel
@@ -149,6 +152,8 @@ def _rank_main(
 
     os.environ["GLOO_SOCKET_IFNAME"] = "lo"
     torch.set_num_threads(1)
+    if torch.cuda.is_available():
+        torch.cuda.set_device(rank)
     _share_cores(rank, world_size)
     share_device()
     try:
@@ -163,8 +168,18 @@ def _rank_main(
     except BaseException:  # noqa: BLE001  whatever it was, the test must see it
         answer = (False, traceback.format_exc())
     # Plain bytes: torch's own way of sending tensors needs this process to live until they are read.
-    writer.send_bytes(pickle.dumps(answer))
+    data = io.BytesIO()
+    _ToHost(data).dump(answer)
+    writer.send_bytes(data.getvalue())
     writer.close()
+
+
+class _ToHost(pickle.Pickler):
+    """Tensors of a GPU arrive in host memory, where the tests compare them."""
+
+    def reducer_override(self, value: Any) -> Any:
+        on_gpu = isinstance(value, Tensor) and value.is_cuda
+        return value.cpu().__reduce_ex__(pickle.DEFAULT_PROTOCOL) if on_gpu else NotImplemented
 
 
 def _share_cores(rank: int, world_size: int) -> None:

@@ -111,7 +111,7 @@ def weighted_logprob_loss(policy: Policy) -> Callable[[Tensor, MicroBatch], tupl
     def loss_fn(hidden: Tensor, batch: MicroBatch) -> tuple[Tensor, dict[str, Tensor]]:
         assert batch.labels.shape == hidden.shape[:2]
         sums = batch.per_sample(policy.head(hidden, batch, temperature=TEMPERATURE).logprobs)
-        return (COEFFICIENTS[batch.sample_index] * sums).sum(), {"sums": sums.detach()}
+        return (COEFFICIENTS.to(sums.device)[batch.sample_index] * sums).sum(), {"sums": sums.detach()}
 
     return loss_fn
 

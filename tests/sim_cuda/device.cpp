@@ -10,11 +10,14 @@
 #include <ATen/core/dispatch/Dispatcher.h>
 #include <ATen/detail/CUDAHooksInterface.h>
 #include <ATen/native/transformers/attention.h>
+#include <ATen/record_function.h>
 #include <c10/core/impl/DeviceGuardImplInterface.h>
 #include <pybind11/functional.h>
 #include <pybind11/pybind11.h>
+#include <fcntl.h>
 #include <sys/mman.h>
 #include <torch/library.h>
+#include <unistd.h>
 
 #include <atomic>
 #include <cstring>
@@ -45,25 +48,65 @@ int64_t capacity = int64_t(79) << 30;
 std::mutex lock;
 std::function<void(string)>* on_wait = nullptr;
 
-void waits(const string& what) { (*on_wait)(what); }  // takes Python's lock
+void waits(const string& what) {
+  RECORD_FUNCTION(what == "device" ? "cudaDeviceSynchronize" : "cudaStreamSynchronize", std::vector<IValue>{});
+  (*on_wait)(what);  // takes Python's lock
+}
 
 // ---- memory ---------------------------------------------------------------------------------------------------------
 
 struct Memory {
   int64_t live = 0, peak = 0, blocks = 0;
 } memory[kDevices];
-std::unordered_map<void*, std::pair<int64_t, int>> blocks;  // pointer -> bytes, device
+struct Block {
+  int64_t bytes;
+  int device;
+  int file = -1;  // of a block that other processes may map
+};
+std::unordered_map<void*, Block> blocks;
 std::unordered_set<const void*> pinned;
 
 void release(void* pointer) {
   std::lock_guard<std::mutex> guard(lock);
   auto block = blocks.find(pointer);
   if (block == blocks.end()) return;
-  auto [bytes, device] = block->second;
+  auto [bytes, device, file] = block->second;
   blocks.erase(block);
   memory[device].live -= bytes;
   if (bytes >= kMapped) munmap(pointer, bytes);
   else free(pointer);
+  if (file >= 0) close(file);
+}
+
+void replace_pages(void* pointer, int64_t bytes, int file) {
+  TORCH_CHECK(mmap(pointer, bytes, PROT_READ | PROT_WRITE, MAP_SHARED | MAP_FIXED, file, 0) == pointer, "mmap failed");
+}
+
+bool write_all(int file, const char* data, int64_t bytes) {
+  for (int64_t done = 0, count; done < bytes; done += count)
+    if ((count = write(file, data + done, bytes - done)) <= 0) return false;
+  return true;
+}
+
+int shared(uint64_t pointer) {  // a file with a block's memory, instead of a handle of CUDA IPC
+  std::lock_guard<std::mutex> guard(lock);
+  auto block = blocks.find(reinterpret_cast<void*>(pointer));
+  TORCH_CHECK(block != blocks.end() && block->second.bytes >= kMapped, "only blocks of 1 MiB and more are shared");
+  auto& [bytes, device, file] = block->second;
+  if (file >= 0) return file;
+  file = memfd_create("sim_cuda", MFD_CLOEXEC);
+  TORCH_CHECK(file >= 0 && write_all(file, static_cast<char*>(block->first), bytes), "no shared memory");
+  replace_pages(block->first, bytes, file);
+  return file;
+}
+
+void open_shared(uint64_t pointer, const string& path) {  // the block at `pointer` becomes that of another process
+  std::lock_guard<std::mutex> guard(lock);
+  auto block = blocks.find(reinterpret_cast<void*>(pointer));
+  int file = open(path.c_str(), O_RDWR | O_CLOEXEC);
+  TORCH_CHECK(block != blocks.end() && file >= 0, "cannot open ", path);
+  replace_pages(block->first, block->second.bytes, file);
+  close(file);
 }
 
 struct DeviceMemory final : c10::Allocator {
@@ -353,6 +396,13 @@ bool larger(const std::vector<IValue>& values) {
   return numel > limit;
 }
 
+void give_back_pages(const Tensor& t) {  // of a large tensor that a group without communication has written
+  if (t.numel() <= limit || !t.is_contiguous()) return;
+  constexpr uintptr_t page = 4096;
+  auto first = reinterpret_cast<uintptr_t>(t.data_ptr()), begin = (first + page - 1) / page * page;
+  madvise(reinterpret_cast<void*>(begin), (first + t.nbytes() - begin) / page * page, MADV_DONTNEED);
+}
+
 void any_operation(const c10::OperatorHandle& op, torch::jit::Stack* stack) {
   size_t count = op.schema().arguments().size();
   Arguments arguments(stack->end() - count, stack->end());
@@ -388,6 +438,7 @@ void any_operation(const c10::OperatorHandle& op, torch::jit::Stack* stack) {
   }
   Replaced values{true, device};
   results = values.call(op, arguments);
+  for (auto& pair : values.pairs) give_back_pages(pair.first);
   values.finish(results);
   stack->insert(stack->end(), results.begin(), results.end());
 }
@@ -593,7 +644,9 @@ PYBIND11_MODULE(TORCH_EXTENSION_NAME, module) {
   });
   module.def("get_stream", [](int index) { return current_stream[index]; });
   module.def("set_stream", [](int index, c10::StreamId id) { current_stream[index] = id; });
-  module.def("wait", [](const string& what) { (*on_wait)(what); });
+  module.def("wait", &waits);
+  module.def("shared", &shared);
+  module.def("open_shared", &open_shared);
   module.def("live_bytes", [](int index) { return memory[index].live; });
   module.def("peak_bytes", [](int index) { return memory[index].peak; });
   module.def("allocations", [](int index) { return memory[index].blocks; });

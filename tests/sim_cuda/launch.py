@@ -14,12 +14,15 @@ from functools import cache
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from unittest import mock
+from xml.etree import ElementTree
 
 import torch
 
 HERE = Path(__file__).parent
 ROOT = HERE.parent.parent
 NAME = "sim_cuda_device"
+TRANSFORMER_ENGINE = ROOT / "build" / "transformer_engine"
+"""Its unpacked wheel, if `make test-sim` has fetched it."""
 
 
 def missing() -> str:
@@ -64,6 +67,15 @@ def run(arguments: Sequence[str], **environ: str) -> subprocess.CompletedProcess
     return subprocess.run(
         [sys.executable, *arguments], cwd=ROOT, env=environment() | environ, text=True, capture_output=True, check=False
     )
+
+
+def passed(report: Path, **environ: str) -> int:
+    """Tests of tests/gpu that pass on the device; those of vLLM and of FP8 are left out, and none may fail."""
+    options = ["-q", "-p", "no:cacheprovider", "-k", "not sleep and not fp8", f"--junitxml={report}"]
+    done = run(["-m", "pytest", "tests/gpu", *options], **environ)
+    assert done.returncode == 0, done.stdout[-6000:] + done.stderr[-2000:]
+    suite = ElementTree.parse(report).getroot()[0].attrib
+    return int(suite["tests"]) - int(suite["skipped"])
 
 
 def _path() -> str:

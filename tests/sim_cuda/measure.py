@@ -2,8 +2,8 @@
 
     python -m tests.sim_cuda.measure '{"NAME": {"mode": MODE, "tied": false, "options": ["section.key=value", ..]}, ..}'
 
-One sample a microbatch, unless the options say otherwise. Prints {NAME: [[[kind, place, count], ..], ..], ..} of steps
-with 2 layers and 4 prompts, with 4 layers, and with 8 prompts.
+One sample a microbatch, unless the options say otherwise. Prints {NAME: [[[[kind, place, count], ..], ..], ..], ..}:
+for each rank the waits of steps with 2 layers and 4 prompts, with 4 layers, and with 8 prompts.
 """
 
 from __future__ import annotations
@@ -15,11 +15,12 @@ from typing import Any
 
 import sim_cuda
 import torch
+import torch.distributed as dist
 
 from oblr_megatron.algo.advantage import AdvantageRule
-from oblr_megatron.config import Config, ParallelConfig, parse_config
+from oblr_megatron.config import Config, parse_config
 from oblr_megatron.gradient.step_gradient import StepGradient
-from oblr_megatron.model.parallel import Parallel, initialize, shutdown
+from oblr_megatron.model.parallel import initialize, rank_from_environment, shutdown
 from oblr_megatron.model.policy import build_policy
 from oblr_megatron.rollout.dynamic_sampling import Batch
 from oblr_megatron.rollout.waves import whole_step
@@ -61,11 +62,10 @@ def batch_of(prompts: int) -> Batch:
     return Batch([], samples, Scored(rewards, lengths, 0))
 
 
-def waits(
-    parallel: Parallel, *, mode: str, layers: int, prompts: int, options: Sequence[str] = (), tied: bool = False
-) -> list[list[Any]]:
-    """[kind, place, count] of all waits of a step's gradient, the second one."""
+def waits(*, mode: str, layers: int, prompts: int, options: Sequence[str] = (), tied: bool = False) -> list[list[Any]]:
+    """[kind, place, count] of all waits of this rank in a step's gradient, the second one."""
     config, batch = config_of(mode, prompts, options), batch_of(prompts)
+    parallel = initialize(config.parallel)
     hf_config = tiny_config(num_hidden_layers=layers, tie_word_embeddings=tied)
     policy = build_policy(hf_config, config.model, parallel, config.parallel)
     for _, parameter in policy.named_parameters():
@@ -75,15 +75,22 @@ def waits(
         sim_cuda.waits.clear()
         gradient.begin(step).add(whole_step(batch), AdvantageRule(batch.scored, config))
         assert len(list(gradient.updates())) == 1
-    return [[*key, count] for key, count in sorted(sim_cuda.waits.items())]
+    found = [[*key, count] for key, count in sorted(sim_cuda.waits.items())]
+    shutdown(keep_process_group=True)
+    return found
 
 
 def main(cases: str) -> None:
-    """Print the waits of all cases."""
-    parallel, rows = initialize(ParallelConfig()), {}
-    for name, case in json.loads(cases).items():
-        rows[name] = [waits(parallel, layers=layers, prompts=prompts, **case) for layers, prompts in STEPS]
-    print(json.dumps(rows))
+    """Print the waits of all cases, on the first rank."""
+    rank, world_size = rank_from_environment()
+    rows = {
+        name: [waits(layers=layers, prompts=prompts, **case) for layers, prompts in STEPS]
+        for name, case in json.loads(cases).items()
+    }
+    ranks: list[Any] = [None] * world_size
+    dist.all_gather_object(ranks, rows)
+    if rank == 0:
+        print(json.dumps({name: [one[name] for one in ranks] for name in rows}))
     shutdown()
 
 

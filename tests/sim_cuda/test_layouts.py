@@ -29,7 +29,9 @@ CASES: dict[str, tuple[int, str, list[str]]] = {
     "packed": (1, "bookkeep", ["parallel.packing=packed", "parallel.micro_batch_tokens=200"]),
     "penalty": (1, "two_pass", ["algo.kl_coefficient=0.01", "parallel.micro_batch_tokens=200"]),
 }
-CLOSE = 2e-2  # of a metric, or of 1e-3 if it is smaller
+CLOSE = 1e-2, 1e-3  # of a metric, or of this if it is smaller
+OF_DIFFERENCES = 0.15, 1e-2  # of a metric whose terms nearly cancel
+DIFFERENCES = ("loss", "snr/")
 BY_NAME = ("timing", "perf", "time", "memory")
 
 
@@ -37,8 +39,14 @@ BY_NAME = ("timing", "perf", "time", "memory")
 def arguments(tmp_path_factory: pytest.TempPathFactory) -> list[str]:
     """Of a run on saved samples and a tiny model, both in one directory."""
     sizes = {"prompts": 4, "group": 2, "tokens": 40, "steps": 2}
-    more = ("model.transformer_impl=local", "log.peak_tflops=0.1", "checkpoint.every_steps=2")
+    more = ("model.transformer_impl=local", "checkpoint.every_steps=2")
     return prepare(tmp_path_factory.mktemp("run"), tiny=True, dtype="bfloat16", **sizes, more=more)
+
+
+def close(name: str, found: float, wanted: float) -> bool:
+    """Whether a metric agrees; NaN with NaN."""
+    share, least = OF_DIFFERENCES if name.startswith(DIFFERENCES) else CLOSE
+    return (math.isnan(found) and math.isnan(wanted)) or abs(found - wanted) <= share * max(abs(wanted), least)
 
 
 def metrics(arguments: list[str], run_dir: Path, ranks: int, env: dict[str, str]) -> list[dict[str, Any]]:
@@ -61,5 +69,4 @@ def test_a_run_agrees_with_that_on_a_cpu(arguments: list[str], tmp_path: Path, c
     assert len(made) == len(wanted) == 2
     for own, other in zip(made, wanted, strict=True):
         assert own.keys() == other.keys()
-        far = {k: (own[k], other[k]) for k in own if abs(own[k] - other[k]) > CLOSE * max(abs(other[k]), 1e-3)}
-        assert not {k: v for k, v in far.items() if not all(map(math.isnan, v))}
+        assert not {name: (own[name], other[name]) for name in own if not close(name, own[name], other[name])}

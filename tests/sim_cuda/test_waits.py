@@ -26,6 +26,15 @@ CASES: dict[str, dict[str, Any]] = {
     "several in rows, bookkeep": {"mode": "bookkeep", "options": SEVERAL},
     "packed and tied, inline": {"mode": "inline", "tied": True, "options": ["parallel.packing=packed", *SEVERAL]},
 }
+LAYOUTS: dict[str, dict[str, Any]] = {
+    f"{layout}, {mode}": {"mode": mode, "options": options}
+    for layout, options in {
+        "tensor": ["parallel.tensor_model_parallel_size=2", "parallel.sequence_parallel=true"],
+        "context": ["parallel.context_parallel_size=2"],
+        "pipeline": ["parallel.pipeline_model_parallel_size=2"],
+    }.items()
+    for mode in ("inline", "stash", "bookkeep", "two_pass")
+}
 LISTED: dict[str, dict[tuple[str, str], int]] = {case: {HEAD: 8} for case in CASES} | {
     "stash": {HEAD: 8, NORMS: 4},
     "two_pass": {HEAD: 16},
@@ -35,21 +44,47 @@ LISTED: dict[str, dict[tuple[str, str], int]] = {case: {HEAD: 8} for case in CAS
 """Waits that 4 more prompts of 2 samples add: 8 microbatches, 16 in two passes, fewer with several samples in each."""
 
 
-@pytest.fixture(scope="module")
-def steps() -> dict[str, list[Counter[tuple[str, str]]]]:
-    """Waits of a step with 2 layers and 4 prompts, with 4 layers, and with 8 prompts, of each case."""
-    done = run(["-m", "tests.sim_cuda.measure", json.dumps(CASES)])
+Steps = list[Counter[tuple[str, str]]]
+"""Waits of a step with 2 layers and 4 prompts, with 4 layers, and with 8 prompts."""
+
+
+def measured(cases: dict[str, dict[str, Any]], ranks: int = 1) -> dict[str, list[Steps]]:
+    """The steps of each case and rank."""
+    launcher = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(ranks)]
+    done = run([*(launcher if ranks > 1 else []), "-m", "tests.sim_cuda.measure", json.dumps(cases)])
     assert done.returncode == 0, done.stderr[-3000:]
-    rows = json.loads(done.stdout.splitlines()[-1])
+    found = json.loads(next(line for line in done.stdout.splitlines() if line.startswith("{")))
     return {
-        name: [Counter({(kind, place): count for kind, place, count in row}) for row in three]
-        for name, three in rows.items()
+        name: [[Counter({(kind, place): n for kind, place, n in row}) for row in three] for three in of_ranks]
+        for name, of_ranks in found.items()
     }
 
 
+@pytest.fixture(scope="module")
+def steps() -> dict[str, list[Steps]]:
+    return measured(CASES)
+
+
+@pytest.fixture(scope="module")
+def steps_of_two() -> dict[str, list[Steps]]:
+    return measured(LAYOUTS, ranks=2)
+
+
 @pytest.mark.parametrize("case", CASES)
-def test_the_waits_of_a_microbatch(steps: dict[str, list[Counter[tuple[str, str]]]], case: str) -> None:
-    few, deep, many = steps[case]
-    print(f"{case}: {few.total()} waits of a step with 2 layers and 8 samples", *few.items(), sep="\n    ")
-    assert deep == few, "a wait in the loop over layers"
-    assert {place: many[place] - few[place] for place in many if many[place] != few[place]} == LISTED[case]
+def test_the_waits_of_a_microbatch(steps: dict[str, list[Steps]], case: str) -> None:
+    check(case, steps[case])
+
+
+@pytest.mark.nightly
+@pytest.mark.parametrize("case", LAYOUTS)
+def test_the_waits_of_a_microbatch_of_two_ranks(steps_of_two: dict[str, list[Steps]], case: str) -> None:
+    check(case, steps_of_two[case])
+
+
+def check(case: str, ranks: list[Steps]) -> None:
+    """The waits that more samples add are those that are listed, and more layers add none."""
+    for rank, (few, deep, many) in enumerate(ranks):
+        print(f"{case}, rank {rank}: {few.total()} waits of a step, 2 layers, 8 samples", *few.items(), sep="\n    ")
+        assert deep == few, "a wait in the loop over layers"
+        added = {place: many[place] - few[place] for place in many if many[place] != few[place]}
+        assert added == LISTED[case], f"rank {rank}"

@@ -10,8 +10,9 @@ from __future__ import annotations
 import importlib.util
 import os
 import sys
+import warnings
 from collections import Counter
-from types import FrameType, SimpleNamespace
+from types import FrameType, ModuleType, SimpleNamespace
 from typing import Any
 
 import torch
@@ -19,21 +20,20 @@ import torch.distributed.distributed_c10d as c10d
 from torch.nn.attention import bias
 
 COUNT, MEMORY = 8, int(79.1 * 2**30)
-PROPERTIES = SimpleNamespace(
-    name="NVIDIA H100 80GB HBM3",
-    major=9,
-    minor=0,
-    total_memory=MEMORY,
-    multi_processor_count=132,
-    max_threads_per_multi_processor=2048,
-    warp_size=32,
-    regs_per_multiprocessor=65536,
-    shared_memory_per_block_optin=232448,
-    L2_cache_size=50 * 2**20,
-    gcnArchName="",
-    uuid="simulated",
-    is_integrated=0,
-)
+PROPERTIES = {
+    "name": "NVIDIA H100 80GB HBM3",
+    "major": 9,
+    "minor": 0,
+    "total_memory": MEMORY,
+    "multi_processor_count": 132,
+    "max_threads_per_multi_processor": 2048,
+    "warp_size": 32,
+    "regs_per_multiprocessor": 65536,
+    "shared_memory_per_block_optin": 232448,
+    "L2_cache_size": 50 * 2**20,
+    "gcnArchName": "",
+    "is_integrated": 0,
+}
 waits: Counter[tuple[str, str]] = Counter()
 """(what waits, where) -> how often. Example: ("item", "oblr_megatron/model/optimizer.py clip") -> 1"""
 
@@ -121,6 +121,24 @@ class NCCL(metaclass=_OverGloo):
     Options = c10d.ProcessGroupNCCL.Options
 
 
+class _Shared:
+    """CUDA IPC by files in memory: a handle names one, and its number, which no later file has."""
+
+    @staticmethod
+    def export(storage: Any) -> tuple[Any, ...]:
+        """`UntypedStorage._share_cuda_`: device, handle, bytes, offset, counter's handle and offset, event."""
+        file = device.shared(storage.data_ptr())
+        handle = f"/proc/{os.getpid()}/fd/{file} {os.fstat(file).st_ino}".encode()
+        return storage.device.index, handle, storage.nbytes(), 0, b"", 0, b"", False
+
+    @staticmethod
+    def open(index: int, handle: bytes, size: int, *_: Any) -> Any:
+        """`UntypedStorage._new_shared_cuda`"""
+        memory = torch.empty(size, dtype=torch.uint8, device=torch.device("cuda", index))
+        device.open_shared(memory.data_ptr(), handle.decode().split()[0])
+        return memory.untyped_storage()
+
+
 def _stats(index: int) -> dict[str, Any]:
     live, peak = device.live_bytes(index), device.peak_bytes(index)
     whole, blocks = {"all": {"current": live, "peak": peak}}, {"all": {"allocated": device.allocations(index)}}
@@ -129,6 +147,18 @@ def _stats(index: int) -> dict[str, Any]:
 
 def _free_memory(index: int) -> tuple[int, int]:
     return MEMORY - device.live_bytes(index), MEMORY
+
+
+def add_transformer_engine(directory: str) -> None:
+    """Make the package importable from its unpacked wheel, on the `transformer_engine_torch` of this folder."""
+    sys.path.append(directory)
+    os.environ["NVTE_PROJECT_BUILDING"] = "1"  # it then loads no library
+    with warnings.catch_warnings(action="ignore"):  # about its own C++ module
+        common: Any = importlib.import_module("transformer_engine.common")
+    common.load_framework_extension = lambda framework: None
+    onnx: Any = ModuleType("transformer_engine.pytorch.onnx_extensions")  # for exports, with packages of its own
+    onnx.__getattr__ = lambda name: None
+    sys.modules[onnx.__name__] = onnx
 
 
 def install() -> None:
@@ -158,7 +188,7 @@ def install() -> None:
     cuda: Any = torch.cuda
     cuda._initialized, cuda._is_in_bad_fork = True, driver["_cuda_isInBadFork"]
     cuda._exchange_device = cuda._maybe_exchange_device = device.exchange_device
-    cuda._get_device_properties = lambda index: PROPERTIES
+    cuda._get_device_properties = lambda index: SimpleNamespace(**PROPERTIES, uuid=f"simulated-{index}")
     cuda.default_generators = tuple(torch.Generator() for _ in range(COUNT))
     cuda.Stream = cuda.streams.Stream = Stream
     cuda.Event = cuda.streams.Event = Event
@@ -169,5 +199,10 @@ def install() -> None:
     bias.can_use_flash_attention = lambda asked, debug=False: asked.query.dtype in halves
     bias.can_use_efficient_attention = lambda asked, debug=False: False
     bias._raise_kernel_warnings = lambda asked: None
+    storage: Any = torch.UntypedStorage
+    storage._share_cuda_, storage._new_shared_cuda = _Shared.export, staticmethod(_Shared.open)
+    storage._release_ipc_counter_cuda = staticmethod(lambda *_, **__: None)
     c10d.Backend.backend_capability["nccl"] = ["cpu", "cuda"]
     c10d.ProcessGroupNCCL = NCCL  # type: ignore[misc, assignment]
+    if "SIM_CUDA_TE" in os.environ:
+        add_transformer_engine(os.environ["SIM_CUDA_TE"])
