@@ -32,6 +32,10 @@ def widens_logits(head_dtype: HeadDtype, dtype: str, *, on_gpu: bool) -> bool:
     return dtype == "bfloat16" and (head_dtype == "float32" or (head_dtype == "auto" and on_gpu))
 
 
+RECORDED = [("id", "<i4"), ("logprob", "<f4")]
+"""numpy's description of a recorded token: 8 bytes. A logprob of -inf marks an entry that names no token."""
+
+
 @dataclass(frozen=True, slots=True)
 class Prompt:
     """One row of the data set, ready to be sampled from.
@@ -63,6 +67,9 @@ class Sample:
     response. Row j belongs to input position j. A row of -1 means that the route is not known. The last token of a
     response is never an input, so its row is -1. Equality of samples ignores the routes.
 
+    `recorded` (`algo.center`) are the tokens that the engine gave most probability at each token of the response, with
+    their log-probs, as `RECORDED`. The drawn token may not be among them. Equality ignores them, too.
+
     Example: Sample(group=0, prompt_ids=(5, 9, 2), response_ids=(7, 1), logprobs=(-0.1, -0.02), text="5",
                     finish_reason="stop", version=3)
     """
@@ -77,6 +84,7 @@ class Sample:
     mask: tuple[bool, ...] = ()  # True where the policy wrote the response's token; empty: everywhere
     environment_reward: float | None = None  # of the environment, if it gives one
     routes: np.ndarray | None = field(default=None, compare=False, repr=False)  # int16 [tokens, layers, k]
+    recorded: np.ndarray | None = field(default=None, compare=False, repr=False)  # RECORDED [response tokens, k]
 
     @property
     def num_tokens(self) -> int:
@@ -193,11 +201,19 @@ class MicroBatch(TokenRows):
     cu_seqlens: Tensor | None = None  # [n + 1] int32, packed only: sample i is tokens cu_seqlens[i]..cu_seqlens[i + 1]
     token_index: Tensor | None = None  # [b, t] int64, place of `labels` among its response's tokens, 0 without mask
     routes: Tensor | None = None  # [b, t, layers, k] int16 in host memory, -1 without a route; None: none has one
+    recorded_ids: Tensor | None = None  # [b, t, k] int32, tokens that the engine recorded at `labels`; None: none
+    recorded_logprobs: Tensor | None = None  # [b, t, k] fp32, log mu of each; -inf where the engine named no token
 
     def of_tokens(self, table: Tensor) -> Tensor:
         """Look up values of response tokens: table [N, T] -> [b, t], 0 where mask is False."""
         assert self.token_index is not None, "the microbatch has no token_index"
         return table[self.per_token(self.sample_index), self.token_index].masked_fill(~self.mask, 0)
+
+    @property
+    def label_is_recorded(self) -> Tensor:
+        """[b, t, k] bool, which of the recorded tokens is the label; False for entries that name no token."""
+        assert self.recorded_ids is not None and self.recorded_logprobs is not None, "no tokens are recorded"
+        return (self.recorded_ids == self.labels[..., None]) & (self.recorded_logprobs > float("-inf"))
 
 
 @dataclass(frozen=True, slots=True)
@@ -253,9 +269,11 @@ class GradientStats:
     logprob_abs_diff: float  # mean |log pi_trainer - log pi_rollout| over response tokens
     truncated_ratio_fraction: float  # share of importance ratios cut at the cap
     num_tokens: int  # response tokens that went through the pass
+    weight_mean: float = 1.0  # mean over them of rho, with what was left out as 0
     kl: float | None = None  # mean over them of k3 (algo/kl.py), nats: KL(pi || pi_ref); None without a penalty
     momentum_dot: float = math.nan  # <g, m>, m the average of earlier raw gradients; NaN without one
     sample_sq_norm: float = math.nan  # sum_n coefficient_n^2 w_n; NaN where norms are not measured
     routers: RouterMetrics | None = None  # for a mixture, when router losses have a pass
     rejection: RejectionMetrics | None = None  # with rollout.rejection
     clipping: ClipMetrics | None = None  # with algo.updates_per_batch
+    unrecorded_fraction: float | None = None  # share of response tokens that were not recorded; with algo.center

@@ -13,6 +13,8 @@ STUDIES = {
     "task": "write a task's model, data and config, to train it on the real stack",
     "curves": "learning curves of arms x seeds with equal samples, each arm at the best rate of its own sweep",
     "variance": "variance of the gradient under every baseline, at a fixed policy",
+    "bias": "mean score and gradient under truncated sampling, caps and rejection, by enumeration",
+    "collapse": "training against an engine of few bits, with and without score centering",
     "smoothness": "local Lipschitz constant of the score along a training path",
     "kl": "effect of a KL penalty on the optimal baseline, the noise and the rate",
     "learning_rate": "the rate that Theorem 4 predicts against the best rate of a line search",

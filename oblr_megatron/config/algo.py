@@ -151,6 +151,12 @@ class AlgoConfig(Section):
     updates_per_batch: int = Field(1, ge=1)
     """U, optimizer updates on the samples of a step, each on the next Q / U prompts, as with PPO's mini-batches. Above
     1 the later updates are off-policy, and no norms are measured (docs/corrections.md)."""
+    center: bool = False
+    """Subtract the engine's expected weighted score at every prefix, so that the mean score is 0 under a cap on ratios
+    and under token rejection. Needs center_tokens x 8 bytes for each token of a response (docs/corrections.md)."""
+    center_tokens: int = Field(32, ge=1, le=4096)
+    """Tokens of each prefix that the expectation runs over: those the engine finds most likely. A drawn token that is
+    not among them has no weight. rollout.top_k of at most this number, or a vocabulary of it, leaves out none."""
     ratio: Literal["token", "sequence"] = "token"
     """Ratio of the policy to the policy before the first update, for the later ones: of each token, or the geometric
     mean over the response (GSPO)."""

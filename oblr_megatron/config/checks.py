@@ -80,6 +80,7 @@ def problems(config: Config) -> Iterator[Problem]:
         what = f"num_prompts {config.num_prompts} is not a multiple of algo.snr.num_folds {folds}"
         yield what, "change one of them; folds hold equally many whole prompts"
     yield from _updates(config)
+    yield from _centering(config)
     yield from _samples(config)
     yield from _checkpoints(config)
     yield from _data(config)
@@ -99,7 +100,7 @@ def problems(config: Config) -> Iterator[Problem]:
 
 
 def biases(config: Config) -> Iterator[str]:
-    """Allowed options that bias the gradient, one line each, for the start of the run."""
+    """Allowed options that bias the gradient or have no effect, one line each, for the start of the run."""
     rollout, facts, penalty = config.rollout, facts_of(config.algo.baseline), config.algo.kl_coefficient
     if rollout.overlap == "one_step":
         yield (
@@ -115,6 +116,11 @@ def biases(config: Config) -> Iterator[str]:
         yield (
             f'rollout.rejection "{rollout.rejection}" biases the gradient: it leaves out what has an importance ratio '
             "outside its band; importance_sampling alone has a smaller bias and a larger variance"
+        )
+    if config.algo.clips and config.algo.updates_per_batch == 1:
+        yield (
+            f"the clipping of algo.preset {config.algo.preset!r} has no effect with algo.updates_per_batch 1: pi_old "
+            "is the policy itself, also for samples that are one update old; set it to 2 or more"
         )
     if config.algo.norm_power:
         yield (
@@ -322,6 +328,27 @@ def _updates(config: Config) -> Iterator[Problem]:
     if algo.clip_dual is not None and algo.surrogate == "cispo":
         yield 'algo.clip_dual has no effect with algo.surrogate "cispo"', "leave it out"
     yield from _on_policy_only(config, what)
+
+
+def _centering(config: Config) -> Iterator[Problem]:
+    """Options that `algo.center` excludes."""
+    algo, rollout = config.algo, config.rollout
+    if not algo.center:
+        return
+    for key in ("importance_sampling", "rejection"):
+        level = getattr(rollout, key)
+        if level not in ("none", "token"):
+            yield (
+                f"algo.center with rollout.{key} {level!r}: the weight of a token then depends on later tokens, so its "
+                "expectation at a prefix is not known",
+                f'set rollout.{key} to "token", or algo.center to false',
+            )
+    if algo.updates_per_batch > 1:
+        what = f"algo.center with algo.updates_per_batch {algo.updates_per_batch}: clipping depends on the advantage"
+        yield what, "set algo.updates_per_batch to 1, or algo.center to false"
+    if rollout.environment.function:
+        what = "algo.center with rollout.environment is not supported: a turn does not carry the engine's other tokens"
+        yield what, "set algo.center to false"
 
 
 def _on_policy_only(config: Config, what: str) -> Iterator[Problem]:

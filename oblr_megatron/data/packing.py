@@ -13,7 +13,7 @@ import numpy as np
 import torch
 
 from oblr_megatron.errors import UserError
-from oblr_megatron.types import MicroBatch, Sample
+from oblr_megatron.types import RECORDED, MicroBatch, Sample
 
 if TYPE_CHECKING:
     from numpy.typing import NDArray
@@ -204,6 +204,7 @@ def _batch(
         cu_seqlens=torch.tensor([0, *widths]).cumsum(0, dtype=torch.int32) if packed else None,
         token_index=index,
         routes=None if routes is None else routes.unflatten(0, shape),
+        **_recorded(samples, group, widths, shape),
     )
 
 
@@ -226,6 +227,28 @@ def _routes(samples: Sequence[Sample], group: Sequence[int], widths: Sequence[in
             laid_out[start : start + read] = routes[:read]
         start += width
     return torch.from_numpy(laid_out)
+
+
+def _recorded(
+    samples: Sequence[Sample], group: Sequence[int], widths: Sequence[int], shape: tuple[int, int]
+) -> dict[str, torch.Tensor]:
+    """`MicroBatch.recorded_ids` and `recorded_logprobs`; none if no sample has any."""
+    sizes = {recorded.shape[1] for index in group if (recorded := samples[index].recorded) is not None}
+    if not sizes:
+        return {}
+    laid_out = np.zeros((sum(widths), max(sizes)), RECORDED)
+    laid_out["logprob"] = -np.inf
+    start = 0
+    for index, width in zip(group, widths, strict=True):
+        sample = samples[index]
+        assert sample.recorded is not None or not sample.response_ids, "some samples have recorded tokens, others none"
+        if sample.recorded is not None:
+            first = start + len(sample.prompt_ids) - 1  # the position that predicts the response's first token
+            laid_out[first : first + len(sample.response_ids), : sample.recorded.shape[1]] = sample.recorded
+        start += width
+    return {
+        f"recorded_{name}s": torch.from_numpy(laid_out[name].copy()).unflatten(0, shape) for name in ("id", "logprob")
+    }
 
 
 def _laid_out(samples: Sequence[Sample], group: Sequence[int], widths: Sequence[int]) -> list[torch.Tensor]:

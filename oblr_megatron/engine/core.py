@@ -156,7 +156,7 @@ class EngineServer:
             for one in asked:
                 if one.request.routes and not self._spec.routes:
                     raise InvalidRequest("it was started without --moe-routing-replay, and returns no routes")
-                parameters = sampling_params(one.request, one.position, one.stop)
+                parameters = sampling_params(one.request, one.position, self._vocab_size, one.stop)
                 name = str(one.number)
                 self._llm.llm_engine.add_request(name, TokensPrompt(prompt_token_ids=list(one.ids)), parameters)
                 self._running[name] = call, one
@@ -260,9 +260,10 @@ class EngineServer:
         return complete
 
     def _group(self, one: PromptRequest, output: Any) -> list[Sample]:
-        version, routes = self._state.holding.version, one.request.routes
+        version, routes, recorded = self._state.holding.version, one.request.routes, one.request.recorded > 0
+        read = partial(to_sample, routes=routes, recorded=recorded)
         group = [
-            to_sample(one.position, one.ids, response, version, self._tokenizer, self._vocab_size, routes=routes)
+            read(one.position, one.ids, response, version, self._tokenizer, self._vocab_size)
             for response in output.outputs
         ]
         self._generated += sum(len(sample.response_ids) for sample in group)

@@ -23,7 +23,7 @@ from pydantic import BaseModel, ConfigDict
 from oblr_megatron.engine.protocol import PromptRequest
 from oblr_megatron.engine.routes import routes_of
 from oblr_megatron.errors import RunError
-from oblr_megatron.types import Sample
+from oblr_megatron.types import RECORDED, Sample
 
 HEALTH = "/health"
 PUSH = ("open_push", "start_push", "update_push", "finish_push", "abort_push")
@@ -35,7 +35,7 @@ REFUSED, INVALID, FAILED = 409, 400, 500
 DAMAGED = "damaged"
 """The "kind" in the JSON of a refusal if a bucket was damaged on the way: a second push may help."""
 
-PROTOCOL = 6
+PROTOCOL = 7
 """Version of these messages, to be raised with every change. Both sides must have the same."""
 
 
@@ -107,6 +107,26 @@ class Routes(Message):
         return routes_of(rows, tokens)
 
 
+class Recorded(Message):
+    """`Sample.recorded`. Example: Recorded(tokens=32, data="AwdC...")"""
+
+    tokens: int  # of each row
+    data: str  # base64, rows of RECORDED
+
+    @classmethod
+    def of(cls, recorded: NDArray[np.void]) -> Recorded:
+        """From `Sample.recorded`."""
+        return cls.model_construct(tokens=recorded.shape[1], data=base64.b64encode(recorded.tobytes()).decode())
+
+    def rows(self, count: int) -> NDArray[np.void]:
+        """`Sample.recorded` of a response of so many tokens; a `RunError` if the data do not fit it."""
+        try:
+            flat = np.frombuffer(base64.b64decode(self.data, validate=True), RECORDED)
+            return flat.reshape(count, self.tokens)
+        except ValueError as error:
+            raise RunError(f"the recorded tokens of a sample are damaged: {error}") from error
+
+
 class Response(Message):
     """One response. The trainer knows its prompt and position."""
 
@@ -115,6 +135,7 @@ class Response(Message):
     text: str
     finish_reason: Literal["stop", "length"]
     routes: Routes | None = None
+    recorded: Recorded | None = None
 
 
 class SampleAnswer(Message):
@@ -141,6 +162,7 @@ class SampleAnswer(Message):
                     finish_reason=response.finish_reason,
                     version=self.holding.version,
                     routes=response.routes.routes(len(one.ids) + len(response.ids)) if response.routes else None,
+                    recorded=response.recorded.rows(len(response.ids)) if response.recorded else None,
                 )
                 for response in group
             ]
@@ -161,6 +183,7 @@ def to_response(sample: Sample) -> Response:
         text=sample.text,
         finish_reason=ended_of(sample),
         routes=None if sample.routes is None else Routes.of(sample.routes),
+        recorded=None if sample.recorded is None else Recorded.of(sample.recorded),
     )
 
 

@@ -48,6 +48,9 @@ class SamplingRequest:
     top_p: float = 1.0
     top_k: int = -1  # -1: no filter
     routes: bool = False  # whether samples hold the experts that the engine took (`EngineSpec.routes`)
+    recorded: int = (
+        0  # most likely tokens that samples hold for each draw (`Sample.recorded`), if the model has so many
+    )
 
     def __post_init__(self) -> None:
         where = "sampling request"
@@ -70,6 +73,7 @@ class SamplingRequest:
             top_p=rollout.top_p,
             top_k=rollout.top_k,
             routes=config.model.moe_routing_replay,
+            recorded=config.algo.center_tokens if config.algo.center else 0,
         )
 
     @classmethod

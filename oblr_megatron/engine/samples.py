@@ -5,13 +5,16 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
+import numpy as np
+from numpy.typing import NDArray
+
 from oblr_megatron.engine.protocol import SamplingRequest, prompt_seed
 from oblr_megatron.engine.routes import routes_of
 from oblr_megatron.errors import RunError
-from oblr_megatron.types import Sample
+from oblr_megatron.types import RECORDED, Sample
 
 
-def sampling_params(request: SamplingRequest, group: int, stop: Sequence[int] = ()) -> Any:
+def sampling_params(request: SamplingRequest, group: int, vocab_size: int, stop: Sequence[int] = ()) -> Any:
     """vLLM's `SamplingParams` for the prompt at position `group` of the step's batch; `stop` tokens end a response."""
     from vllm import SamplingParams
     from vllm.sampling_params import RequestOutputKind
@@ -24,7 +27,7 @@ def sampling_params(request: SamplingRequest, group: int, stop: Sequence[int] = 
         max_tokens=request.max_tokens,
         stop_token_ids=list(stop),
         seed=prompt_seed(request.seed, group),  # vLLM adds g for response g of a group
-        logprobs=0,  # that of the sampled token alone
+        logprobs=min(request.recorded, vocab_size),  # besides that of the sampled token
         flat_logprobs=True,
         detokenize=False,  # done once at the end: decoding each token costs a small model 15%
         output_kind=RequestOutputKind.FINAL_ONLY,
@@ -41,6 +44,7 @@ def to_sample(
     vocab_size: int,
     *,
     routes: bool = False,
+    recorded: bool = False,
 ) -> Sample:
     """One response, checked: a log-prob for each token, a normal end, one version of the weights throughout.
 
@@ -52,6 +56,7 @@ def to_sample(
         tokenizer: for the text.
         vocab_size: rows of the checkpoint's embedding. vLLM pads them, and no token may come from the padding.
         routes: whether the sample holds the routes of its tokens.
+        recorded: whether it holds the most likely tokens at each draw.
 
     Raises:
         RunError: a check failed.
@@ -59,7 +64,8 @@ def to_sample(
     versions = {span.version for span in completion.weight_versions or ()}
     if versions != {str(version)}:
         raise RunError(f"a response was sampled by weights {sorted(versions)}, not by version {version}")
-    logprobs = completion.logprobs.logprobs
+    firsts = completion.logprobs.start_indices  # each token's entries begin with the one that was drawn
+    logprobs = [completion.logprobs.logprobs[first] for first in firsts] if recorded else completion.logprobs.logprobs
     if len(logprobs) != len(completion.token_ids) or completion.finish_reason not in ("stop", "length"):
         raise RunError(
             f"a response of {len(completion.token_ids)} tokens has {len(logprobs)} log-probs and ended with "
@@ -77,4 +83,20 @@ def to_sample(
         finish_reason=completion.finish_reason,
         version=version,
         routes=routes_of(completion.routed_experts, len(prompt) + len(completion.token_ids)) if routes else None,
+        recorded=_recorded(completion.logprobs, len(logprobs)) if recorded else None,
     )
+
+
+def _recorded(logprobs: Any, tokens: int) -> NDArray[np.void]:
+    """`Sample.recorded` from vLLM's `FlatLogprobs`: for each token the drawn one, then the most likely ones.
+
+    Raises:
+        RunError: the tokens have different numbers of entries.
+    """
+    if tokens == 0:
+        return np.zeros((0, 0), RECORDED)
+    if len(logprobs.token_ids) % tokens or len({*np.diff(logprobs.start_indices).tolist()}) > 1:
+        raise RunError(f"the engine returned {len(logprobs.token_ids)} log-probs for {tokens} tokens")
+    table = np.zeros((tokens, len(logprobs.token_ids) // tokens), RECORDED)
+    table["id"].flat, table["logprob"].flat = logprobs.token_ids, logprobs.logprobs
+    return table[:, 1:].copy()

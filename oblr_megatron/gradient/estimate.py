@@ -78,13 +78,13 @@ def sq_norms_of(
 
 
 def _energies(policy: Policy, microbatches: Sequence[MicroBatch], temperature: float, ratios: RatioFn) -> Tensor:
-    """rho^2 times the squared norm of the score at the logits, summed over each sample's tokens: [n]."""
+    """The squared norm of the weighted score at the logits, summed over each sample's tokens: [n]."""
     parallel = policy.parallel
 
     def loss_of(hidden: Tensor, batch: MicroBatch) -> tuple[Tensor, dict[str, Tensor]]:
-        tokens = policy.head(hidden, batch, temperature=temperature, energy=True)
-        rho, _ = ratios(tokens.logprobs, batch)
-        return hidden.new_zeros(()), {"energy": sample_energies(tokens, rho, batch)}
+        tokens = policy.head(hidden, batch, temperature=temperature, energy=True, others=batch.recorded_ids)
+        weights = ratios(tokens, batch)
+        return hidden.new_zeros(()), {"energy": sample_energies(tokens, weights, batch, temperature)}
 
     records = run_schedule(policy, microbatches, loss_of, forward_only=True)
     energies = torch.zeros(sum(b.num_samples for b in microbatches), dtype=torch.float64, device=parallel.device)

@@ -8,9 +8,10 @@ from typing import TYPE_CHECKING
 
 import torch
 
+from oblr_megatron.algo.centering import centred_energy
 from oblr_megatron.algo.kl import KLForm, kl_penalty, kl_slope
 from oblr_megatron.algo.loss import policy_gradient_loss
-from oblr_megatron.gradient.ratios import RATIO_SUMS, RatioFn
+from oblr_megatron.gradient.ratios import RATIO_SUMS, RatioFn, ScoreWeights
 from oblr_megatron.runtime.collectives import all_reduce
 from oblr_megatron.types import ClipMetrics, GradientStats, MicroBatch, RejectionMetrics
 
@@ -49,6 +50,8 @@ class PassMetrics:
     clipped: float = 0.0  # tokens with a ratio beyond its bound, in a batch's later updates
     beyond_dual: float = 0.0  # tokens with a negative advantage and a ratio above algo.clip_dual
     drift: float = 0.0  # log pi_old - log pi, of the policy before the first update and now
+    outside: float = 0.0  # drawn tokens that are not among the recorded ones (algo.center)
+    weight: float = 0.0  # rho of the first update, before clipping
     kl: float = 0.0  # k3, nats; 0 without a penalty
     tokens: float = 0.0
 
@@ -96,10 +99,12 @@ class PassMetrics:
             logprob_abs_diff=sums.abs_diff / tokens,
             truncated_ratio_fraction=sums.cut / tokens,
             num_tokens=int(sums.tokens),
+            weight_mean=sums.weight / tokens,
             kl=sums.kl / tokens if config.algo.kl_coefficient else None,
             routers=routers,
             rejection=None if config.rollout.rejection == "none" else rejection,
             clipping=None if config.algo.updates_per_batch == 1 else clipping,
+            unrecorded_fraction=sums.outside / tokens if config.algo.center else None,
         )
 
 
@@ -130,6 +135,8 @@ def score_loss(
 ) -> LossFn:
     """The loss -sum_i c_i sum_t rho_t log pi(o_t). With c = 1, a sample's gradient is minus its score.
 
+    Where microbatches have recorded tokens, sum_v m(v) log pi(v) is subtracted from rho_t log pi(o_t).
+
     Args:
         policy: provides the layout and the vocabulary size.
         temperature: of the sampling distribution.
@@ -142,20 +149,25 @@ def score_loss(
 
     def loss_of(hidden: Tensor, batch: MicroBatch) -> tuple[Tensor, dict[str, Tensor]]:
         head = policy.head
-        tokens = head(hidden, batch, temperature=temperature, entropy=records, energy=callable(coefficients))
+        energy = callable(coefficients)
+        tokens = head(hidden, batch, temperature=temperature, entropy=records, energy=energy, others=batch.recorded_ids)
         logprobs = tokens.logprobs  # [b, t]
         detached = logprobs.detach()
-        rho, sums_of = (
-            (torch.ones_like(detached), lambda: _no_sums(detached)) if ratios is None else ratios(detached, batch)
-        )
-        own = torch.ones_like(detached)
+        weights = _ones(detached) if ratios is None else ratios(tokens, batch)
+        rho, own = weights.rho, torch.ones_like(detached)
         if callable(coefficients):
-            energies = sample_energies(tokens, rho, batch)
+            energies = sample_energies(tokens, weights, batch, temperature)
             all_reduce(energies, policy.parallel.cp_group)
             own = batch.per_token(coefficients(batch.sample_index, energies))
         elif coefficients is not None:
             own = batch.per_token(coefficients[batch.sample_index])
         loss, kl = policy_gradient_loss(logprobs, batch.mask, own, rho), detached.new_zeros(())
+        scores = rho * detached
+        if weights.masses is not None and tokens.others is not None:
+            possible = tokens.others.masked_fill(weights.masses == 0, 0.0)  # 0 times -inf is NaN
+            centre = (weights.masses * possible).sum(-1)
+            loss = loss - policy_gradient_loss(centre, batch.mask, own, torch.ones_like(rho))
+            scores = scores - centre.detach()
         if penalty is not None:
             added, kl = penalty.loss(logprobs, batch)
             loss = loss + added
@@ -163,17 +175,25 @@ def score_loss(
             return loss, {}
         entropy = tokens.entropy.sum()  # 0 outside the mask
         around = torch.stack([part.to(torch.float64) for part in (entropy, kl, batch.mask.sum())])
-        sums = torch.cat([around[:1], sums_of(), around[1:]])
-        scores = batch.per_sample((own * rho * detached).to(torch.float64))
-        return loss, {"sums": sums, "scores": scores, "numbers": batch.sample_index}
+        sums = torch.cat([around[:1], weights.sums(), around[1:]])
+        of_samples = batch.per_sample((own * scores).to(torch.float64))
+        return loss, {"sums": sums, "scores": of_samples, "numbers": batch.sample_index}
 
     return loss_of
 
 
-def sample_energies(tokens: TokenScores, rho: Tensor, batch: MicroBatch) -> Tensor:
-    """sum_t rho_t^2 ||d log pi(o_t) / d logits||^2 over this rank's tokens of each sample: [n] fp64."""
-    return batch.per_sample((tokens.energy * rho.square()).to(torch.float64))
+def sample_energies(tokens: TokenScores, weights: ScoreWeights, batch: MicroBatch, temperature: float) -> Tensor:
+    """The sum over this rank's tokens of each sample of ||d s_t / d logits||^2, s_t the weighted score: [n] fp64."""
+    if weights.masses is None or tokens.others is None:
+        return batch.per_sample((tokens.energy * weights.rho.square()).to(torch.float64))
+    squared, logprobs, others = temperature**2, tokens.logprobs.detach(), tokens.others.detach()
+    energy = centred_energy(
+        tokens.energy * squared, logprobs, weights.rho, others, weights.masses, batch.label_is_recorded
+    )
+    return batch.per_sample((energy / squared).to(torch.float64))
 
 
-def _no_sums(logprobs: Tensor) -> Tensor:
-    return logprobs.new_zeros(len(RATIO_SUMS), dtype=torch.float64)
+def _ones(logprobs: Tensor) -> ScoreWeights:
+    return ScoreWeights(
+        torch.ones_like(logprobs), None, lambda: logprobs.new_zeros(len(RATIO_SUMS), dtype=torch.float64)
+    )

@@ -4,6 +4,8 @@
     correction = min(pi_old / mu, C) inside the band, 0 outside      (algo/importance.py, algo/rejection.py)
     m_t = the clipped ratio of pi to pi_old                          (algo/clipping.py)
 
+With `algo.center` the sampler's expectation of rho_t grad log pi is subtracted (algo/centering.py).
+
 mu is the rollout engine's policy, and pi_old the trainer's before the first update on the batch. In the first update
 pi_old = pi and m_t = 1.
 """
@@ -12,10 +14,11 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
 import torch
 
+from oblr_megatron.algo.centering import expected_weights
 from oblr_megatron.algo.clipping import ClippedRatios, clipped_ratios
 from oblr_megatron.algo.importance import truncated_ratios
 from oblr_megatron.algo.rejection import kept_tokens
@@ -26,18 +29,27 @@ if TYPE_CHECKING:
     from torch import Tensor
 
     from oblr_megatron.config import Config
+    from oblr_megatron.model.lm_head import TokenScores
     from oblr_megatron.model.policy import Policy
 
 RATIO_SUMS = (
     *("abs_diff", "cut", "mismatch", "rejected", "rejected_samples", "samples"),
     *("clipped", "beyond_dual", "drift"),
+    *("outside", "weight"),
 )
 """Sums of a RatioFn over this rank's response tokens; `PassMetrics` explains each."""
 
-RatioFn = Callable[["Tensor", MicroBatch], tuple["Tensor", Callable[[], "Tensor"]]]
-"""(detached log-probs [b, t], their microbatch) -> (weights rho [b, t], a function that returns `RATIO_SUMS` in fp64).
 
-Passes that record nothing do not ask for the sums."""
+class ScoreWeights(NamedTuple):
+    """The score of a microbatch's tokens is rho_t grad log pi(o_t) - sum_v m(v) grad log pi(v)."""
+
+    rho: Tensor  # [b, t]
+    masses: Tensor | None  # [b, t, k] m of the recorded tokens; None without centering
+    sums: Callable[[], Tensor]  # returns `RATIO_SUMS` in fp64; passes that record nothing do not call it
+
+
+RatioFn = Callable[["TokenScores", MicroBatch], ScoreWeights]
+"""(scores of the tokens, their microbatch) -> their weights, without gradient."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -59,8 +71,8 @@ def importance_ratios(config: Config, policy: Policy, old: Old | None = None) ->
         all_reduce(sums, parallel.cp_group)
         return sums
 
-    def ratios(logprobs: Tensor, batch: MicroBatch) -> tuple[Tensor, Callable[[], Tensor]]:
-        current, drawn, mask = logprobs.detach(), batch.rollout_logprobs, batch.mask
+    def ratios(scores: TokenScores, batch: MicroBatch) -> ScoreWeights:
+        current, drawn, mask = scores.logprobs.detach(), batch.rollout_logprobs, batch.mask
         before = current if old is None else batch.of_tokens(old.logprobs).to(current.dtype)
         rho, cut = truncated_ratios(
             before,
@@ -84,6 +96,18 @@ def importance_ratios(config: Config, policy: Policy, old: Old | None = None) ->
         )
         rho = rho if rollout.rejection == "none" else rho.masked_fill(~keep, 0.0)
         drift = None if old is None else later(current, before, batch, old)
+        masses, outside = None, torch.zeros_like(mask)
+        if scores.others is not None:
+            assert batch.recorded_logprobs is not None, "recorded tokens have log-probs"
+            outside = mask & ~batch.label_is_recorded.any(-1)
+            rho = rho.masked_fill(outside, 0.0)
+            masses = expected_weights(
+                scores.others.detach(),
+                batch.recorded_logprobs,
+                corrects=rollout.importance_sampling != "none",
+                cap=rollout.importance_cap,
+                band=None if rollout.rejection == "none" else (low, high),
+            ).masked_fill(~mask[..., None], 0.0)
 
         def sums() -> Tensor:
             difference, rejected = (before - drawn).masked_fill(~mask, 0.0), (mask & ~keep).sum()
@@ -96,9 +120,9 @@ def importance_ratios(config: Config, policy: Policy, old: Old | None = None) ->
                     drift.beyond_dual.sum(),
                     (before - current).masked_fill(~mask, 0.0).sum(),
                 ]
-            return torch.stack([value.to(torch.float64) for value in values])
+            return torch.stack([value.to(torch.float64) for value in (*values, outside.sum(), rho.sum())])
 
-        return rho if drift is None else rho * drift.weights, sums
+        return ScoreWeights(rho if drift is None else rho * drift.weights, masses, sums)
 
     def later(current: Tensor, before: Tensor, batch: MicroBatch, old: Old) -> ClippedRatios:
         signs = batch.per_token(old.advantages[batch.sample_index])

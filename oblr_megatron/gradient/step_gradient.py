@@ -38,7 +38,6 @@ from oblr_megatron.model.router import RouterLosses
 from oblr_megatron.model.step import run_schedule
 from oblr_megatron.model.token_values import response_logprobs
 from oblr_megatron.norms.sample_gradients import SampleGradients, numbers_of
-from oblr_megatron.rollout.routes import without_routes
 from oblr_megatron.rollout.waves import Wave, mini_batches
 from oblr_megatron.runtime.collectives import all_reduce
 from oblr_megatron.runtime.device_copy import to_device
@@ -448,9 +447,10 @@ class StepGradient:
 
     def _write_broken(self) -> str:
         """Write these samples; returns where they are, or why they are not there."""
-        path, samples = self._config.run_dir / "nonfinite_samples.jsonl", without_routes(self._broken)
+        path = self._config.run_dir / "nonfinite_samples.jsonl"
+        samples = (asdict(replace(sample, routes=None, recorded=None)) for sample in self._broken)
         try:
-            path.write_text("".join(json.dumps(asdict(sample)) + "\n" for sample in samples), encoding="utf-8")
+            path.write_text("".join(json.dumps(sample) + "\n" for sample in samples), encoding="utf-8")
         except OSError as error:  # the other ranks are about to save the state together with this one
             return f"; the samples cannot be written to {path}: {error.strerror}"
         return f"; the samples are in {path}"

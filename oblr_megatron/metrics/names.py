@@ -46,6 +46,8 @@ METRICS: tuple[Metric, ...] = (
     Metric("moe/route_mismatch_fraction", "", "share of their routers' own choices that routing replay replaced"),
     Metric("rollout/logprob_abs_diff", "nats", "mean |trainer's log-prob - vLLM's| over tokens with an advantage"),
     Metric("rollout/truncated_ratio_fraction", "", "share of those tokens' ratios cut at rollout.importance_cap"),
+    Metric("rollout/unrecorded_fraction", "", "share of those tokens that algo.center leaves out; see center_tokens"),
+    Metric("rollout/weight_mean", "", "mean over those tokens of their weights, after caps, rejection and centering"),
     Metric("rollout_corr/rollout_rs_masked_fraction", "", "share of those tokens that rollout.rejection left out"),
     Metric("rollout_corr/rollout_rs_seq_masked_fraction", "", "share of their responses that lost a token to it"),
     Metric("rollout_corr/kl", "nats", "mean of vLLM's log-prob - trainer's over those tokens; with rollout.rejection"),

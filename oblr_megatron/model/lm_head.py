@@ -6,7 +6,9 @@ The logits of all tokens and the whole vocabulary never exist at once. Only the 
 Forward goes through the rows of W in blocks, and combines their sums; tensor-parallel ranks do so once, at the end.
 Backward makes the same blocks again, those that do not fit in `KEPT_LOGITS`, and turns each into dy:
 
-    dx += dy W[rows],   dW[rows] = dy^T x,   dy_v = ([v = a] - pi(v)) / T times the gradient of log pi(a)
+    dx += dy W[rows],   dW[rows] = dy^T x,   dy_v = sum_a ([v = a] - pi(v)) / T times the gradient of log pi(a)
+
+a is a token's label and, where a caller names them, further tokens of the vocabulary (`algo/centering.py`).
 
 A block has all tokens, so its dW[rows] is complete: a sink measures it as a layer of its own, and the squares of the
 blocks add up. Padding rows of the vocabulary have no probability and no gradient, even on a rank with only padding.
@@ -48,6 +50,7 @@ class TokenScores(NamedTuple):
     logprobs: Tensor  # differentiable
     entropy: Tensor  # log Z - sum_v pi(v) z_v / T, nats; without gradient
     energy: Tensor  # without gradient
+    others: Tensor | None = None  # [b, t, k] log-probs of the further tokens that were asked for; differentiable
 
 
 @dataclass(slots=True)
@@ -74,20 +77,29 @@ class LMHead:
         temperature: float = 1.0,
         entropy: bool = False,
         energy: bool = False,
+        others: Tensor | None = None,
     ) -> TokenScores:
         """The scores of the microbatch's labels, the same on every tensor-parallel rank.
 
-        Only labels of the mask are read; they must be below `vocab_size`.
+        Only labels of the mask are read; they must be below `vocab_size`. `others` [b, t, k] are further tokens at each
+        position, different from each other; one may be the label.
         """
         flat, shape = hidden.flatten(0, 1), hidden.shape[:2]
         counted = batch.mask.flatten().cpu().nonzero().flatten()  # the one wait for a GPU in a microbatch
         bounds, index = _bounds(counted, batch), to_device(counted, flat.device)
-        x, labels = flat.index_select(0, index), batch.labels.flatten()[index]
+        x, labels = flat.index_select(0, index), batch.labels.flatten()[index, None]
+        if others is not None:
+            labels = torch.cat([labels, others.flatten(0, 1)[index].to(labels.dtype)], dim=1)
         # The same on ranks that share the sequence: they sum each block's gradient, and may differ in response tokens.
         columns = max(1, min(len(self.weight), self.block_elements // max(1, len(flat))))
         factors = HeadFactors(self, x.detach(), labels, bounds, columns, temperature)
         values = _Scores.apply(x, self.weight, factors, torch.is_grad_enabled(), entropy, energy)
-        return TokenScores(*(v.new_zeros(len(flat)).index_copy(0, index, v).view(shape) for v in values))
+
+        def placed(v: Tensor) -> Tensor:
+            return v.new_zeros(len(flat), *v.shape[1:]).index_copy(0, index, v).view(*shape, *v.shape[1:])
+
+        logprobs, *rest = map(placed, values)
+        return TokenScores(logprobs[..., 0], *rest, others=None if others is None else logprobs[..., 1:])
 
     def logits(self, hidden: Tensor) -> Tensor:
         """[.., h] -> [.., Vp / tp] at once, for a few tokens; without gradient."""
@@ -139,7 +151,7 @@ class HeadFactors:
     Args:
         head: has the weight.
         x: [n, h], the tokens of the mask, sample after sample.
-        labels: [n] global token ids.
+        labels: [n, 1 + k] global token ids; the first is the label, the others differ from each other.
         bounds: [samples + 1], where each sample begins in x.
         columns: of a block, at most.
         temperature: T.
@@ -155,9 +167,10 @@ class HeadFactors:
         self._labels = labels - first  # rows of this rank's weight; another rank's are outside
         self._kept: dict[int, tuple[Tensor, Tensor]] = {}  # first row -> (largest score [n], exp(score - it))
         wide = torch.float64 if x.dtype == torch.float64 else torch.float32
-        self._largest = x.new_full(labels.shape, -torch.inf, dtype=wide)
-        self._total = x.new_zeros(labels.shape, dtype=wide)  # sum_v exp(score - largest)
-        self._at_label = self._scale = self._total
+        self._largest = x.new_full((len(x),), -torch.inf, dtype=wide)
+        self._total = x.new_zeros(len(x), dtype=wide)  # sum_v exp(score - largest)
+        self._scale = self._total
+        self._at_labels = x.new_zeros(labels.shape, dtype=wide)  # 1 - pi(a), then dy
 
     @property
     def weight(self) -> nn.Parameter:
@@ -174,16 +187,16 @@ class HeadFactors:
         return ((rows, self.gradient(rows)) for rows in self.rows())
 
     def scores(self, *, keep: bool, entropy: bool, energy: bool) -> tuple[Tensor, Tensor, Tensor]:
-        """`TokenScores` of the tokens [n]; `keep` the blocks for backward as far as they fit."""
+        """Log-probs [n, 1 + k], entropy and energy [n]; `keep` the blocks for backward as far as they fit."""
         weighted, squares = torch.zeros_like(self._total), torch.zeros_like(self._total)
-        at_label = torch.zeros_like(self._total)
+        at_labels = self._at_labels
         room = self.head.kept_elements if keep else 0
         for rows in self.rows():
             scores = self._scores(rows)
             if scores.numel() == 0:
                 continue
             inside, index = self._labels_in(rows)
-            at_label = torch.where(inside, scores.gather(1, index)[:, 0], at_label)
+            at_labels = torch.where(inside, scores.gather(1, index), at_labels)
             largest = scores.amax(dim=1)
             shifted = scores.sub_(largest[:, None])
             exponentials = shifted.exp() if entropy else shifted.exp_()
@@ -199,13 +212,13 @@ class HeadFactors:
             if exponentials.numel() <= room:
                 room -= exponentials.numel()
                 self._kept[rows.start] = largest, exponentials
-        weighted, squares, at_label = self._over_ranks(weighted, squares, at_label)
+        weighted, squares, at_labels = self._over_ranks(weighted, squares, at_labels)
         logs = self._total.log()
-        logprobs = at_label - logs
+        logprobs = at_labels - logs[:, None]
         if self.head.tap.operations:
-            logprobs = self._exact_logprobs(self.head.tap.operations)
-        self._at_label = -torch.expm1(logprobs)  # 1 - pi(a)
-        of_energy = 1 - 2 * logprobs.exp() + squares / self._total.square()
+            logprobs[:, 0] = self._exact_logprobs(self.head.tap.operations)
+        self._at_labels = -torch.expm1(logprobs)
+        of_energy = 1 - 2 * logprobs[:, 0].exp() + squares / self._total.square()
         of_energy = of_energy.clamp(min=0) / self._temperature**2  # rounding makes it negative where pi(a) is near 1
         return (
             logprobs,
@@ -214,8 +227,14 @@ class HeadFactors:
         )
 
     def weigh(self, grad: Tensor) -> None:
-        """Set the gradient of the log-probs, [n]."""
-        self._scale = grad / self._temperature
+        """Set the gradient of the log-probs, [n, 1 + k]."""
+        total = grad.sum(dim=1)
+        self._scale = total / self._temperature
+        twice = self._labels[:, 1:] == self._labels[:, :1]  # the label among the others: both columns get their sum
+        own = torch.where(twice, grad[:, 1:], 0.0).sum(dim=1, keepdim=True)
+        summed = torch.cat([grad[:, :1] + own, grad[:, 1:] + twice * grad[:, :1]], dim=1)
+        apart = (summed - total[:, None]) / self._temperature  # 0 without others
+        self._at_labels = self._at_labels * self._scale[:, None] + apart
 
     def gradient(self, rows: slice) -> Tensor:
         """dy [n, rows] of a block, in the dtype of x."""
@@ -231,8 +250,12 @@ class HeadFactors:
         dy[:, real:] = 0.0
         # Not scatter_add_: in bf16 the sum of the two terms would be rounded twice.
         inside, index = self._labels_in(rows)
-        at_label = (self._at_label * self._scale).to(dy.dtype)[:, None]
-        return dy.scatter_(1, index, torch.where(inside[:, None], at_label, dy.gather(1, index)))
+        values = torch.where(inside, self._at_labels.to(dy.dtype), dy.gather(1, index))
+        if index.shape[1] > 1:  # a label outside writes what one inside writes, or an old value
+            one = inside.byte().argmax(dim=1, keepdim=True)
+            index = torch.where(inside, index, index.gather(1, one))
+            values = torch.where(inside, values, values.gather(1, one))
+        return dy.scatter_(1, index, values)
 
     def _scores(self, rows: slice) -> Tensor:
         """z / T [n, columns] of the real tokens in a block, as a new fp32 or fp64 tensor."""
@@ -242,21 +265,21 @@ class HeadFactors:
         return scores if self._temperature == 1 else scores.div_(self._temperature)
 
     def _labels_in(self, rows: slice) -> tuple[Tensor, Tensor]:
-        """(whether the block has the label [n], the label's column [n, 1], any where it does not)."""
+        """(whether the block has the labels, their columns, 0 where it does not): [n, 1 + k] each."""
         inside = (self._labels >= rows.start) & (self._labels < rows.stop)
-        return inside, torch.where(inside, self._labels - rows.start, 0)[:, None]
+        return inside, torch.where(inside, self._labels - rows.start, 0)
 
-    def _over_ranks(self, weighted: Tensor, squares: Tensor, at_label: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        """The sums over the vocabulary, from those over this rank's part; the label's score less the largest."""
+    def _over_ranks(self, weighted: Tensor, squares: Tensor, at_labels: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """The sums over the vocabulary, from those over this rank's part; the labels' scores less the largest."""
         group, shared = self.head.parallel.tp_group, self._largest.clone()
         all_reduce(shared, group, dist.ReduceOp.MAX)
         factor = (self._largest - shared).exp_()
         held = (self._labels >= 0) & (self._labels < self._real)
-        at_label = torch.where(held, at_label - shared, 0.0)
-        sums = torch.stack([self._total * factor, weighted * factor, squares * factor.square(), at_label])
+        at_labels = torch.where(held, at_labels - shared[:, None], 0.0)
+        sums = torch.stack([self._total * factor, weighted * factor, squares * factor.square(), *at_labels.unbind(1)])
         all_reduce(sums, group)
         self._largest, self._total = shared, sums[0]
-        return sums[1], sums[2], sums[3]
+        return sums[1], sums[2], sums[3:].t()
 
     def _exact_logprobs(self, operations: Operations) -> Tensor:
         """The values of model.batch_invariant, which sum over a whole row of logits: in pieces of tokens."""
@@ -265,7 +288,7 @@ class HeadFactors:
         for start in range(0, len(self.x), step):
             tokens = slice(start, start + step)
             scores = self.head.logits(self.x[tokens])[:, : self._real].to(wide) / self._temperature
-            logprobs[tokens] = operations.log_softmax_at(scores, self._labels[tokens]).to(wide)
+            logprobs[tokens] = operations.log_softmax_at(scores, self._labels[tokens, 0]).to(wide)
         return logprobs
 
 

@@ -44,8 +44,7 @@ def chunks_of(cp_rank: int, cp_size: int) -> tuple[int, ...]:
 
 
 def local_part(parallel: Parallel, batch: Batch, padding: Padding) -> Batch:
-    """Pad a microbatch as the layout needs it and take this context-parallel rank's tokens, in each field [b, t]
-    and the routes.
+    """Pad a microbatch as the layout needs it and take this context-parallel rank's tokens, in each field [b, t, ...].
 
     Padding has mask False; at the end of the row it belongs to the last sample. Position j of the result still
     predicts `labels[:, j]`. `cu_seqlens` counts this rank's tokens, 1 / cp_size of the padded ones.
@@ -99,9 +98,9 @@ def _tensors(batch: Any) -> dict[str, Tensor]:
 
 
 def _of_tokens(batch: TokenRows) -> dict[str, Tensor]:
-    """The fields with one value a token, and the routes."""
+    """The fields with one value a token, or several: routes and recorded tokens."""
     shape = batch.input_ids.shape
-    return {name: value for name, value in _tensors(batch).items() if value.shape == shape or name == "routes"}
+    return {name: value for name, value in _tensors(batch).items() if value.shape[:2] == shape}
 
 
 def _changed(batch: Any, cu_seqlens: Tensor | None, values: dict[str, Tensor]) -> Any:

@@ -32,6 +32,8 @@ SETTLED = 60  # values of an average before advice is taken from it
 NOISIER = 2.0  # times the noise of the best group size at equal samples
 SMALL, LARGE = 1 / 50, 10.0  # num_prompts as a multiple of the critical batch size
 NOISELESS = 0.8  # averaged shrink factor above which norm tempering turns the gradient by more than it saves in noise
+LIGHT = 0.5  # mean importance weight; 1 without mismatch
+LOST = 0.02  # share of tokens
 BEYOND = 5.0  # standard errors between two means; large, because the test is repeated every step
 
 
@@ -61,6 +63,26 @@ def _mismatch(window: Window) -> str:
     return (
         f"Trainer and vLLM differ by {number(recent, 2)} nats per token ({number(early, 2)} at the start); "
         "check dtypes and the weight push."
+    )
+
+
+def _weights(window: Window) -> str:
+    course = window.courses["rollout/weight_mean"]
+    if course.count < 5 or (mean := statistics.median(list(course.recent)[-5:])) > LIGHT:
+        return ""
+    return (
+        f"The importance weights are {number(mean, 2)} on average, so the gradient is that much shorter; "
+        'set rollout.importance_sampling to "token", or widen the band of rollout.rejection.'
+    )
+
+
+def _unrecorded(window: Window) -> str:
+    course = window.courses["rollout/unrecorded_fraction"]
+    if course.count < 5 or (share := statistics.median(list(course.recent)[-5:])) < LOST:
+        return ""
+    return (
+        f"algo.center leaves out {share:.1%} of the tokens, because the engine did not record them; raise "
+        "algo.center_tokens, or set rollout.top_k to it."
     )
 
 
@@ -202,9 +224,12 @@ def _entropy(window: Window) -> str:
 
 def _truncation(window: Window) -> str:
     ends = window.courses["response_length/truncated_fraction"].ends
-    if ends is None or ends[1] < 0.2 or ends[1] < ends[0] + 0.1:
+    if ends is None or ends[1] < 0.2 or ends[1] < min(0.5, ends[0] + 0.1):
         return ""
-    return f"Truncated responses rose from {ends[0]:.0%} to {ends[1]:.0%}; raise rollout.max_response_tokens."
+    return (
+        f"Truncated responses went from {ends[0]:.0%} to {ends[1]:.0%}, and the reward sees answers that were cut; "
+        "raise rollout.max_response_tokens."
+    )
 
 
 def _mixed(window: Window) -> str:
@@ -228,6 +253,8 @@ def _slow_rank(window: Window) -> str:
 CHECKS: dict[str, Callable[[Window], str]] = {
     "nonfinite": _nonfinite,
     "mismatch": _mismatch,
+    "weights": _weights,
+    "unrecorded": _unrecorded,
     "gradnorm": _gradnorm,
     "failures": _failures,
     "timeouts": _timeouts,

@@ -203,7 +203,10 @@ def _of_gradient(stats: GradientStats) -> dict[str, float]:
             "entropy": stats.entropy,
             "rollout/logprob_abs_diff": stats.logprob_abs_diff,
             "rollout/truncated_ratio_fraction": stats.truncated_ratio_fraction,
+            "rollout/weight_mean": stats.weight_mean,
         }
+        if stats.unrecorded_fraction is not None:
+            metrics["rollout/unrecorded_fraction"] = stats.unrecorded_fraction
         if stats.kl is not None:
             metrics["kl/mean"] = stats.kl
         if stats.rejection is not None:

@@ -170,6 +170,11 @@ def _problems(saved: SavedStep, config: Config, vocab_size: int, model: str) -> 
             "model.moe_routing_replay is true, but the samples were saved without the engine's routes",
             "save them with model.moe_routing_replay=true, or set it to false",
         )
+    if config.algo.center and any(sample.recorded is None for sample in samples):
+        yield (
+            "algo.center is true, but the samples were saved without the engine's most likely tokens",
+            "save them with algo.center=true, or set it to false",
+        )
     if takes_rows(config.reward) and not all(prompt.columns for prompt in saved.prompts):
         yield (
             "the reward takes the columns of the data rows, but the samples were saved without them",

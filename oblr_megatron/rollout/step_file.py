@@ -19,9 +19,10 @@ from typing import Any, get_args
 import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
+from numpy.typing import NDArray
 
 from oblr_megatron.errors import UnwrittenError, UserError
-from oblr_megatron.types import FinishReason, Prompt, Sample
+from oblr_megatron.types import RECORDED, FinishReason, Prompt, Sample
 
 KEY = b"oblr_rollouts"
 PROMPT_COLUMNS = {"prompt_row": "row", "prompt_id": "id", "prompt_text": "text"} | {
@@ -40,7 +41,7 @@ def _list(kind: pa.DataType) -> pa.DataType:
 
 SCHEMA = pa.schema(
     [
-        pa.field(name, kind, nullable=name in ("environment_reward", "routes"))
+        pa.field(name, kind, nullable=name in ("environment_reward", "routes", "recorded"))
         for name, kind in (
             ("group", pa.int32()),  # position of the prompt in the step
             ("prompt_row", pa.int64()),  # line of the data file, from 0
@@ -60,6 +61,7 @@ SCHEMA = pa.schema(
             ("environment_reward", pa.float64()),  # null if no environment gave one
             ("reward", pa.float64()),
             ("routes", pa.large_binary()),  # int16 little-endian [tokens, layers, k]; null: none
+            ("recorded", pa.large_binary()),  # types.RECORDED [response tokens, k]; null: none
         )
     ]
 )
@@ -164,7 +166,9 @@ def _row(saved: SavedStep, position: int) -> dict[str, Any]:
     prompt = saved.prompts[sample.group]
     columns = {column: getattr(prompt, name) for column, name in PROMPT_COLUMNS.items()}
     routes = None if sample.routes is None else sample.routes.astype("<i2", copy=False).tobytes()
-    return asdict(replace(sample, routes=None)) | columns | {ROUTES: routes, "reward": saved.rewards[position]}
+    recorded = None if sample.recorded is None else sample.recorded.tobytes()
+    arrays = {ROUTES: routes, "recorded": recorded}
+    return asdict(replace(sample, routes=None, recorded=None)) | columns | arrays | {"reward": saved.rewards[position]}
 
 
 def _prompt(row: dict[str, Any]) -> Prompt:
@@ -176,13 +180,22 @@ def _sample(row: dict[str, Any], shape: Any, path: Path) -> Sample:
     values: dict[str, Any] = {column.name: row[column.name] for column in fields(Sample)}
     lists = ("prompt_ids", "response_ids", "logprobs", "mask")
     sample = Sample(**values | {name: tuple(values[name]) for name in lists})
+    if row["recorded"] is not None:
+        count = len(sample.response_ids)
+        recorded = _array(row["recorded"], RECORDED, count, [-1 if count else 0], "recorded tokens", path)
+        sample = replace(sample, recorded=recorded)
     if sample.routes is None:
         return sample
+    routes = _array(row[ROUTES], "<i2", sample.num_tokens, shape, "routes", path)
+    return replace(sample, routes=routes.astype(np.int16))
+
+
+def _array(data: bytes, kind: Any, count: int, of_one: Any, what: str, path: Path) -> NDArray[Any]:
+    """[count, *of_one]"""
     try:
-        routes = np.frombuffer(row[ROUTES], "<i2").astype(np.int16).reshape(sample.num_tokens, *shape)
+        return np.frombuffer(data, kind).reshape(count, *of_one)
     except (ValueError, TypeError, OverflowError) as error:
-        raise _refusal(f"saved routes do not fit their sample: {error}", path) from error
-    return replace(sample, routes=routes)
+        raise _refusal(f"saved {what} do not fit their sample: {error}", path) from error
 
 
 def _facts(table: pa.Table, path: Path) -> dict[str, Any]:

@@ -1,4 +1,4 @@
-"""Rejection of tokens and responses in every mode and layout: norms, gradient and counts are the oracle's, fp64, 1e-10.
+"""Rejection and centering in every mode and layout: norms, gradient and counts are the oracle's, fp64, 1e-10.
 
 The oracle takes autograd sample by sample, with the weights written out per response. The steps are those of
 test_gradnorm_modes.py. Not covered: the formulas' edge cases (tests/unit/algo/test_rejection.py), CUDA.
@@ -6,9 +6,12 @@ test_gradnorm_modes.py. Not covered: the formulas' edge cases (tests/unit/algo/t
 
 from __future__ import annotations
 
+from dataclasses import replace
+from functools import cache
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from safetensors.torch import load_file
@@ -16,9 +19,10 @@ from transformers import AutoConfig
 
 from oblr_megatron.algo.advantage import AdvantageRule
 from oblr_megatron.gradient.step_gradient import StepGradient
-from oblr_megatron.norms.oracle import oracle_gradient, oracle_logprobs
+from oblr_megatron.norms.oracle import oracle_gradient, oracle_logits, oracle_logprobs
 from oblr_megatron.rollout.dynamic_sampling import Batch
 from oblr_megatron.rollout.waves import whole_step
+from oblr_megatron.types import RECORDED, Sample
 from tests.distributed.launch import layout, run_ranks
 from tests.distributed.test_gradnorm_modes import (
     GROUP,
@@ -32,7 +36,7 @@ from tests.distributed.test_gradnorm_modes import (
     relative_difference,
     scored,
 )
-from tests.tiny import make_hf_dir
+from tests.tiny import VOCAB, make_hf_dir
 
 ACTIVE = torch.tensor([True, True, False, True])  # the group of equal rewards has no gradient
 OPTIONS: dict[str, dict[str, Any]] = {
@@ -40,7 +44,10 @@ OPTIONS: dict[str, dict[str, Any]] = {
     "masked sequences": {"rejection": "sequence", "rejection_low": 0.06, "rejection_high": 2.2},
     "masked means": {"rejection": "geometric", "rejection_low": 0.5, "rejection_high": 1.3, "importance_cap": 9.0},
     "unweighted": {"rejection": "geometric", "rejection_high": 1.8, "importance_sampling": "none"},
+    "centred": {"rejection": "token", "rejection_low": 0.4, "rejection_high": 2.5, "importance_cap": 1.3},
+    "centred, unweighted": {"rejection": "token", "rejection_high": 2.5, "importance_sampling": "none"},
 }
+RECORDED_TOKENS = 6
 LAYOUTS: dict[int, list[tuple[dict[str, Any], dict[str, Any]]]] = {
     1: [({}, {})],
     2: [({}, {}), ({"tp": 2, "sp": True}, {}), ({"pp": 2}, {}), ({"cp": 2}, {}), ({"cp": 2}, PACKED)],
@@ -66,15 +73,62 @@ def weights_of(logprobs: torch.Tensor, drawn: torch.Tensor, options: dict[str, A
     return ratios.clamp(max=options.get("importance_cap", 1.1)) * inside
 
 
-def expected(path: str, options: dict[str, Any]) -> dict[str, Any]:
+@cache
+def recorded_samples() -> list[Sample]:
+    """The samples with recorded tokens at random; most draws are among them, and some entries name no token."""
+    random, samples = np.random.default_rng(7), []
+    for sample in make_samples():
+        recorded = np.zeros((len(sample.response_ids), RECORDED_TOKENS), RECORDED)
+        for row, token, logprob in zip(recorded, sample.response_ids, sample.logprobs, strict=True):
+            row["id"] = random.permutation(VOCAB)[:RECORDED_TOKENS]
+            row["logprob"] = np.log(random.dirichlet(np.ones(RECORDED_TOKENS)))
+            row["logprob"][-1] = -np.inf
+            if random.random() < 0.8 and token not in row["id"]:
+                row["id"][1] = token
+            row["logprob"][row["id"] == token] = logprob
+        samples.append(replace(sample, recorded=recorded))
+    return samples
+
+
+def centred_gradient(
+    weights: dict[str, torch.Tensor], hf_config: Any, sample: Sample, rho: torch.Tensor, options: dict[str, Any]
+) -> tuple[dict[str, torch.Tensor], torch.Tensor]:
+    """The centred score by Hugging Face name, and the energy at the logits, from the definition and autograd."""
+    leaves = {name: weight.clone().requires_grad_() for name, weight in weights.items()}
+    logits = oracle_logits(leaves, hf_config, torch.tensor((*sample.prompt_ids, *sample.response_ids)))
+    own = range(len(sample.response_ids)) if not sample.mask else np.flatnonzero(sample.mask)
+    score, at = logits.sum() * 0, iter(rho)
+    for place in own:
+        row, token = sample.recorded[place], sample.response_ids[place]
+        logpi = (logits[len(sample.prompt_ids) - 1 + place] / 0.8).log_softmax(-1)
+        known = [(int(one["id"]), float(one["logprob"])) for one in row if one["logprob"] > -np.inf]
+        weight = next(at)
+        if token in dict(known):
+            score = score + weight * logpi[token]
+        for token, drawn in known:
+            ratio = float((logpi[token].detach() - drawn).exp())
+            if options.get("rejection_low", 1 / options["rejection_high"]) <= ratio <= options["rejection_high"]:
+                kept = 1.0 if "importance_sampling" in options else min(ratio, options["importance_cap"])
+                score = score - np.exp(drawn) * kept * logpi[token]
+    (of_logits,) = torch.autograd.grad(score, logits, retain_graph=True)
+    grads = torch.autograd.grad(score, list(leaves.values()), materialize_grads=True)
+    return dict(zip(leaves, grads, strict=True)), of_logits.square().sum()
+
+
+def expected(path: str, options: dict[str, Any], centred: bool) -> dict[str, Any]:
     hf_config = AutoConfig.from_pretrained(path)
     weights = {name: tensor.double() for name, tensor in load_file(Path(path) / "model.safetensors").items()}
-    gradients, rhos, mismatch = [], [], 0.0
-    for n, sample in enumerate(make_samples()):
+    gradients, rhos, energies, mismatch = [], [], [], 0.0
+    for n, sample in enumerate(recorded_samples()):
         logprobs, drawn = oracle_logprobs(weights, hf_config, sample, 0.8), torch.tensor(sample.logprobs).double()
         drawn = drawn[torch.tensor(sample.mask)] if sample.mask else drawn  # of the tokens that the policy wrote
         rhos.append(weights_of(logprobs, drawn, options))
-        gradients.append(oracle_gradient(weights, hf_config, sample, 0.8, rhos[-1]))
+        if centred:
+            gradient, energy = centred_gradient(weights, hf_config, sample, rhos[-1], options)
+            energies.append(energy)
+        else:
+            gradient = oracle_gradient(weights, hf_config, sample, 0.8, rhos[-1])
+        gradients.append(gradient)
         mismatch += float((drawn - logprobs).sum()) if ACTIVE[n // GROUP] else 0.0
     norms = torch.stack([sum(g.square().sum() for g in grad.values()) for grad in gradients])
     norms = norms * ACTIVE.repeat_interleave(GROUP)
@@ -85,6 +139,7 @@ def expected(path: str, options: dict[str, Any]) -> dict[str, Any]:
     tokens = sum(len(rho) for rho in used)
     return {
         "norms": norms,
+        "energies": torch.stack(energies) * ACTIVE.repeat_interleave(GROUP) if centred else None,
         "B": sum(float(gradient.square().sum()) for gradient in total),
         "rollout_rs_masked_fraction": sum(int((rho == 0).sum()) for rho in used) / tokens,
         "rollout_rs_seq_masked_fraction": sum(bool((rho == 0).any()) for rho in used) / len(used),
@@ -104,16 +159,19 @@ def steps(
                 for mode in RUN_IN if everything else (RUN_IN[0], RUN_IN[1 + (turn + place) % 2]):
                     config = config_of(path, MODES[mode], folds=4, **parallel_options)
                     rollout = config.rollout.model_copy(update=options)
-                    config = config.model_copy(update={"rollout": rollout})
+                    algo = config.algo.model_copy(update={"center": "centred" in name})
+                    config = config.model_copy(update={"rollout": rollout, "algo": algo})
                     policy = policy_of(path, parallel, config)
                     step = StepGradient(policy, config).begin(1)
-                    step.add(whole_step(Batch([], make_samples(), scored())), AdvantageRule(scored(), config))
+                    batch = whole_step(Batch([], recorded_samples() if algo.center else make_samples(), scored()))
+                    step.add(batch, AdvantageRule(scored(), config))
                     (stats,) = step.updates()
                     gradient = {name: parameter.main_grad.clone() for name, parameter in policy.named_parameters()}
                     plain = plain or gradient
                     assert stats.rejection is not None
                     found[f"{sizes} {parallel_options}", name, mode] = {
                         "norms": step.norms_sq.flatten(),
+                        "energies": step.norms(batch, ACTIVE, source="logit") if algo.center else None,
                         "B": stats.sq_norm,
                         "rejection": stats.rejection,
                         "difference": max(relative_difference(gradient[key], plain[key]) for key in plain),
@@ -125,7 +183,7 @@ def steps(
     ("world_size", "everything"), [(1, True), (2, False), pytest.param(2, True, marks=pytest.mark.nightly)]
 )
 def test_norms_gradient_and_counts_are_the_oracles(model: str, world_size: int, everything: bool) -> None:
-    wanted = {name: expected(model, options) for name, options in OPTIONS.items()}
+    wanted = {name: expected(model, options, "centred" in name) for name, options in OPTIONS.items()}
     for name, want in wanted.items():
         assert 0.02 < want["rollout_rs_masked_fraction"] < 0.9, name  # some stay, some go
     for results in run_ranks(steps, world_size, model, LAYOUTS[world_size], everything):
@@ -134,6 +192,8 @@ def test_norms_gradient_and_counts_are_the_oracles(model: str, world_size: int, 
             torch.testing.assert_close(
                 found["norms"], want["norms"], rtol=RTOL, atol=0, msg=lambda m, c=case: f"{c}: {m}"
             )
+            if want["energies"] is not None:
+                torch.testing.assert_close(found["energies"], want["energies"], rtol=1e-9, atol=1e-12)
             assert found["B"] == pytest.approx(want["B"], rel=RTOL), case
             assert found["difference"] <= RTOL, case
             assert rejection.rollout_rs_masked_fraction == pytest.approx(want["rollout_rs_masked_fraction"]) or (

@@ -2,11 +2,14 @@
 
 Padding takes no part. 37 tokens are padded to 64 or to 128. On 4 ranks the last rank, or the last two, hold nothing but
 padding, and the logits there are the largest of all. Blocks have one to all columns; forward keeps none, some or all.
+With the smaller padding each position has three further tokens, often the label among them.
 
 Not covered: norms and gradients of models (test_gradnorm_layouts.py and others, all with several blocks), CUDA.
 """
 
 from __future__ import annotations
+
+import itertools
 
 import pytest
 import torch
@@ -50,6 +53,16 @@ def inputs(padded: int, dtype: torch.dtype, scale: float) -> tuple[Tensor, Tenso
     return hidden, weight, batch, torch.randn(ROWS, LENGTH, generator=generator, dtype=F64)
 
 
+def further(padded: int, batch: MicroBatch) -> tuple[Tensor, Tensor]:
+    """Tokens [b, t, 3] that differ at each position, with the label in a third of them, and weights of their sum."""
+    generator = torch.Generator().manual_seed(padded + 1)
+    others = torch.rand(ROWS, LENGTH, VOCAB, generator=generator).argsort(-1)[..., :3]
+    labels = batch.labels.masked_fill(~batch.mask, 0)[..., None]
+    take = (torch.rand(ROWS, LENGTH, 1, generator=generator) < 1 / 3) & (others != labels).all(-1, keepdim=True)
+    others = torch.where(torch.arange(3) == 1, torch.where(take, labels, others), others)
+    return others, torch.randn(ROWS, LENGTH, 3, generator=generator, dtype=F64)
+
+
 def all_cases(padded: int) -> list[list[tuple[Tensor, ...]]]:
     with layout(tp=dist.get_world_size()) as parallel:
         return [[shard_results(parallel, padded, *case[:3], *sizes) for sizes in BLOCKS] for case in CASES]
@@ -58,15 +71,21 @@ def all_cases(padded: int) -> list[list[tuple[Tensor, ...]]]:
 def shard_results(
     parallel: Parallel, padded: int, dtype: torch.dtype, of_logits: torch.dtype, scale: float, *sizes: int
 ) -> tuple[Tensor, ...]:
-    """Log-probs, entropy, energy, and the gradients of the hidden states and of this rank's rows of the weight."""
+    """Log-probs, entropy, energy, gradients of the hidden states and this rank's rows of the weight, further tokens."""
     hidden, weight, batch, weights = inputs(padded, dtype, scale)
     hidden.requires_grad_()
     shard = nn.Parameter(weight.chunk(parallel.tp_size)[parallel.tp_rank].clone())
     head = LMHead(shard, VOCAB, parallel, Tap(), of_logits, *sizes)
-    scores = head(hidden, batch, temperature=TEMPERATURE, entropy=True, energy=True)
-    (scores.logprobs * weights.to(scores.logprobs.dtype)).sum().backward()
+    others, of_others = further(padded, batch)
+    asked = others if padded == 64 else None
+    scores = head(hidden, batch, temperature=TEMPERATURE, entropy=True, energy=True, others=asked)
+    total = (scores.logprobs * weights.to(scores.logprobs.dtype)).sum()
+    if scores.others is not None:
+        total = total + (scores.others * of_others.to(scores.logprobs.dtype)).sum()
+    total.backward()
     assert hidden.grad is not None and shard.grad is not None
-    return *(one.detach() for one in scores), hidden.grad, shard.grad
+    values = (one.detach() for one in scores if one is not None)
+    return *itertools.islice(values, 3), hidden.grad, shard.grad, *values
 
 
 def reference(padded: int, dtype: torch.dtype, scale: float) -> tuple[Tensor, ...]:
@@ -76,10 +95,14 @@ def reference(padded: int, dtype: torch.dtype, scale: float) -> tuple[Tensor, ..
     whole = ((x @ w.t())[..., :VOCAB] / TEMPERATURE).log_softmax(-1)
     labels = batch.labels.masked_fill(~batch.mask, 0)
     chosen = whole.gather(-1, labels[..., None])[..., 0] * batch.mask
-    (chosen * weights).sum().backward()
+    others, of_others = further(padded, batch)
+    at_others = whole.gather(-1, others) * batch.mask[..., None]
+    further_ones = [at_others] if padded == 64 else []
+    ((chosen * weights).sum() + sum((one * of_others).sum() for one in further_ones)).backward()
     score = nn.functional.one_hot(labels, VOCAB) - whole.exp()
     entropy, energy = -(whole.exp() * whole).sum(-1), (score / TEMPERATURE).square().sum(-1)
-    return chosen.detach(), (entropy * batch.mask).detach(), (energy * batch.mask).detach(), x.grad, w.grad
+    values = (chosen.detach(), (entropy * batch.mask).detach(), (energy * batch.mask).detach())
+    return *values, x.grad, w.grad, *(one.detach() for one in further_ones)
 
 
 @pytest.mark.parametrize("padded", [64, 128])
@@ -98,7 +121,9 @@ def check(ranks: list[tuple[Tensor, ...]], expected: tuple[Tensor, ...], dtype: 
         for actual, wanted, factor in zip(scores[:3], expected[:3], (1, 10, 10), strict=True):
             assert actual.dtype == (F64 if dtype == F64 else F32)
             torch.testing.assert_close(actual.double(), wanted, rtol=factor * rtol, atol=factor * rtol)
-        assert (scores[2] >= 0).all()
+        assert (scores[2] >= 0).all() and len(scores) == len(expected)
+        for actual, wanted in zip(scores[5:], expected[5:], strict=True):
+            torch.testing.assert_close(actual.double(), wanted, rtol=rtol, atol=rtol)
     dw = torch.cat([scores[4] for scores in ranks]).double()
     assert not dw[VOCAB:].any()
     rounding = rtol if dtype != BF16 else max(rtol, 2.0**-6)  # of dy, of each block's products and of their sum

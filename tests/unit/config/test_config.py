@@ -181,6 +181,7 @@ def test_baselines_that_need_no_other_response(baseline: str) -> None:
         (["rollout.top_p=0.9"], ["top_p 0.9"]),
         (["rollout.rejection=token"], ['rollout.rejection "token"']),
         (["algo.preset=gspo"], ["algo.updates_per_batch 4"]),
+        (["algo.preset=gspo", "algo.updates_per_batch=1"], ["preset 'gspo' has no effect"]),
         (["rollout.top_k=20", "rollout.dynamic_sampling=true", "algo.baseline=none"], ["baseline 'none'", "top_k 20"]),
     ],
 )
@@ -371,6 +372,21 @@ ONE_STEP = "rollout.overlap=one_step"
 def test_overlap_refuses_what_it_cannot_be_exact_with(overrides: list[str], named: str) -> None:
     with pytest.raises(UserError, match=named):
         parse_config(MINIMAL, overrides=overrides)
+
+
+@pytest.mark.parametrize(
+    ("override", "named"),
+    [
+        ("rollout.importance_sampling=sequence", "later tokens"),
+        ("rollout.rejection=sequence", "later tokens"),
+        ("rollout.rejection=geometric", "later tokens"),
+        ("algo.preset=dapo", "depends on the advantage"),
+        ("rollout.environment=m:f", "rollout.environment"),
+    ],
+)
+def test_centering_refuses_weights_that_no_prefix_determines(override: str, named: str) -> None:
+    with pytest.raises(UserError, match=named):
+        parse_config(MINIMAL, overrides=["algo.center=true", override])
 
 
 def test_a_run_of_one_step_off_says_that_it_is_biased() -> None:

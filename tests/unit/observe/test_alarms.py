@@ -42,6 +42,8 @@ def rising(low: float, high: float) -> Callable[[int], float]:
 CASES: dict[str, tuple[str, Callable[[int], float | None], list[str]]] = {
     "nonfinite": ("grad_norm", lambda step: None if step == 9 else 1.0, ["grad_norm x1"]),
     "mismatch": ("rollout/logprob_abs_diff", lambda step: 2e-4 * 1.03**step, ["nats"]),
+    "weights": ("rollout/weight_mean", rising(1.0, 0.06), ["0.06", "rollout.importance_sampling"]),
+    "unrecorded": ("rollout/unrecorded_fraction", rising(0.001, 0.06), ["6.0%", "algo.center_tokens"]),
     "gradnorm": ("gradnorm/nonfinite", lambda step: int(step == 7), ["1", "optimizer.lr"]),
     "failures": ("reward/failures", lambda step: 2 * int(step == 7), ["2", "log"]),
     "timeouts": ("reward/timeouts", lambda step: 2 * int(step == 7), ["2", "reward.timeout_s"]),

@@ -22,7 +22,7 @@ from oblr_megatron.engine.protocol import SamplingRequest
 from oblr_megatron.errors import RunError, UnwrittenError, UserError
 from oblr_megatron.rollout.replay import ReplayEngine, check_replay
 from oblr_megatron.rollout.step_file import SavedStep, read_step, step_path, write_step
-from oblr_megatron.types import Prompt, Sample
+from oblr_megatron.types import RECORDED, Prompt, Sample
 
 if TYPE_CHECKING:
     from numpy.typing import NDArray
@@ -46,10 +46,16 @@ def saved_step(step: int = 1, num_prompts: int = 2, group_size: int = 2, **chang
         reason = "stop" if n % 2 else "length"
         samples.append(Sample(n // group_size, prompt.token_ids, ids, logprobs, "té\0xt", reason, step - 1))
     samples[1] = replace(samples[1], mask=(True, False), environment_reward=0.25)
-    samples[2] = replace(samples[2], routes=routes_of(samples[2]))
+    samples[2] = replace(samples[2], routes=routes_of(samples[2]), recorded=recorded_of(samples[2]))
     rewards = draw.random(len(samples)).tolist()
     whole = SavedStep(step, 1.0, epoch=3, skipped=4, prompts=prompts, samples=samples, rewards=rewards)
     return replace(whole, **changes)
+
+
+def recorded_of(sample: Sample) -> NDArray[np.void]:
+    recorded = np.zeros((len(sample.response_ids), 4), RECORDED)
+    recorded["id"], recorded["logprob"] = np.arange(4), np.linspace(-5, -1 / 3, recorded.size).reshape(recorded.shape)
+    return recorded
 
 
 def routes_of(sample: Sample) -> NDArray[np.int16]:
@@ -91,6 +97,9 @@ def test_what_is_written_is_what_is_read(tmp_path: Path) -> None:
         assert (before.routes is None) == (after.routes is None)
         if before.routes is not None and after.routes is not None:
             assert after.routes.dtype == np.int16 and np.array_equal(before.routes, after.routes)
+        assert (before.recorded is None) == (after.recorded is None)
+        if before.recorded is not None and after.recorded is not None:
+            assert before.recorded.dtype == after.recorded.dtype and np.array_equal(before.recorded, after.recorded)
     assert [child.name for child in path.parent.iterdir()] == [path.name], "no partial file is left"
 
 
@@ -296,6 +305,14 @@ def test_routing_replay_needs_files_with_routes(directory: Path) -> None:
         engine = ReplayEngine(config_of(directory, *overrides), ONE_RANK)
         request = SamplingRequest(group_size=2, temperature=1.0, max_tokens=4, seed=0)
         assert all((one.routes is not None) == kept for one in engine.generate(engine.next_prompts(2), request))
+
+
+def test_centering_needs_files_with_recorded_tokens(directory: Path) -> None:
+    with pytest.raises(UserError, match="most likely tokens"):
+        check_replay(config_of(directory, "algo.center=true", "num_steps=1"), VOCAB)
+    saved = saved_step(1)
+    write_step(directory, replace(saved, samples=[replace(one, recorded=recorded_of(one)) for one in saved.samples]))
+    check_replay(config_of(directory, "algo.center=true", "num_steps=1"), VOCAB)
 
 
 @pytest.mark.parametrize("shape", [None, [3], [3, 2, 2], "x", [2**70, 2], [-1, 5]])
