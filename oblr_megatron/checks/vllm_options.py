@@ -39,7 +39,11 @@ _REASONS: dict[str, str] = {
     "the engine runs the model of model.path, which pushes replace": """
         model model_weights served_model_name tokenizer tokenizer_mode skip_tokenizer_init tokenizer_revision revision
         code_revision hf_config_path config_format model_class_overrides model_impl load_format
-        trust_remote_code runner convert enable_lora""",
+        trust_remote_code runner convert""",
+    "adapters come by pushes, into one slot": """
+        enable_lora max_loras max_lora_rank lora_target_modules lora_dtype default_mm_loras fully_sharded_loras
+        max_cpu_loras enable_tower_connector_lora specialize_active_lora enable_mixed_moe_lora_format
+        enable_moe_shared_loras max_lora_cls_labels""",
     "weights are pushed to the workers of rollout.tensor_parallel_size, on one node": """
         distributed_executor_backend device_ids nnodes node_rank master_addr master_port pipeline_parallel_size
         prefill_context_parallel_size decode_context_parallel_size data_parallel_size data_parallel_rank

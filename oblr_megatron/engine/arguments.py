@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
+from oblr_megatron.engine.adapter import slot_options
 from oblr_megatron.engine.protocol import EngineSpec
 from oblr_megatron.engine.routes import WORKER
 from oblr_megatron.extension import extension
@@ -27,6 +28,8 @@ def vllm_arguments(spec: EngineSpec, backend: str) -> dict[str, Any]:
     if spec.speculation != "none":
         drafting = extension("rollout.speculation").vllm_options
         options |= drafting(spec.speculation, spec.speculation_below, spec.max_num_seqs)
+    if spec.lora is not None:
+        options |= slot_options(spec.lora)
     if spec.routes:
         options |= {"enable_return_routed_experts": True} | ({} if on_gpu else {"worker_cls": WORKER})
     if not on_gpu or spec.batch_invariant:  # in the latter case, because a prompt in parts has other tiles

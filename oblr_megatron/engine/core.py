@@ -21,6 +21,7 @@ from functools import partial
 from typing import Any
 
 from oblr_megatron.checkpoint.hf_dir import checkpoint_shapes
+from oblr_megatron.engine.adapter import install, lora_request, read_adapter, stage
 from oblr_megatron.engine.arguments import vllm_arguments
 from oblr_megatron.engine.channel import Call, Reply
 from oblr_megatron.engine.http_messages import PROTOCOL, DraftReport, Holding, Info, shapes_digest
@@ -30,9 +31,10 @@ from oblr_megatron.engine.state import InvalidRequest, Refusal, WeightState, che
 from oblr_megatron.errors import DamagedError, RunError, WeightError
 from oblr_megatron.extension import extension
 from oblr_megatron.types import Sample
+from oblr_megatron.weights.adapter import adapter_shapes
 from oblr_megatron.weights.engine_view import unwritten
 from oblr_megatron.weights.manifest import Manifest, parts_of
-from oblr_megatron.weights.names import HF_EMBEDDING
+from oblr_megatron.weights.names import HF_EMBEDDING, read_shape
 from oblr_megatron.weights.shm import DAMAGED
 
 Groups = list[tuple[int, list[Sample]]]
@@ -55,7 +57,13 @@ class EngineServer:
         self._shapes = shapes = checkpoint_shapes(spec.model, quantized=True)  # evaluation may load one without pushes
         self._vocab_size, self._digest = shapes[HF_EMBEDDING][0], shapes_digest(shapes)
         self._instance = secrets.token_hex(8)
-        self._state = WeightState(shapes, spec.dtype)
+        adapter = {} if spec.lora is None else adapter_shapes(read_shape(spec.model), spec.lora)
+        self._state = WeightState(shapes, spec.dtype, adapter)
+        self._names: frozenset[str] = frozenset()  # tensors of the last push
+        self._lora: Any = None  # the name of the adapter in requests; None: none is in place
+        if spec.adapter is not None:
+            self._lora = lora_request(spec.adapter)
+            self._llm.llm_engine.add_lora(self._lora)
         self._asleep: set[str] = set()
         self._running: dict[str, tuple[int, PromptRequest]] = {}  # number of the call, by vLLM's name of the request
         self._unfinished: Counter[int] = Counter()  # prompts of each call
@@ -108,12 +116,14 @@ class EngineServer:
             quantization=config.model_config.quantization or "none",
             speculation=self._spec.speculation,
             routes=self._spec.routes,
+            lora=self._spec.lora,
             vllm=dict(self._spec.vllm),
             max_model_len=config.model_config.max_model_len,
             max_num_seqs=config.scheduler_config.max_num_seqs,
             workers=config.parallel_config.world_size_across_dp,
             transfer=self._backend,
             holding=self._state.holding,
+            base=self._state.base,
             unusable=self._state.unusable,
             generated=self._generated,
             cached=self._cached,
@@ -158,7 +168,8 @@ class EngineServer:
                     raise InvalidRequest("it was started without --moe-routing-replay, and returns no routes")
                 parameters = sampling_params(one.request, one.position, self._vocab_size, one.stop)
                 name = str(one.number)
-                self._llm.llm_engine.add_request(name, TokensPrompt(prompt_token_ids=list(one.ids)), parameters)
+                prompt = TokensPrompt(prompt_token_ids=list(one.ids))
+                self._llm.llm_engine.add_request(name, prompt, parameters, lora_request=self._lora)
                 self._running[name] = call, one
                 self._unfinished[call] += 1
         except Exception as error:  # any error: none of the prompts may stay
@@ -186,6 +197,9 @@ class EngineServer:
         self.abort_push(reason)
         self._drop(Refusal(reason))
         with self._state.begin(holding, manifest), _refusals():
+            if self._spec.lora is not None:
+                self._llm.apply_model(partial(stage, manifest=manifest if self._state.adapts else None))
+            self._names = frozenset(spec.name for spec in manifest)
             self._llm.start_weight_update()
 
     def update_push(self, holding: Holding, update_info: dict[str, Any]) -> None:
@@ -196,9 +210,12 @@ class EngineServer:
     def finish_push(self, holding: Holding) -> None:
         """Serve the new weights, provided that all of them have come, and that they are all that the engine holds."""
         with self._state.finish(holding), _refusals():
-            self._llm.finish_weight_update(weight_version=str(holding.version))
+            self._llm.finish_weight_update(weight_version=str(holding.version))  # it removes adapters
+            if self._state.adapts:
+                self._llm.apply_model(install)
+                self._lora = lora_request()
             check_reset(self._llm.reset_prefix_cache())
-            if not self._state.holding.version:  # the first push; later ones have the same tensors
+            if not self._state.adapts and not self._state.holding.version:  # later pushes have the same tensors
                 self._check_written()
 
     def abort_push(self, reason: str, holding: Holding | None = None) -> None:
@@ -215,9 +232,11 @@ class EngineServer:
             raise AssertionError("vLLM accepted an empty update")
 
     def digests(self) -> list[dict[str, str]]:
-        """Digests of the weights in place, one dict per worker; see `weights.verify`."""
+        """Digests of the tensors of the last push in place, one dict per worker; see `weights.verify`."""
         from oblr_megatron.weights.verify import read_back
 
+        if self._state.adapts:
+            return self._llm.apply_model(partial(read_adapter, names=self._names))
         return self._llm.apply_model(read_back)
 
     def speculation(self) -> DraftReport:
@@ -232,7 +251,7 @@ class EngineServer:
         self._llm.sleep(level=level)
         self._asleep = {"weights", "kv_cache"}
         if level > 1:
-            self._state.fail(f"its weights were dropped by sleep level {level}")
+            self._state.drop(f"its weights were dropped by sleep level {level}")
 
     def wake(self, tags: Sequence[str]) -> None:
         """Take GPU memory back. Only sleeping tags are passed on: vLLM wakes nothing if one of them is awake."""

@@ -24,6 +24,7 @@ from oblr_megatron.engine.protocol import PromptRequest
 from oblr_megatron.engine.routes import routes_of
 from oblr_megatron.errors import RunError
 from oblr_megatron.types import RECORDED, Sample
+from oblr_megatron.weights.adapter import AdapterShape
 
 HEALTH = "/health"
 PUSH = ("open_push", "start_push", "update_push", "finish_push", "abort_push")
@@ -35,7 +36,7 @@ REFUSED, INVALID, FAILED = 409, 400, 500
 DAMAGED = "damaged"
 """The "kind" in the JSON of a refusal if a bucket was damaged on the way: a second push may help."""
 
-PROTOCOL = 7
+PROTOCOL = 8
 """Version of these messages, to be raised with every change. Both sides must have the same."""
 
 
@@ -69,12 +70,14 @@ class Info(Message):
     quantization: str = "none"  # vLLM's name, e.g. "fp8_per_tensor"
     speculation: str = "none"
     routes: bool = False  # whether it can return routes
+    lora: AdapterShape | None = None  # of the adapters that it takes
     vllm: dict[str, Any] = {}  # further options that it was started with
     max_model_len: int
     max_num_seqs: int
     workers: int  # processes that receive weights, one per GPU
     transfer: str  # name of the weight-transfer backend
     holding: Holding
+    base: str | None = None  # holder of the base weights that it holds for adapters
     unusable: str | None
     generated: int  # tokens of complete responses since the start
     cached: int  # prompt tokens of these that came from the prefix cache

@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import astuple, dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, Protocol
 
@@ -20,6 +20,7 @@ from oblr_megatron.checks.lengths import longest_evaluated
 from oblr_megatron.errors import UserError
 from oblr_megatron.memory.buffer_sizes import CPU_STEP_TOKENS
 from oblr_megatron.types import HeadDtype, widens_logits
+from oblr_megatron.weights.adapter import AdapterShape
 
 if TYPE_CHECKING:
     from oblr_megatron.config import Config
@@ -156,6 +157,8 @@ class EngineSpec:
     seed: int = 0
     routes: bool = False  # whether the engine can return routes (`engine.routes`)
     server: bool = False  # whether it stands behind `engine.http_door`, not next to a rank
+    lora: AdapterShape | None = None  # of the adapters that are pushed into it
+    adapter: Path | None = None  # directory of the adapter that it starts with, in PEFT's format
     vllm: Mapping[str, Any] = field(default_factory=dict)  # further options of vLLM's engine
 
     @property
@@ -192,6 +195,11 @@ class PushStats:
     seconds: float  # until the last engine served the new weights
     tensors: int
     buckets: int
+
+    @classmethod
+    def total(cls, parts: Sequence[PushStats]) -> PushStats:
+        """Of several pushes in turn: of a base and its adapter."""
+        return cls(*map(sum, zip(*map(astuple, parts), strict=True)))
 
 
 class BatchInFlight(Protocol):
@@ -253,7 +261,7 @@ class RolloutEngine(Sampler, Protocol):
         Args:
             source: whole tensors under Hugging Face names, the same on every rank. It is kept, and iterated again when
                 an engine is replaced. So it must yield these weights whenever samples are requested before the next
-                push.
+                push. Of an `AdapterWeights` the base is pushed first into engines that lack it.
             version: of the weights; samples carry it.
 
         Raises:

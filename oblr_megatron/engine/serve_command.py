@@ -30,6 +30,7 @@ from oblr_megatron.errors import UserError
 from oblr_megatron.families import head_dim
 from oblr_megatron.runtime.command_line import LARGEST, amount, count, port_number, whole
 from oblr_megatron.types import HeadDtype, Speculation
+from oblr_megatron.weights.adapter import AdapterShape
 
 MIN_KEY_LENGTH = 16
 
@@ -85,6 +86,12 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--moe-routing-replay",
         action="store_true",
         help="of a mixture: return the experts of each token, for runs with model.moe_routing_replay",
+    )
+    parser.add_argument(
+        "--lora",
+        type=_adapter,
+        metavar="RANK:TARGETS",
+        help="take adapters of this rank and of these matrices, e.g. 16:q_proj,v_proj",
     )
     parser.add_argument(
         "--vllm",
@@ -219,6 +226,7 @@ def spec_of(options: argparse.Namespace, device: Literal["cpu", "cuda"]) -> Engi
         speculation_below=options.speculation_below,
         seed=options.seed,
         routes=options.moe_routing_replay,
+        lora=options.lora,
         server=True,
         vllm=_vllm_options(options.vllm),
     )
@@ -232,6 +240,14 @@ def _vllm_options(texts: list[str]) -> dict[str, Any]:
     for text in texts:
         apply_override(table, text)
     return table
+
+
+def _adapter(text: str) -> AdapterShape:
+    """An option's type: the shape of adapters."""
+    try:
+        return AdapterShape.of(text)
+    except ValueError as error:
+        raise argparse.ArgumentTypeError(str(error)) from None
 
 
 def _seed(text: str) -> int:

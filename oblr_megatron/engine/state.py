@@ -22,6 +22,9 @@ weights inside a step of this class:
 A step that is refused, or that ends with an error of vLLM, leads to the state unusable; only a new push leads out of
 it. A bucket or a finish of a push that is not open is refused and changes nothing. Wrong tensors raise a `WeightError`,
 everything else a `Refusal`.
+
+An engine for adapters takes two kinds of pushes, and tells them by their tensors: all weights of the base model, and
+one adapter. An adapter is refused until a base is in place. After a base the engine is unusable until an adapter.
 """
 
 from __future__ import annotations
@@ -45,9 +48,19 @@ class InvalidRequest(RunError):
 class WeightState:
     """The weights of one engine; not thread-safe."""
 
-    def __init__(self, shapes: Mapping[str, tuple[int, ...]], dtype: str) -> None:
-        """Shapes by name are those of the checkpoint that the engine started from; `dtype` is torch's name."""
-        self._shapes, self._dtype = shapes, dtype
+    def __init__(
+        self,
+        shapes: Mapping[str, tuple[int, ...]],
+        dtype: str,
+        adapter: Mapping[str, tuple[int, ...]] | None = None,
+    ) -> None:
+        """Shapes by name are those of the checkpoint that the engine started from; `dtype` is torch's name.
+
+        `adapter` has those of the adapters that are pushed; None if none are.
+        """
+        self._shapes, self._dtype, self._adapter = shapes, dtype, adapter or {}
+        self.base: str | None = None  # holder of the base that was pushed; None: none is complete
+        self.adapts = False  # whether the open push, or the last one, is an adapter
         self.holding = Holding()  # the last complete push
         self.pushing: Holding | None = None  # the open push
         self.unusable: str | None = None  # why the engine may not sample
@@ -59,7 +72,12 @@ class WeightState:
         """Open a push. From here on the engine may not sample until `finish`."""
         self.fail(f"push {holding.version} has not ended")
         with self._fails(holding):
-            check_manifest(manifest, self._shapes, self._dtype)
+            self.adapts = any(spec.name in self._adapter for spec in manifest)
+            if self.adapts and self.base is None:
+                raise Refusal("it holds no base weights of a push, which an adapter needs")
+            check_manifest(manifest, self._adapter if self.adapts else self._shapes, self._dtype)
+            if not self.adapts:
+                self.base = None
             self.pushing, self._ledger, self._session_open = holding, Ledger(manifest), True
             yield
 
@@ -77,7 +95,13 @@ class WeightState:
         with self._fails(pushed):
             self._ledger.finish()
             yield
-        self.holding, self.pushing, self.unusable, self._session_open = pushed, None, None, False
+        self.pushing, self.unusable, self._session_open = None, None, False
+        if not self.adapts:
+            self.base = pushed.holder
+        if self.adapts or not self._adapter:
+            self.holding = pushed
+        else:
+            self.unusable = f"the adapter of push {pushed.version} has not come"
 
     def fail(self, reason: str, holding: Holding | None = None) -> None:
         """Make the weights unusable until the next complete push; `reason` is shown when samples are requested.
@@ -86,6 +110,11 @@ class WeightState:
         """
         if holding in (None, self.pushing, self.holding):
             self.unusable, self.pushing = reason, None
+
+    def drop(self, reason: str) -> None:
+        """The memory of all weights was freed."""
+        self.fail(reason)
+        self.base = None
 
     def leave_session(self) -> bool:
         """Whether a failed push has left vLLM's update session open. The caller must close the session then."""

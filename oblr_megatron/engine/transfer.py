@@ -20,6 +20,7 @@ from vllm.distributed.weight_transfer.base import (
 )
 from vllm.distributed.weight_transfer.ipc_engine import IPCWeightTransferEngine
 
+from oblr_megatron.engine.adapter import staged
 from oblr_megatron.errors import WeightError
 from oblr_megatron.weights.engine_view import engine_tensors
 from oblr_megatron.weights.manifest import parts_of
@@ -87,13 +88,20 @@ class ShmWeightTransferEngine(WeightTransferEngine[ShmInitInfo, ShmUpdateInfo]):
     def receive_weights(self, update_info: ShmUpdateInfo) -> None:
         """Check a bucket and copy its contents into the model."""
         assert self._buffer is not None, "init_transfer_engine comes first"
-        if self._tensors is None:
-            self._tensors = engine_tensors(self.model)
         for part, elements in read_bucket(update_info.bucket(), self._buffer):
-            tensor = self._tensors[part.spec.name]
+            tensor = self._targets()[part.spec.name]
             if tensor.dtype != elements.dtype or tuple(tensor.shape) != part.spec.shape:
                 raise WeightError(f"{part.spec} was sent for a parameter {tensor.dtype}{list(tensor.shape)}")
             tensor.view(-1)[part.first : part.first + part.count].copy_(elements)
+
+    def _targets(self) -> dict[str, Tensor]:
+        """The tensors that the open push fills."""
+        adapter = staged(self.model)
+        if adapter is not None:
+            return adapter.tensors
+        if self._tensors is None:
+            self._tensors = engine_tensors(self.model)
+        return self._tensors
 
     def finish_weight_update(self) -> None:
         """Nothing to finish."""
@@ -167,7 +175,7 @@ class RestartableReload(WeightTransferEngine[Any, Any]):
     """Restarts vLLM's layer-wise reload after a push that broke off; a mixin for vLLM's own engines.
 
     The reload counts loaded elements. Unless the layers are restored first, the next push would add to the counts of
-    the broken one and end with tensors of both.
+    the broken one and end with tensors of both. The tensors of an adapter go to its stage, without a reload.
     """
 
     def __init__(self, *arguments: Any, **options: Any) -> None:
@@ -178,12 +186,17 @@ class RestartableReload(WeightTransferEngine[Any, Any]):
         """Restore every layer's own tensors if the last push did not end, then prepare for this one."""
         if self._open:
             super().finish_weight_update()  # type: ignore[safe-super]
-        self._open = True
+        adapter = staged(self.model)
+        self._open = adapter is None
+        if adapter is not None:
+            self.model: Any = adapter  # until vLLM resets the target, after the update or its failure
+            return
         super().start_weight_update()  # type: ignore[safe-super]
 
     def finish_weight_update(self) -> None:
         """End a complete push."""
-        super().finish_weight_update()  # type: ignore[safe-super]
+        if self._open:
+            super().finish_weight_update()  # type: ignore[safe-super]
         self._open = False
 
 

@@ -14,6 +14,7 @@ FILE_WIDTH = 120  # table width if the output is not a terminal
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the command's options."""
     parser.add_argument("--model", type=Path, required=True, metavar="DIR", help="Hugging Face directory")
+    parser.add_argument("--adapter", type=Path, metavar="DIR", help="LoRA adapter of the model, in PEFT's format")
     parser.add_argument(
         "--data",
         nargs="+",

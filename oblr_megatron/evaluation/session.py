@@ -10,6 +10,9 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from oblr_megatron.checkpoint.hf_dir import HFDir, check_hf_dir
+from oblr_megatron.checkpoint.other_formats import MERGE
+from oblr_megatron.checkpoint.peft_dir import AdapterDir, check_adapter_dir
+from oblr_megatron.checks.layout import num_experts
 from oblr_megatron.checks.lengths import check_positions
 from oblr_megatron.checks.machine import build_problem, check_head_size, refuse
 from oblr_megatron.config import with_own_scores
@@ -23,6 +26,7 @@ from oblr_megatron.evaluation.summary import SetReport
 from oblr_megatron.metrics import write_whole
 from oblr_megatron.observe.console import progress
 from oblr_megatron.rewards.registry import check_reward, check_rows
+from oblr_megatron.weights.adapter import EXPERT_TARGETS
 
 if TYPE_CHECKING:
     import argparse
@@ -36,6 +40,7 @@ class EvalTask:
     """A checked evaluation."""
 
     model: HFDir
+    adapter: AdapterDir | None
     config: Config
     sets: dict[str, list[Prompt]]
     out: Path | None
@@ -54,6 +59,9 @@ def check(options: argparse.Namespace) -> EvalTask:
         UserError: the first problem found.
     """
     model = check_hf_dir(options.model, quantized=True)
+    adapter = None if options.adapter is None else check_adapter_dir(options.adapter, model)
+    if adapter is not None and num_experts(model.config) and set(adapter.shape.targets) & EXPERT_TARGETS:
+        raise UserError("an engine takes no adapters of experts", where=str(options.adapter), fix=MERGE)
     config = config_of(options, model, {} if options.k is None else {"evaluate.samples_per_prompt": options.k})
     check_positions(config, model.config)
     sources = named_sets(options.data, "--data") if options.data else config.evaluate.data
@@ -77,7 +85,7 @@ def check(options: argparse.Namespace) -> EvalTask:
     sets = load_sets(sources, config, model.tokenizer())
     if options.out is not None:
         _create(options.out)
-    return EvalTask(model, config, sets, options.out, file)
+    return EvalTask(model, adapter, config, sets, options.out, file)
 
 
 def _create(out: Path) -> None:
@@ -103,7 +111,7 @@ def run(task: EvalTask) -> list[SetReport]:
         RunError: an engine failed, the reward failed for a whole block, or a file cannot be written.
     """
     reports = []
-    with opened(task.config) as (engines, reward):
+    with opened(task.config, task.adapter) as (engines, reward):
         for name, prompts in task.sets.items():
             with progress(name, len(prompts) * (1 + task.k)) as advance:
                 sink = _sink(task.out, name, advance)
@@ -135,7 +143,8 @@ def _write_metrics(task: EvalTask, reports: Sequence[SetReport]) -> None:
         RunError: a file cannot be written.
     """
     sets = {report.name: report.record() for report in reports}
-    text = json.dumps({"model": str(task.model.path), "k": task.k, "sets": sets}, indent=2) + "\n"
+    adapter = {} if task.adapter is None else {"adapter": str(task.adapter.path)}
+    text = json.dumps({"model": str(task.model.path), **adapter, "k": task.k, "sets": sets}, indent=2) + "\n"
     try:
         for path in (task.json, task.out and task.out / "figures.json"):
             if path is not None:

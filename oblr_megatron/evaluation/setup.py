@@ -20,6 +20,7 @@ if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
     from oblr_megatron.checkpoint.hf_dir import HFDir
+    from oblr_megatron.checkpoint.peft_dir import AdapterDir
     from oblr_megatron.config import Config
     from oblr_megatron.config.data import SourceConfig
     from oblr_megatron.engine.protocol import RolloutEngine
@@ -110,8 +111,8 @@ def load_sets(
 
 
 @contextmanager
-def opened(config: Config) -> Iterator[tuple[RolloutEngine, Reward]]:
-    """A local vLLM engine with config.model.path, and the reward; both are closed at the end of the block."""
+def opened(config: Config, adapter: AdapterDir | None = None) -> Iterator[tuple[RolloutEngine, Reward]]:
+    """A local vLLM engine with config.model.path and an adapter, and the reward; closed at the end of the block."""
     import torch
 
     from oblr_megatron.checks.vllm_options import check_processor, check_speculation, check_vllm_options
@@ -132,7 +133,8 @@ def opened(config: Config) -> Iterator[tuple[RolloutEngine, Reward]]:
         scoring = build_reward(config.reward, max_response_tokens=config.rollout.max_response_tokens)
         reward = stack.enter_context(SharedReward(scoring, share=0, shares=1))
         say = partial(print, file=sys.stderr, flush=True)
-        engines = ColocatedEngines(config, parallel, partial(waiting, say=say))
+        shape, held = (None, None) if adapter is None else (adapter.shape, adapter.path.absolute())
+        engines = ColocatedEngines(config, parallel, partial(waiting, say=say), lora=shape, adapter=held)
         stack.callback(engines.close)
         yield engines, reward
 

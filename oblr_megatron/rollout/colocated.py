@@ -36,10 +36,13 @@ from oblr_megatron.rollout.recovery import RecoveringEngines
 from oblr_megatron.runtime.collectives import Outcome, attempt
 
 if TYPE_CHECKING:
+    from pathlib import Path
+
     from oblr_megatron.config import Config
     from oblr_megatron.model.parallel import Parallel
     from oblr_megatron.rollout import Waiting
     from oblr_megatron.types import Prompt, Sample
+    from oblr_megatron.weights.adapter import AdapterShape
     from oblr_megatron.weights.manifest import Source
 
 Value = TypeVar("Value")
@@ -52,8 +55,23 @@ WEIGHTS, KV_CACHE = "weights", "kv_cache"
 class ColocatedEngines(RecoveringEngines):
     """All engine processes of a run; every rank calls every method with the same arguments."""
 
-    def __init__(self, config: Config, parallel: Parallel, waiting: Waiting = nullcontext) -> None:
+    def __init__(
+        self,
+        config: Config,
+        parallel: Parallel,
+        waiting: Waiting = nullcontext,
+        *,
+        lora: AdapterShape | None = None,
+        adapter: Path | None = None,
+    ) -> None:
         """Start the engine processes.
+
+        Args:
+            config: of the run.
+            parallel: of this rank.
+            waiting: shows what the ranks wait for.
+            lora: the shape of adapters, if pushes are to be adapters.
+            adapter: directory of an adapter of this shape, from which they sample before a push.
 
         On a CPU the first call waits until they are ready, so the ranks can build their models meanwhile. On GPUs this
         waits: vLLM measures the free memory, and nothing else may allocate while it does.
@@ -63,7 +81,7 @@ class ColocatedEngines(RecoveringEngines):
             RunError: an engine did not start.
         """
         super().__init__(config, parallel.rank)
-        self._parallel, self._waiting = parallel, waiting
+        self._parallel, self._waiting, self._lora, self._adapter = parallel, waiting, lora, adapter
         self._on_gpu = parallel.device.type == "cuda"
         self._placement = place(config, parallel.world_size, local_world_size(parallel.world_size), on_gpu=self._on_gpu)
         limits = config.rollout
@@ -71,6 +89,7 @@ class ColocatedEngines(RecoveringEngines):
             limits.start_timeout_s, limits.generate_timeout_s, limits.push_timeout_s, SLEEP_TIMEOUT_S
         )
         self._ready = False  # every engine has started, and none is known to be lost
+        self._have_base = False  # every engine holds the weights that adapters need
         self._asleep: frozenset[str] = frozenset()
         self._index = self._placement.engine_of(parallel.rank)
         self._engine = None if self._index is None else self._launch()
@@ -94,6 +113,7 @@ class ColocatedEngines(RecoveringEngines):
             return
         self._asleep = frozenset((WEIGHTS, KV_CACHE))
         if level > 1:
+            self._have_base = False
             self._unusable = f"sleep level {level} dropped the weights; generate again after a push"
         seconds = self._deadlines.sleep
         try:
@@ -120,7 +140,7 @@ class ColocatedEngines(RecoveringEngines):
 
     def _note_loss(self) -> None:
         super()._note_loss()
-        self._ready = False
+        self._ready = self._have_base = False
 
     def _bring_up(self) -> None:
         """Wait for engines that are starting. Lost engines are restarted first; they serve the checkpoint then."""
@@ -143,6 +163,7 @@ class ColocatedEngines(RecoveringEngines):
     def _launch(self, restart: int = 0) -> VllmEngine:
         assert self._index is not None, "this rank owns an engine"
         spec = engine_spec(self._config, self._parallel, self._index, self._placement)
+        spec = replace(spec, lora=self._lora, adapter=self._adapter)
         log = self._config.run_dir / LOGS / f"engine-{self._index}.log"
         owner = f"rank {self._parallel.rank}"
         return VllmEngine(spec, owner=owner, log=log, deadlines=self._deadlines, restart=restart)
@@ -198,9 +219,12 @@ class ColocatedEngines(RecoveringEngines):
     def _deliver(self, source: Source, version: int) -> PushStats:
         """One push into all engines, and a second one if a bucket arrived damaged."""
         self.wake((WEIGHTS,))
-        stats = self._at_most_twice(lambda: self._push_once(source, version))
-        self._behind = False
-        return stats
+        stats = [self._at_most_twice(partial(self._push_once, part, version)) for part in self._due(source)]
+        self._behind, self._have_base = False, True
+        return PushStats.total(stats)
+
+    def _lack_base(self) -> bool:
+        return not self._have_base
 
     def _push_once(self, source: Source, version: int) -> PushStats:
         own = attempt(partial(self._pusher.push, source, version))

@@ -9,12 +9,10 @@ push. It keeps its first error and sends nothing more; `push` raises the error w
 
 from __future__ import annotations
 
-import json
 import time
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import suppress
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -25,7 +23,7 @@ from oblr_megatron.engine.protocol import PushStats
 from oblr_megatron.errors import EngineLostError, RunError, WeightError
 from oblr_megatron.memory.buffer_sizes import BUCKET_BYTES
 from oblr_megatron.weights.manifest import Manifest, Source, manifest_of
-from oblr_megatron.weights.names import ModelShape
+from oblr_megatron.weights.names import read_shape
 from oblr_megatron.weights.shm import HALVES, Bucket, SharedBuffer, bucket_capacity, fill_buckets
 from oblr_megatron.weights.verify import Digests, expected_digests, first_difference
 
@@ -70,11 +68,6 @@ def _run(receiver: Receiver, source: Source, send: Callable[[], None], *, verify
         receiver.abort(f"the trainer broke off: {error!r}")
         raise
     return receiver.result()
-
-
-def read_shape(model: Path) -> ModelShape:
-    """Sizes of the model in a Hugging Face directory."""
-    return ModelShape.of(json.loads((model / "config.json").read_text(encoding="utf-8")))
 
 
 def check_digests(engine: str, expected: Sequence[Digests], held: Sequence[Digests]) -> None:
@@ -181,7 +174,7 @@ class EngineReceiver(LockstepReceiver):
     def compare(self, source: Iterable[tuple[str, Tensor]]) -> None:
         spec = self._engine.spec
         workers = spec.tensor_parallel_size
-        expected = expected_digests(source, read_shape(spec.model), {workers})[workers]
+        expected = expected_digests(source, read_shape(spec.model), {workers}, spec.lora)[workers]
         check_digests(spec.name, expected, self._call("digests", begin=time.monotonic()))
 
     def abort(self, reason: str) -> None:

@@ -151,6 +151,15 @@ class RecoveringEngines(RolloutEngine):
     def _note_loss(self) -> None:
         self._behind = True
 
+    def _due(self, source: Source) -> list[Source]:
+        """The source, and before it the base that an adapter needs if an engine lacks it; collective."""
+        base = getattr(source, "base", None)
+        return [source] if base is None or not self._lack_base() else [base, source]
+
+    @abstractmethod
+    def _lack_base(self) -> bool:
+        """Whether an engine lacks the base of the adapters; the same on every rank."""
+
     def until_done(self, call: Callable[[], Value]) -> Value:
         """Call with all engines up, and again after a loss, up to the limit."""
 

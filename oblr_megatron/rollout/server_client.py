@@ -53,6 +53,7 @@ class VllmServer:
         self.capacity = 1  # sequences it decodes at once
         self.workers = 1  # processes that receive weights
         self.instance = ""  # the server process, from its last answer
+        self.base: str | None = None  # `Info.base` of its last answer
         self.url = url.rstrip("/")
         self._headers = {"Authorization": f"Bearer {key}"} if key else {}
         self._session: aiohttp.ClientSession | None = None
@@ -64,7 +65,8 @@ class VllmServer:
     async def info(self, seconds: float) -> http.Info:
         """The server's settings and state."""
         info = await self._ask(http.Info, "info", {}, f"{self.name} to answer", seconds)
-        self.capacity, self.workers, self.instance = info.max_num_seqs, info.workers, info.instance
+        self.capacity, self.workers = info.max_num_seqs, info.workers
+        self.instance, self.base = info.instance, info.base
         return info
 
     async def sample(self, asked: Sequence[PromptRequest], holding: http.Holding, seconds: float) -> list[list[Sample]]:

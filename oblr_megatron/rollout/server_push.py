@@ -21,10 +21,12 @@ from torch import Tensor
 from oblr_megatron.engine.http_messages import Holding
 from oblr_megatron.engine.protocol import PushStats
 from oblr_megatron.errors import DamagedError, DeadlineError, EngineLostError, RunError
-from oblr_megatron.rollout.push import LockstepReceiver, check_digests, read_shape
+from oblr_megatron.rollout.push import LockstepReceiver, check_digests
 from oblr_megatron.rollout.server_client import ServerLostError, VllmServer, reasons
 from oblr_megatron.runtime.http_loop import HttpLoop
+from oblr_megatron.weights.adapter import AdapterShape
 from oblr_megatron.weights.manifest import Manifest
+from oblr_megatron.weights.names import read_shape
 from oblr_megatron.weights.peer_memory import PeerMemory
 from oblr_megatron.weights.shm import HALVES, Bucket, SharedBuffer, bucket_capacity
 from oblr_megatron.weights.verify import expected_digests
@@ -105,12 +107,17 @@ class ServerReceiver(LockstepReceiver):
         loop: HttpLoop,
         transport: Transport,
         seconds: float,
+        lora: AdapterShape | None = None,
     ) -> None:
-        """`loop` runs the servers' coroutines; the push has a deadline of `seconds`."""
+        """Args:
+        loop: runs the servers' coroutines.
+        seconds: deadline of the push.
+        lora: the shape of adapters, if the push may be one.
+        """
         super().__init__(manifest)
         self._asked, self.servers = tuple(servers), list(servers)  # all of them, and those that still take part
         self._faulty: list[VllmServer] = []  # servers that refused something
-        self._holding, self._model = holding, model
+        self._holding, self._model, self._lora = holding, model, lora
         self._loop, self._transport, self._seconds = loop, transport, seconds
         self._unanswered: Future[list[BaseException | None]] | None = None
         self.checksums: list[int | None] = []  # one for each bucket
@@ -148,7 +155,8 @@ class ServerReceiver(LockstepReceiver):
             server.lost = None
 
     def compare(self, source: Iterable[tuple[str, Tensor]]) -> None:
-        expected = expected_digests(source, read_shape(self._model), {server.workers for server in self.servers})
+        sizes = {server.workers for server in self.servers}
+        expected = expected_digests(source, read_shape(self._model), sizes, self._lora)
 
         async def check(server: VllmServer) -> None:  # with a deadline of its own: gathering again has taken time
             check_digests(server.name, expected[server.workers], await server.digests(self._seconds))

@@ -18,6 +18,7 @@ import os
 import secrets
 import time
 from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from oblr_megatron.engine.http_messages import DraftReport, Holding
@@ -39,6 +40,7 @@ if TYPE_CHECKING:
     from oblr_megatron.config import Config
     from oblr_megatron.model.parallel import Parallel
     from oblr_megatron.types import Prompt, Sample
+    from oblr_megatron.weights.adapter import AdapterShape
     from oblr_megatron.weights.manifest import Source
 
 Value = TypeVar("Value")
@@ -55,9 +57,13 @@ class ServerEngines(RecoveringEngines):
 
     _all = "the servers"
 
-    def __init__(self, config: Config, parallel: Parallel) -> None:
-        """Make the handles. Nothing is asked yet: `rollout.server_checks` did so before the run began."""
+    def __init__(self, config: Config, parallel: Parallel, *, lora: AdapterShape | None = None) -> None:
+        """Make the handles; `lora` is the shape of adapters, if pushes are to be adapters.
+
+        Nothing is asked yet: `rollout.server_checks` did so before the run began.
+        """
         super().__init__(config, parallel.rank)
+        self._lora = lora
         self._transport = _transport(config, parallel)
         self._servers = _Servers(config) if parallel.rank == 0 else None
         self._holder = ""  # names this run to the servers, once it has pushed
@@ -115,12 +121,19 @@ class ServerEngines(RecoveringEngines):
         With `check` the source must still yield what it did at the first push of these weights.
         """
         self._wait_for_servers()
-        stats, checksums = self._at_most_twice(lambda: self._push_once(source, version))
+        pushes = [self._at_most_twice(partial(self._push_once, part, version)) for part in self._due(source)]
+        stats, checksums = PushStats.total([stats for stats, _ in pushes]), pushes[-1][1]
         if check and checksums != self._checksums:
             self._unusable = f"the trainer's weights have changed since push {version}"
             raise RunError(f"{self._unusable}: a server that came back cannot be given the old ones")
         self._checksums, self._behind = checksums, False
         return stats
+
+    def _lack_base(self) -> bool:
+        def lack(servers: _Servers) -> bool:
+            return any(server.base != self._holder for server in servers.present())
+
+        return self._from_first_rank(lack, "the servers' base", PROBE_SECONDS)
 
     def _push_once(self, source: Source, version: int) -> tuple[PushStats, list[int | None]]:
         """Statistics of the push, and the checksums of its buckets, both from rank 0."""
@@ -141,6 +154,7 @@ class ServerEngines(RecoveringEngines):
                 loop=self._servers.loop,
                 transport=self._transport,
                 seconds=self._config.rollout.push_timeout_s,
+                lora=self._lora,
             )
         capacity = self._transport.capacity(manifest)
         stats = push(receiver, source, capacity, verify=weights.verify)

@@ -1,7 +1,8 @@
 """Hugging Face's tensors in a vLLM model, as views of the parameters that the engine computes with. Imports no vllm.
 
 vLLM fuses q, k, v into one parameter, gate and up into another, and a layer's experts into two. It pads the vocabulary.
-A worker of a tensor-parallel engine holds its share of the rows or columns.
+A worker of a tensor-parallel engine holds its share of the rows or columns. A layer with a LoRA slot holds its own
+layer as `base_layer`.
 """
 
 from __future__ import annotations
@@ -15,6 +16,7 @@ from oblr_megatron.errors import WeightError
 
 EXPERTS = {"w13_weight": ("gate_proj", "up_proj"), "w2_weight": ("down_proj",)}
 """vLLM's parameters of fused experts, [experts, rows, columns], and the tensors in each of them."""
+BASE_LAYER = ".base_layer"
 
 
 def engine_tensors(model: nn.Module) -> dict[str, Tensor]:
@@ -27,7 +29,8 @@ def engine_tensors(model: nn.Module) -> dict[str, Tensor]:
     tensors: dict[str, Tensor] = {}
     for path, parameter in model.named_parameters():  # a tied parameter is listed once, as the embedding
         prefix, _, name = path.rpartition(".")
-        tensors |= dict(_unfused(prefix, modules[prefix], name, parameter.detach(), model))
+        named = prefix.removesuffix(BASE_LAYER)
+        tensors |= dict(_unfused(named, modules[prefix], name, parameter.detach(), model))
     return tensors
 
 
@@ -38,11 +41,12 @@ def unwritten(model: Any, pushed: Collection[str]) -> list[str]:
     """
     sources, memory = {}, {}
     for path, parameter in model.named_parameters(remove_duplicate=False):
-        prefix, _, name = path.rpartition(".")
+        module, _, name = path.rpartition(".")
+        prefix = module.removesuffix(BASE_LAYER)
         parent, _, leaf = prefix.rpartition(".")
         fused = next((parts for key, parts in EXPERTS.items() if name.startswith(key)), None)
         if fused is not None:
-            experts = range(model.get_submodule(prefix).global_num_experts)
+            experts = range(model.get_submodule(module).global_num_experts)
             sources[path] = [f"{parent}.{expert}.{part}.weight" for expert in experts for part in fused]
         elif name == "bias" or name.startswith("weight"):
             parts = [f"{parent}.{part}" for part in model.packed_modules_mapping.get(leaf, ())] or [prefix]

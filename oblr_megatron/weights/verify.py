@@ -12,6 +12,7 @@ import torch
 import xxhash
 from torch import Tensor, nn
 
+from oblr_megatron.weights.adapter import AdapterShape, adapter_table
 from oblr_megatron.weights.engine_view import engine_tensors
 from oblr_megatron.weights.names import Entry, ModelShape, table
 
@@ -34,7 +35,10 @@ def read_back(model: nn.Module) -> Digests:
 
 
 def expected_digests(
-    source: Iterable[tuple[str, Tensor]], shape: ModelShape, sizes: Collection[int]
+    source: Iterable[tuple[str, Tensor]],
+    shape: ModelShape,
+    sizes: Collection[int],
+    adapter: AdapterShape | None = None,
 ) -> dict[int, list[Digests]]:
     """The digests that the workers of tensor-parallel engines should have. Iterates the source once.
 
@@ -42,11 +46,14 @@ def expected_digests(
         source: whole tensors, as they were pushed; may be collective.
         shape: the model's sizes.
         sizes: numbers of workers of an engine; 1 without tensor parallelism.
+        adapter: if the source may be an adapter.
 
     Returns:
         Number of workers -> the digests of each, by rank.
     """
     cuts = {name: (item, part) for item in table(shape) for part, name in enumerate(item.hf)}
+    if adapter is not None:
+        cuts |= {one.name: (one.item, one.part) for one in adapter_table(shape, adapter)}
     by_size: dict[int, list[Digests]] = {workers: [{} for _ in range(workers)] for workers in sizes}
     for name, tensor in source:
         item, part = cuts[name]

@@ -1,7 +1,9 @@
-"""Faster steps of an engine on a CPU: vLLM's own kernels for norms, and fewer operations for the noise of a request.
+"""Faster steps of an engine on a CPU: vLLM's own kernels for norms, fewer operations for the noise of a request, and
+plain products for an adapter.
 
 vLLM builds its norm kernels for CPUs too, but its layers call them on GPUs only. Its sampler draws one number from the
-generator of each request, in four operations. All draws stay the same; norms change by rounding.
+generator of each request, in four operations. All draws stay the same; norms change by rounding. For LoRA vLLM copies
+the adapter once for every token, because tokens may have different ones. Here all tokens have the same.
 """
 
 from __future__ import annotations
@@ -16,20 +18,22 @@ VECTOR = 16
 
 
 def install() -> None:
-    """Replace two methods of vLLM's layers in this process.
+    """Replace three methods of vLLM's layers in this process.
 
     Raises:
         RuntimeError: this vLLM has other kernels.
     """
+    from vllm.lora.punica_wrapper.punica_cpu import PunicaWrapperCPU
     from vllm.model_executor.layers.layernorm import RMSNorm
     from vllm.v1.sample.ops.topk_topp_sampler import TopKTopPSampler
 
     missing = [name for name in ("rms_norm", "fused_add_rms_norm", "fused_gumbel_argmax") if not hasattr(_ops(), name)]
-    if missing or not hasattr(TopKTopPSampler, "forward_cpu"):
-        raise RuntimeError(f"this vLLM has other CPU kernels: {', '.join(missing) or 'another sampler'}")
+    if missing or not hasattr(TopKTopPSampler, "forward_cpu") or not hasattr(PunicaWrapperCPU, "add_lora_linear"):
+        raise RuntimeError(f"this vLLM has other CPU kernels: {', '.join(missing) or 'another sampler or adapter'}")
     if "forward_cpu" not in vars(RMSNorm):  # or `extras.exact_sums` has replaced it, which comes first
         RMSNorm.forward_cpu = rms_norm  # type: ignore[method-assign]
     TopKTopPSampler.forward_cpu = sample  # type: ignore[method-assign, assignment]
+    PunicaWrapperCPU.add_lora_linear = add_adapter  # type: ignore[method-assign, assignment]
 
 
 def rms_norm(norm: Any, x: Tensor, residual: Tensor | None = None) -> Tensor | tuple[Tensor, Tensor]:
@@ -69,6 +73,34 @@ def sample(
     for row, generator in generators.items():
         rows[row].random_(0, 2**31, generator=generator)
     return _ops().fused_gumbel_argmax(logits.to(torch.float32), seeds), logprobs
+
+
+def add_adapter(
+    wrapper: Any,
+    y: Tensor,
+    x: Tensor,
+    lora_a_stacked: tuple[Tensor, ...],
+    lora_b_stacked: tuple[Tensor, ...],
+    scale: float,
+    output_slices: tuple[int, ...],
+    **_: object,
+) -> None:
+    """`PunicaWrapperCPU.add_lora_linear` for one slot: y += scale B (A x), for each matrix of a fused layer.
+
+    Args:
+        wrapper: vLLM's own; it knows whether the batch has an adapter. All of its tokens have it, or none.
+        y: the layer's output [..., out], written to.
+        x: its input [..., in].
+        lora_a_stacked: A of each matrix [1, 1, rank, in].
+        lora_b_stacked: B of each matrix [1, 1, out of the matrix, rank].
+        scale: 1.0, because it is in B.
+        output_slices: out of each matrix.
+    """
+    if wrapper.no_lora:
+        return
+    x, parts = x.flatten(0, -2), y.view(-1, y.shape[-1]).split(output_slices, dim=1)
+    for part, a, b in zip(parts, lora_a_stacked, lora_b_stacked, strict=True):
+        part.addmm_(x @ a[0, 0].t(), b[0, 0].t(), alpha=scale)
 
 
 def _ops() -> Any:

@@ -83,3 +83,28 @@ def test_another_replacement_of_the_norm_stays(monkeypatch):
                 patch.delattr(RMSNorm, "forward_cpu")
             kernels.install()
             assert RMSNorm.forward_cpu is last
+
+
+@dtypes
+def test_an_adapter_is_added_as_by_vllms_own_products(dtype):
+    """To a fused layer of three matrices, in a slot of a higher rank; and not to a batch without an adapter."""
+    from vllm.lora.layers import LoRAMapping
+    from vllm.lora.punica_wrapper.punica_cpu import PunicaWrapperCPU
+
+    draw, sizes, tokens = torch.Generator().manual_seed(4), (6, 3, 3), 5
+    wrapper = PunicaWrapperCPU(16, 4, torch.device("cpu"))
+    x, y = (torch.randn(tokens, width, generator=draw).to(dtype) for width in (8, sum(sizes)))
+    a = tuple(torch.randn(1, 1, 4, 8, generator=draw).to(dtype) for _ in sizes)
+    b = tuple(torch.randn(1, 1, size, 4, generator=draw).to(dtype) for size in sizes)
+    for one in a:
+        one[0, 0, 3:] = 0  # the padding
+    for number in (1, 0):
+        wrapper.update_metadata(LoRAMapping((number,) * tokens, (number,) * tokens, is_prefill=True), [1], 2, 37)
+        expected, made = y.clone(), y.clone()
+        inner = tuple(torch.zeros(tokens, 4) for _ in sizes)
+        wrapper.add_shrink(inner, x, a, 1.0)
+        wrapper.add_expand(expected, inner, b, sizes)
+        kernels.add_adapter(wrapper, made, x, a, b, 1.0, sizes)
+        tolerance = {"rtol": 1e-5, "atol": 1e-5} if dtype is torch.float32 else {"rtol": 0.03, "atol": 0.06}
+        torch.testing.assert_close(made, expected, **tolerance)
+        assert torch.equal(made, y) == (number == 0)

@@ -173,3 +173,60 @@ def test_a_bucket_of_the_transport_is_a_step_of_the_state() -> None:
     finish(state)
     buffer.close()
     assert state.holding == SECOND
+
+
+DELTA = TensorSpec("base_model.a.lora_A", "float32", (2, 3))
+
+
+def adapting(*events: Callable[[WeightState], None]) -> WeightState:
+    state = WeightState({"a": (2, 3), "b": (4,)}, "float32", {DELTA.name: DELTA.shape})
+    for event in events:
+        event(state)
+    return state
+
+
+def push_adapter(state: WeightState, holding: Holding = SECOND) -> None:
+    begin(state, holding, DELTA)
+    bucket(state, Part.whole(DELTA), holding=holding)
+    finish(state, holding)
+
+
+def test_an_adapter_needs_a_base_and_a_base_its_adapter() -> None:
+    state = adapting()
+    with pytest.raises(Refusal, match="no base weights"):
+        begin(state, FIRST, DELTA)
+    push(state, FIRST)
+    assert (phase_of(state), state.holding, state.base) == ("unusable", Holding(), "x")
+    push_adapter(state, FIRST)
+    assert (phase_of(state), state.holding, state.adapts) == ("serving", FIRST, True)
+    push_adapter(state, SECOND)
+    assert (phase_of(state), state.holding, state.base) == ("serving", SECOND, "x")
+
+
+@pytest.mark.parametrize(
+    ("event", "base"),
+    [
+        (lambda state: push(state, SECOND, last=False), None),
+        (lambda state: state.drop("asleep"), None),
+        (lambda state: begin(state, SECOND, DELTA), "x"),
+        (lambda state: state.fail("the test wants it so"), "x"),
+    ],
+)
+def test_a_base_outlives_a_failed_adapter_only(event: Callable[[WeightState], None], base: str | None) -> None:
+    state = adapting(lambda state: push(state, FIRST), push_adapter, event)
+    state.fail("it broke off")
+    assert (phase_of(state), state.base) == ("unusable", base)
+    if base is None:
+        with pytest.raises(Refusal, match="no base weights"):
+            begin(state, SECOND, DELTA)
+        push(state, SECOND)
+    push_adapter(state, SECOND)
+    assert (phase_of(state), state.holding) == ("serving", SECOND)
+
+
+@pytest.mark.parametrize("specs", [(A, B, DELTA), (A, DELTA), (TensorSpec(DELTA.name, "bfloat16", (2, 3)),)])
+def test_a_manifest_that_is_neither_base_nor_adapter_is_refused(specs: tuple[TensorSpec, ...]) -> None:
+    state = adapting(lambda state: push(state, FIRST), push_adapter)
+    with pytest.raises(WeightError):
+        begin(state, SECOND, *specs)
+    assert (phase_of(state), state.holding) == ("unusable", SECOND)

@@ -41,7 +41,7 @@ def rows(tmp_path: Path) -> Path:
 
 
 def options(model: Path, *data: object, overrides: Sequence[str] = (), **changes: Any) -> Any:
-    given = {"config": None, "k": 2, "out": None, "json": None} | changes
+    given = {"config": None, "adapter": None, "k": 2, "out": None, "json": None} | changes
     return SimpleNamespace(model=model, data=[str(one) for one in data], overrides=[*KEYS, *overrides], **given)
 
 
@@ -84,6 +84,7 @@ def test_default_sets_and_k_come_from_the_config(model: Path, rows: Path, tmp_pa
     ("changes", "named"),
     [
         ({"k": -1}, "evaluate.samples_per_prompt = -1"),
+        ({"adapter": Path("/nowhere")}, r"\[/nowhere\]"),
         ({"json": Path("/nowhere/f.json")}, r"\[/nowhere/f.json\]"),
         ({"overrides": ["evaluate.max_response_tokens=200"]}, "evaluate.max_response_tokens 200 = 224 exceeds .* 128"),
         ({"overrides": ["rollout.max_response_tokens=200"]}, "rollout.max_response_tokens 200 = 224 exceeds .* 128"),
