@@ -20,6 +20,7 @@ from oblr_megatron.checkpoint.store import read_manifest
 from oblr_megatron.config.baselines import facts_of
 from oblr_megatron.errors import BrokenWeightsError, RunError, UserError
 from oblr_megatron.gradient.step_gradient import StepGradient
+from oblr_megatron.model.lora.adapters import initialize
 from oblr_megatron.model.momentum import GradientMomentum, momentum_of
 from oblr_megatron.model.optimizer import PolicyOptimizer
 from oblr_megatron.model.policy import Policy, build_policy
@@ -248,6 +249,7 @@ class Run:
         """State that a resumed run needs in addition to tensors and configuration; see `restore`."""
         return {
             "step": self.sampling.version,
+            "base": self.sampling.model.fingerprint if self.config.model.lora.rank else None,
             "data": self.sampling.position,
             "schedule": self.schedule.state_dict(),
             "running_mean_norm": self.running_mean_norm,
@@ -296,13 +298,14 @@ def open_run(config: Config) -> Iterator[Run]:
         config = sampling.config
         policy = build_policy(sampling.model.hf_config(), config.model, sampling.parallel, config.parallel)
         resumed = sampling.resumed
-        penalised = config.algo.kl_coefficient > 0
-        if resumed is None or penalised:
+        penalised, adapted = config.algo.kl_coefficient > 0, config.model.lora.rank > 0
+        if resumed is None or penalised or adapted:
             sampling.collectives.together(
                 lambda: load_hf_weights(policy, config.model.path),
                 what="the weights of the model directory",
                 seconds=config.parallel.distributed_timeout_s,
             )
+        initialize(policy, config.seed)
         reference = Reference(policy) if penalised else None  # from the model path, not from the checkpoint
         if config.optimizer.offload != "none":
             sampling.release()  # the optimizer is made, and loaded, on the device; the first push wakes the engines

@@ -152,6 +152,7 @@ def to_hf(
     store.check_absent(target)
     manifest = _manifest(source, hf_source)
     if manifest is not None:
+        _refuse_adapters(manifest, source)
         described = [name for name in manifest.files if name.startswith(f"{HF}/")]
         store.check_contents(source, manifest, [METADATA, *described])  # before it is unpickled
     reader = PieceReader(source)
@@ -254,6 +255,15 @@ def _manifest(source: Path, hf_source: Path | None) -> store.Manifest | None:
             fix="give the directory with its config.json and tokenizer as --hf-source",
         )
     return None
+
+
+def _refuse_adapters(manifest: store.Manifest, source: Path) -> None:
+    """Refuse a checkpoint of adapters: the model that they adapt is elsewhere."""
+    run = manifest.state.get("config")
+    if run and run["model"]["lora"]["rank"]:
+        what = f"the checkpoint has the adapters of a run (model.lora), but not their model, {run['model']['path']}"
+        fix = "take RUN_DIR/hf, in which the run's end merges both"
+        raise CheckpointError(what, where=str(source), fix=fix)
 
 
 def _widest(tensors: TensorReader, shape: ModelShape, hf_dir: HFDir) -> torch.dtype:

@@ -57,15 +57,19 @@ State = dict[str, Any]
 
 
 def model_state(policy: Policy) -> State:
-    """The weights, keyed by their names in a GPTModel, each placed within the whole model.
+    """The trained weights, keyed by their names in a GPTModel, each placed within the whole model.
 
     Transformer Engine's extra state is left out, so that checkpoints do not depend on the layer implementation.
     """
-    states = [chunk.module.sharded_state_dict() for chunk in policy.chunks]
-    return {
-        f"model{index}": {name: value for name, value in state.items() if EXTRA_STATE not in name}
-        for index, state in enumerate(states)
-    }
+    states = {}
+    for index, chunk in enumerate(policy.chunks):
+        frozen = _frozen(chunk.module)
+        states[f"model{index}"] = {
+            name: value
+            for name, value in chunk.module.sharded_state_dict().items()
+            if EXTRA_STATE not in name and name not in frozen
+        }
+    return states
 
 
 def training_state(policy: Policy, optimizer: PolicyOptimizer, momentum: GradientMomentum | None = None) -> State:
@@ -184,8 +188,14 @@ def _load(state: State, directory: Path) -> State:
 def _set_weights(policy: Policy, loaded: State) -> None:
     for index, chunk in enumerate(policy.chunks):
         keys = chunk.module.load_state_dict(loaded[f"model{index}"], strict=False)
-        wrong = [name for name in keys.missing_keys if EXTRA_STATE not in name] + keys.unexpected_keys
+        absent = {name for name in keys.missing_keys if EXTRA_STATE not in name} - _frozen(chunk.module)
+        wrong = [*sorted(absent), *keys.unexpected_keys]
         assert not wrong, f"the model and the loaded state differ in {wrong}"
+
+
+def _frozen(module: Any) -> set[str]:
+    """Names of the parameters that no step changes."""
+    return {name for name, parameter in module.named_parameters() if not parameter.requires_grad}
 
 
 def _random_states() -> State:

@@ -55,7 +55,7 @@ def load_hf_weights(policy: Policy, path: Path) -> None:
         shapes = {name: tuple(tensor.get_shape()) for name, tensor in tensors.items()}
         check_tensors(policy.hf_config.to_dict(), shapes, path)
         dense, expert = (parallel.tp_rank, parallel.tp_size), (parallel.etp_rank, parallel.etp_size)
-        for name, parameter in policy.named_parameters():
+        for name, parameter in policy.base_parameters():
             item = entry(name, shape)
             sources = [tensors[hf_name] for hf_name in item.hf]
             rank, ranks = dense if item.expert is None else expert

@@ -34,6 +34,7 @@ HF_CONFIG = "hf/config.json"  # in a checkpoint
 CARRIED = (
     *("seed", "data.shuffle", "model.dtype", "optimizer.name"),
     *("algo.aggregation", "algo.schedule", "algo.snr.estimator", "algo.snr.reference"),
+    *("model.lora.rank", "model.lora.alpha", "model.lora.targets"),
 )
 """Settings that must equal those of the checkpoint, because its state depends on them."""
 
@@ -110,16 +111,18 @@ def check_no_progress(run_dir: Path, resume: str = NEWEST) -> None:
 
 
 def check_reference(config: Config) -> None:
-    """Refuse a reference model that the run replaces by its own weights: a later resume would have another penalty.
+    """Refuse a reference or base model that the run replaces by its own weights: a later resume would have another.
 
     Raises:
-        UserError: model.path is an export of this run, and the run has a KL penalty.
+        UserError: model.path is an export of this run, and the run has a KL penalty or adapters.
     """
     path = config.model.path
     exports = [(config.run_dir / name).resolve() for name in EXPORTS]
-    if config.algo.kl_coefficient and config.checkpoint.export_hf and path.resolve() in exports:
+    uses = ["algo.kl_coefficient takes model.path as its reference"] if config.algo.kl_coefficient else []
+    uses += ["model.lora adapts the model in model.path"] if config.model.lora.rank else []
+    if uses and config.checkpoint.export_hf and path.resolve() in exports:
         raise UserError(
-            "algo.kl_coefficient takes model.path as its reference, but this run replaces that directory at its end",
+            f"{uses[0]}, but this run replaces that directory at its end",
             where=f"config: model.path {path}",
             fix="set model.path to the model that the run started from, or to a copy of this directory",
         )
@@ -151,6 +154,10 @@ def check_fits(checkpoint: Checkpoint, config: Config, model: HFDir) -> None:
         what += "; moments and averages are in the old unit"
         raise UserError(what, where=where, fix=f"set algo.token_scale to {old:g}")
     saved = ModelShape.of(json.loads((checkpoint.path / HF_CONFIG).read_text(encoding="utf-8")))
+    base = checkpoint.state.get("base")
+    if base is not None and base != model.fingerprint:
+        what = f"the checkpoint's adapters belong to another model than {model.path}: the weights differ"
+        raise UserError(what, where=where, fix=f"set model.path to {before['model']['path']}, as the run had it")
     if saved != ModelShape.of(model.config):
         what = f"the checkpoint's model differs from {model.path}: {saved}"
         raise UserError(what, where=where, fix="set model.path to the model that the run started from")

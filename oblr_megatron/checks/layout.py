@@ -34,6 +34,21 @@ def check_layout(hf_config: Mapping[str, Any], config: Config, world_size: int) 
     check_router_keys(hf_config, config)
     check_recompute(hf_config, config.parallel)
     check_sizes(hf_config, config)
+    check_adapters(hf_config, config)
+
+
+def check_adapters(hf_config: Mapping[str, Any], config: Config) -> None:
+    """Refuse targets of model.lora that cannot be adapted in this model and layout."""
+    lora, tp = config.model.lora, config.parallel.tensor_model_parallel_size
+    groups, where = hf_config["num_key_value_heads"], "config: model.lora.targets"
+    of_experts = [target for target in lora.targets if target in ("gate_proj", "up_proj", "down_proj")]
+    if lora.rank and of_experts and num_experts(hf_config):
+        what = f"adapters of experts ({', '.join(of_experts)}) are not supported"
+        raise UserError(what, where=where, fix='set model.lora.targets to ["q_proj", "k_proj", "v_proj", "o_proj"]')
+    if lora.rank and groups % tp and set(lora.targets) & {"q_proj", "k_proj", "v_proj"}:
+        what = f"adapters of q, k and v: {groups} groups of heads cannot be shared whole by {tp} ranks"
+        fix = f"set parallel.tensor_model_parallel_size to a divisor of {groups} or adapt others"
+        raise UserError(what, where=where, fix=fix)
 
 
 def check_recompute(hf_config: Mapping[str, Any], parallel: ParallelConfig) -> None:

@@ -8,6 +8,7 @@ from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING, Any
 
 from oblr_megatron.config.baselines import facts_of
+from oblr_megatron.config.lora import lora_problems
 from oblr_megatron.config.norm_modes import mode_problem
 from oblr_megatron.config.parallel_checks import parallel_problems
 from oblr_megatron.config.precision_checks import precision_problems
@@ -86,6 +87,7 @@ def problems(config: Config) -> Iterator[Problem]:
     yield from _data(config)
     yield from _profile(config)
     yield from precision_problems(config)
+    yield from lora_problems(config)
     optimizer = config.optimizer
     if optimizer.offload != "none" and not (optimizer.keeps_moments or config.model.dtype == "bfloat16"):
         what = 'optimizer.offload "sampling" has nothing to move: SGD without momentum keeps no state for '

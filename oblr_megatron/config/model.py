@@ -7,6 +7,7 @@ from typing import Literal
 
 from pydantic import Field
 
+from oblr_megatron.config.lora import LoraConfig
 from oblr_megatron.config.section import Section
 from oblr_megatron.types import HeadDtype
 
@@ -46,6 +47,7 @@ class ModelConfig(Section):
     moe_routing_replay: bool = False
     """Train each token through the experts that the engine chose for it when it was sampled (R3, arXiv 2510.11370;
     docs/moe.md). For mixtures of experts."""
+    lora: LoraConfig = LoraConfig()
 
     @property
     def keeps_layers_in_bf16(self) -> bool:

@@ -43,10 +43,10 @@ class GradientMomentum:
     def __init__(self, policy: Policy, horizon: float) -> None:
         self._policy, self._horizon = policy, horizon
         spans = held(policy)
-        self._spans = {name: spans[parameter] for name, parameter in policy.named_parameters()}
+        self._spans = {name: spans[parameter] for name, parameter in policy.trained_parameters()}
         self._sums: dict[str, Tensor] = {  # flattened
             name: torch.zeros_like(main_grad(parameter).flatten()[spans[parameter]])
-            for name, parameter in policy.named_parameters()
+            for name, parameter in policy.trained_parameters()
         }
         self._weight = 0.0
 
@@ -61,7 +61,7 @@ class GradientMomentum:
         product = math.nan
         if self._weight:
             product = over_parameters(self._policy, lambda name, grad: dot(grad, self._sums[name])) / self._weight
-        for name, parameter in self._policy.named_parameters():
+        for name, parameter in self._policy.trained_parameters():
             self._sums[name].lerp_(main_grad(parameter).flatten()[self._spans[name]], 1 / self._horizon)
         self._weight += (1 - self._weight) / self._horizon
         return product
@@ -71,7 +71,7 @@ class GradientMomentum:
 
         Each average is cut like its weight in `model_state`, the policy's sharded state dict.
         """
-        names, parameters = zip(*self._policy.named_parameters(), strict=True)
+        names, parameters = zip(*self._policy.trained_parameters(), strict=True)
         cuts = get_param_id_to_sharded_param_map(model_state, iter(parameters))
         alone = is_sharded(self._policy)
         sums = {

@@ -79,12 +79,12 @@ def over_parameters(policy: Policy, sum_of: ElementSum, *, reduced: bool = True)
     rest, experts = torch.zeros(2, dtype=torch.float64, device=parallel.device)
     if reduced and is_sharded(policy):  # each rank sums its own share
         spans = held(policy)
-        for name, parameter in policy.named_parameters():
+        for name, parameter in policy.trained_parameters():
             if moe.is_expert(parameter) or counted_here(parameter, parallel):
                 rest += sum_of(name, main_grad(parameter).flatten()[spans[parameter]])
         dist.all_reduce(rest)
         return float(rest)
-    for name, parameter in policy.named_parameters():
+    for name, parameter in policy.trained_parameters():
         if counted_here(parameter, parallel):
             total = experts if moe.is_expert(parameter) else rest
             total += sum_of(name, main_grad(parameter).flatten())
@@ -160,7 +160,8 @@ class PolicyOptimizer:
         self._optimizer.step_with_ready_grads()
         # The step made main_grad the `grad` of each weight; the next backward would add to it a second time.
         self._optimizer.zero_grad()
-        largest = [torch.linalg.vector_norm(weight.detach(), math.inf) for _, weight in self._policy.named_parameters()]
+        trained = self._policy.trained_parameters()
+        largest = [torch.linalg.vector_norm(weight.detach(), math.inf) for _, weight in trained]
         broken = torch.stack(largest).isfinite().logical_not().sum()
         dist.all_reduce(broken)
         if broken:

@@ -32,6 +32,7 @@ from oblr_megatron.model import moe
 from oblr_megatron.model.cpu.attention import RMSNorm, SdpaAttention
 from oblr_megatron.model.cpu.operations import SwiGLU
 from oblr_megatron.model.lm_head import LMHead, install_head
+from oblr_megatron.model.lora.adapters import attach, is_adapter
 from oblr_megatron.model.megatron_versions import mlp_submodules
 from oblr_megatron.model.numerics import Numerics, numerics_of
 from oblr_megatron.model.parallel import Parallel
@@ -71,6 +72,14 @@ class Policy(TappedModel):
         for chunk in self.chunks:
             for name, parameter in chunk.module.named_parameters():
                 yield self._global_name(chunk.module, name), parameter
+
+    def base_parameters(self) -> Iterator[tuple[str, nn.Parameter]]:
+        """The model's own parameters, without those of adapters."""
+        return ((name, parameter) for name, parameter in self.named_parameters() if not is_adapter(name))
+
+    def trained_parameters(self) -> Iterator[tuple[str, nn.Parameter]]:
+        """The parameters that have a `main_grad`."""
+        return ((name, parameter) for name, parameter in self.named_parameters() if parameter.requires_grad)
 
     def _global_name(self, module: GPTModel, name: str) -> str:
         prefix = "decoder.layers."
@@ -117,6 +126,8 @@ def build_policy(
     chunks, tap = [], Tap(numerics_of(hf_config, config, parallel.device).operations)
     for index in range(parallel.vp_size):
         model = build_model(hf_config, transformer_config, config, parallel, padded, index)
+        if config.lora.rank:
+            attach(model, config.lora)
         with torch.no_grad():
             for parameter in model.parameters():
                 parameter.fill_(float("nan"))

@@ -1,5 +1,7 @@
 """The reference model of a KL penalty: a copy of the initial weights, swapped into the policy for a forward pass.
 
+With adapters it is the policy without them, and no copy.
+
 reference = Reference(policy)              # after load_hf_weights, before a checkpoint is loaded
 reference.logprobs(samples, batches, temperature=1.0)
 """
@@ -13,6 +15,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
+from oblr_megatron.model.lora.adapters import adapters_of, switched_off
 from oblr_megatron.model.token_values import response_logprobs
 
 if TYPE_CHECKING:
@@ -27,7 +30,9 @@ class Reference:
 
     def __init__(self, policy: Policy) -> None:
         self._policy = policy
-        self._weights = [parameter.detach().clone() for _, parameter in policy.named_parameters()]
+        self._copies = not adapters_of(policy)
+        named = policy.named_parameters() if self._copies else ()
+        self._weights = [parameter.detach().clone() for _, parameter in named]
 
     def logprobs(self, samples: Sequence[Sample], batches: Sequence[MicroBatch], *, temperature: float) -> Tensor:
         """log pi_ref [N, T] fp64 of every response token, by a forward pass; arguments as in `response_logprobs`.
@@ -41,6 +46,10 @@ class Reference:
     @contextmanager
     def in_place(self) -> Iterator[None]:
         """The policy has the reference weights inside this context, and its own again after it, even on an error."""
+        if not self._copies:
+            with switched_off(self._policy):
+                yield
+            return
         self._swap()
         try:
             yield

@@ -36,7 +36,7 @@ def held(policy: Policy) -> dict[nn.Parameter, slice]:
     Example, 2 ranks and a bucket of 256 elements with one weight of 150: slice(0, 128) and slice(128, 150).
     """
     if not is_sharded(policy):
-        return {parameter: slice(0, parameter.numel()) for _, parameter in policy.named_parameters()}
+        return {parameter: slice(0, parameter.numel()) for _, parameter in policy.trained_parameters()}
     spans = {}
     for chunk in policy.chunks:
         for buffer in (*chunk.buffers, *chunk.expert_parallel_buffers):

@@ -3,9 +3,9 @@
     dW = sum over tokens of dy x^T
 
 From x and dy a sink can compute the norm of each sample's own dW, keep the factors for later, or add the product to
-`main_grad` as ordinary training does. `install` taps megatron-core's linear layers, its embedding and torch's norms;
-`te_taps.py` taps Transformer Engine's linear layers. Untapped parameters (Transformer Engine's norms, a router, biases
-that are added outside of their layer) get their gradient from autograd, in `main_grad`.
+`main_grad` as ordinary training does. `install` taps megatron-core's linear layers, those of adapters, the embedding
+and torch's norms; `te_taps.py` taps Transformer Engine's linear layers. Untapped parameters (Transformer Engine's
+norms, a router, biases that are added outside of their layer) get their gradient from autograd, in `main_grad`.
 
     tap = Tap()
     install(model, tap, moe.splits_of(model, parallel, tap))
@@ -35,6 +35,7 @@ from megatron.core.tensor_parallel.mappings import (
 from torch import Tensor, nn
 
 from oblr_megatron.model.cpu.shim import Replacements
+from oblr_megatron.model.lora.linear import ReplicatedLinear
 from oblr_megatron.model.megatron_versions import linear_forward
 from oblr_megatron.model.norm_taps import torch_norms
 from oblr_megatron.model.numerics import Operations
@@ -62,7 +63,8 @@ class Sink(Protocol):
         """dW = sum dy x^T: x [t, b, d] and dy [t, b, p] (an expert's: [tokens, d] and [tokens, p]), weight [p, d].
 
         The sink may keep both, and must not modify either. The tokens are those of this rank's whole sequence, even
-        under sequence parallelism. `splits` tells which replicas an expert's tokens come from; None: this rank's own.
+        under sequence parallelism, except in a `ReplicatedLinear`. `splits` tells which replicas an expert's tokens
+        come from; None: this rank's own.
         """
 
     def head(self, factors: HeadFactors, rows: slice, dy: Tensor) -> None:
@@ -151,7 +153,7 @@ def install(module: nn.Module, tap: Tap, splits: Mapping[nn.Module, Sequence[Spl
     `splits` of experts' layers come from `moe.splits_of`.
     """
     for child in module.modules():
-        if isinstance(child, (ColumnParallelLinear, RowParallelLinear)):
+        if isinstance(child, (ColumnParallelLinear, RowParallelLinear, ReplicatedLinear)):
             tap.replace(child, "_forward_impl", partial(_linear, tap, child._forward_impl, splits.get(child)))
             inside = child.bias if isinstance(child, ColumnParallelLinear) and not child.skip_bias_add else None
             tap.weights.update(id(held) for held in (child.weight, inside) if held is not None)

@@ -102,7 +102,7 @@ class BookkeepSink(NormSink):
     def linear(self, weight: Parameter, x: Tensor, dy: Tensor, splits: Splits | None = None) -> None:
         """Keep x and dy without copying."""
         super().linear(weight, x, dy, splits)
-        self._kept.append(_Product(weight, self.slot, self.segments, x, dy))
+        self._kept.append(_Product(weight, self.slot, self.local_segments(len(x)), x, dy))
 
     def head(self, factors: HeadFactors, rows: slice, dy: Tensor) -> None:
         """Keep what makes dy again."""

@@ -19,7 +19,7 @@ from oblr_megatron.norms.accumulate import NormAccumulator
 from oblr_megatron.norms.bookkeep import add_sample_products, add_sample_rows, add_sample_vectors
 from oblr_megatron.norms.norm_sink import NormSink, segments_of
 from oblr_megatron.norms.products import product_of_gradient, sum_dtype, tile_rows, wants_product
-from oblr_megatron.norms.rules import Rule, untapped_aside
+from oblr_megatron.norms.rules import Kind, Rule, untapped_aside
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -58,7 +58,7 @@ class InlineSink(NormSink):
         rule = self.rules[id(weight)]
         if not self._forms_product(rule, x, dy):
             super().linear(weight, x, dy, splits)
-            add_sample_products(main_grad(weight), x, dy, self.segments, self._own)
+            add_sample_products(main_grad(weight), x, dy, self.local_segments(len(x)), self._own)
             return
         self._add_products(rule, main_grad(weight), x, dy, self.segments)
         if rule.tied:
@@ -122,7 +122,7 @@ class InlineSink(NormSink):
 
     def _forms_product(self, rule: Rule, x: Tensor, dy: Tensor) -> bool:
         """Whether one product a sample serves the norm and the gradient: the microbatch's samples are long enough."""
-        if rule.expert:
+        if rule.expert or rule.kind is Kind.PARTIAL:
             return False
         samples = self.segments.num_samples
         if self.accumulator.reducer.sum_group(rule) is not None:  # the norm then needs the product itself

@@ -66,7 +66,7 @@ class NormSink:
         if rule.expert:
             self._expert(rule, x, dy, splits or [(self.accumulator.parallel.block_rank, len(x))])
             return
-        self._products(rule, x, dy, self.segments)
+        self._products(rule, x, dy, self.local_segments(len(x)))
         if rule.tied:
             self._head_rows(x, dy, self.segments)
 
@@ -113,9 +113,10 @@ class NormSink:
 
     def _products(self, rule: Rule, x: Tensor, dy: Tensor, segments: Segments) -> None:
         """Add the squares of dy_i^T x_i of each sample i; ranks that share the sequence first sum it."""
-        if not self.accumulator.counts(rule):
+        partial = rule.kind is Kind.PARTIAL
+        if not (partial or self.accumulator.counts(rule)):
             return
-        if self.accumulator.reducer.sum_group(rule) is None:
+        if not partial and self.accumulator.reducer.sum_group(rule) is None:
             own = self.accumulator.own[self.slot : self.slot + segments.num_samples]
             own += product_sq_norms(x, dy, segments)
             return

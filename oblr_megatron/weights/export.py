@@ -31,6 +31,7 @@ from torch import Tensor
 
 from oblr_megatron.families import EMBEDDING, OUTPUT
 from oblr_megatron.memory.buffer_sizes import PIECE_BYTES
+from oblr_megatron.model.lora.adapters import sites_of
 from oblr_megatron.weights.names import Entry, ModelShape, entry, layer_of, table, views
 from oblr_megatron.weights.pieces import GatherPiece, pieces
 
@@ -64,13 +65,22 @@ class MegatronWeights:
     and do not write to it.
     """
 
-    def __init__(self, policy: Policy, dtype: torch.dtype | None = None, *, piece_bytes: int = PIECE_BYTES) -> None:
+    def __init__(
+        self,
+        policy: Policy,
+        dtype: torch.dtype | None = None,
+        *,
+        merged: bool = True,
+        piece_bytes: int = PIECE_BYTES,
+    ) -> None:
         """Args:
         policy: the model.
         dtype: tensors are cast to it before they are sent; by default the weights' own.
+        merged: whether adapters are added to the weights.
         piece_bytes: that are gathered at a time; at least one parameter is.
         """
         self._policy = policy
+        self._sites = sites_of(policy) if merged else {}
         self._shape = ModelShape.of(policy.hf_config)
         self._dtype = dtype or policy.transformer_config.params_dtype
         parallel = policy.parallel
@@ -110,7 +120,7 @@ class MegatronWeights:
         own: Own = {
             # The usual names; `entry` also knows those of fused norms and of grouped experts.
             names[name] if name in names else entry(name, self._shape).hf: parameter
-            for name, parameter in self._policy.named_parameters()
+            for name, parameter in self._policy.base_parameters()
             if not (self._shape.tied and name == OUTPUT)  # the last stage's copy of the embedding
         }
         largest = max((piece.numel for piece in self._pieces if self._travels(piece)), default=0)
@@ -119,7 +129,7 @@ class MegatronWeights:
             if self._travels(piece):
                 yield from ((item, stacked, True) for item, stacked in self._gathered(piece, own, memory))
             else:
-                yield from ((item, own[item.hf].detach()[None], False) for item in piece.items)
+                yield from ((item, self._shard(own[item.hf])[None], False) for item in piece.items)
 
     def _gathered(self, piece: GatherPiece, own: Own, memory: Tensor) -> Iterator[tuple[Entry, Tensor]]:
         """The piece's parameters with all their shards, in `memory`. Collective."""
@@ -130,7 +140,7 @@ class MegatronWeights:
         stage = self._stage_of(piece)
         if stage == parallel.pp_rank:
             for item, part in zip(piece.owners[group.rank() // piece.ranks], row.split(sizes), strict=True):
-                shard = own[item.hf].detach()
+                shard = self._shard(own[item.hf])
                 part.view(shard.shape).copy_(shard)
         if parallel.pp_size > 1:
             dist.broadcast(row, group_src=stage, group=parallel.pp_group)
@@ -138,6 +148,11 @@ class MegatronWeights:
         for items, shards in zip(piece.owners, rows.split(piece.ranks), strict=True):
             for item, part, shape in zip(items, shards.split(sizes, dim=1), piece.shapes, strict=True):
                 yield item, part.unflatten(1, shape)
+
+    def _shard(self, parameter: nn.Parameter) -> Tensor:
+        """This rank's part of a weight, with its adapter if there is one."""
+        site = self._sites.get(parameter)
+        return parameter.detach() if site is None else site.merged()
 
     def _travels(self, piece: GatherPiece) -> bool:
         """Whether another rank needs or has a part of the piece."""

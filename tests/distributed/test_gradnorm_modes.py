@@ -37,6 +37,7 @@ from oblr_megatron.norms.oracle import oracle_gradient, oracle_logprobs
 from oblr_megatron.rollout.dynamic_sampling import Batch
 from oblr_megatron.rollout.waves import Wave, whole_step
 from oblr_megatron.types import Sample, Scored
+from tests.distributed.adapters import LORA, factors, fill, merged, of_factors
 from tests.distributed.gradnorm_cases import drawn
 from tests.distributed.launch import layout, run_ranks
 from tests.distributed.passes import hf_config_of, with_routes
@@ -91,6 +92,25 @@ FAMILY_LAYOUTS: dict[str, dict[str, tuple[dict[str, Any], dict[str, Any]]]] = { 
 }
 
 
+ADAPTED: dict[int, dict[str, tuple[dict[str, Any], dict[str, Any]]]] = {
+    1: {"full": ({}, FULL), "one": ({}, {}), "packed": ({}, PACKED)},
+    2: {
+        "tp2sp packed": ({"tp": 2, "sp": True}, PACKED),
+        "cp2 packed": ({"cp": 2}, PACKED),
+        "tp2": ({"tp": 2}, {}),
+        "tp2sp full": ({"tp": 2, "sp": True}, FULL),
+        "pp2vp2": ({"pp": 2, "vp": 2}, {}),
+        "dp2": ({}, {}),
+    },
+    4: {
+        "cp2tp2sp packed": ({"cp": 2, "tp": 2, "sp": True}, PACKED),
+        "tp2sppp2": ({"tp": 2, "sp": True, "pp": 2}, {}),
+        "tp2sp pp2vp2 packed full": ({"tp": 2, "sp": True, "pp": 2, "vp": 2}, PACKED | FULL),
+        "cp2tp2": ({"cp": 2, "tp": 2}, {}),
+    },
+}
+
+
 @cache
 def make_samples() -> list[Sample]:
     """Lengths differ, one response is empty, tokens repeat; the rewards of one group are equal, so it is left out.
@@ -135,10 +155,12 @@ def config_of(
     *,
     replay: bool = False,
     algo: dict[str, Any] | None = None,
+    lora: dict[str, Any] | None = None,
     **parallel: Any,
 ) -> Config:
     """In any mode: these tests give `inline` its coefficients, so it works with a baseline that it is refused with."""
     model = {"path": path, "dtype": "float64", "make_vocab_size_divisible_by": 8, "moe_routing_replay": replay}
+    model["lora"] = lora or {}
     config = parse_config(
         {
             "run_dir": "unused",
@@ -158,6 +180,7 @@ def config_of(
 def policy_of(path: str, parallel: Parallel, config: Config) -> Policy:
     policy = build_policy(hf_config_of(path), config.model, parallel, config.parallel)
     load_hf_weights(policy, Path(path))
+    fill(policy)
     return policy
 
 
@@ -172,12 +195,12 @@ def step_of(
     gradients = StepGradient(policy, config)
     for _ in range(1 + again):
         found = in_waves(gradients, path, config, [list(range(PROMPTS))])
-    gradient = {name: parameter.main_grad.clone() for name, parameter in policy.named_parameters()}
+    gradient = {name: parameter.main_grad.clone() for name, parameter in policy.trained_parameters()}
     metrics = found | {"gradient": gradient}
     if streamed:
         metrics["streamed"] = in_waves(gradients, path, config, WAVES)
         metrics["streamed"]["difference"] = max(
-            relative_difference(parameter.main_grad, gradient[name]) for name, parameter in policy.named_parameters()
+            relative_difference(parameter.main_grad, gradient[name]) for name, parameter in policy.trained_parameters()
         )
     return metrics
 
@@ -187,7 +210,8 @@ def in_waves(gradients: StepGradient, path: str, config: Config, waves: list[lis
     gradients.begin(1)
     known = None  # in mode inline coefficients do not depend on the pass: the norms are known before it
     if config.gradnorm.mode == "inline":
-        known = expected(path, config.model.moe_routing_replay)["norms"].view(PROMPTS, GROUP)
+        wanted = expected(path, config.model.moe_routing_replay, lora=config.model.lora.rank > 0)
+        known = wanted["norms"].view(PROMPTS, GROUP)
     samples = samples_of(config)
     for number, wave in enumerate(waves, 1):
         part = Scored(scored().rewards[wave], scored().lengths[wave], 0)
@@ -259,25 +283,29 @@ def steps_of(
 
 
 @cache
-def oracle_of(path: str, replay: bool) -> tuple[list[dict[str, torch.Tensor]], list[float], torch.Tensor]:
+def oracle_of(
+    path: str, replay: bool, lora: bool = False
+) -> tuple[list[dict[str, torch.Tensor]], list[float], torch.Tensor]:
     """The gradient of each sample, its sum of ratio times log-prob, and its squared norm [n], by autograd."""
     config = config_of(path, {"mode": "two_pass"}, folds=4, replay=replay)
     hf_config = AutoConfig.from_pretrained(path)
     weights = {name: tensor.double() for name, tensor in load_file(Path(path) / "model.safetensors").items()}
-    gradients, scores = [], []
+    gradients, scores, pairs = [], [], factors(weights) if lora else {}
+    weights = merged(weights, pairs)
     for sample in samples_of(config):
         logprobs = oracle_logprobs(weights, hf_config, sample, 0.8)
         ratio = (logprobs - drawn(sample)).exp().clamp(max=1.1)
-        gradients.append(oracle_gradient(weights, hf_config, sample, 0.8, ratio))
+        gradient = oracle_gradient(weights, hf_config, sample, 0.8, ratio)
+        gradients.append(of_factors(gradient, pairs) if lora else gradient)
         scores.append(float((ratio * logprobs).sum()))
     return gradients, scores, torch.stack([sum(g.square().sum() for g in grad.values()) for grad in gradients])
 
 
 @cache
-def expected(path: str, replay: bool = False, norm_power: float = 0.0) -> dict[str, Any]:
+def expected(path: str, replay: bool = False, norm_power: float = 0.0, lora: bool = False) -> dict[str, Any]:
     """The step by the oracle: autograd sample by sample, sums written out."""
     config = config_of(path, {"mode": "two_pass"}, folds=4, replay=replay, algo={"norm_power": norm_power})
-    gradients, scores, norms = oracle_of(path, replay)
+    gradients, scores, norms = oracle_of(path, replay, lora)
     used = norms.view(PROMPTS, GROUP).clone()
     used[2] = 0  # the group of equal rewards is left out
     coefficients = AdvantageRule(scored(), config, EARLIER)(range(PROMPTS), used).flatten()
@@ -336,6 +364,16 @@ def test_packing_recomputation_and_interleaving(
     layouts = {name: case for name, case in VARIANTS[world_size].items() if ("pp" in case[0]) == (model == "deep")}
     turn = None if nightly else world_size
     check(expected(models[model]), run_ranks(on_ranks, world_size, models[model], layouts, turn))
+
+
+@NIGHTLY
+@pytest.mark.parametrize("world_size", ADAPTED)
+def test_every_mode_of_adapters(models: dict[str, str], world_size: int, nightly: bool) -> None:
+    """A and B beside every matrix; the rest of the model has no gradient."""
+    cases = ADAPTED[world_size] if nightly else dict(list(ADAPTED[world_size].items())[:2])
+    layouts = {name: (sizes, options | {"lora": LORA}) for name, (sizes, options) in cases.items()}
+    wanted = expected(models["deep"], lora=True)
+    check(wanted, run_ranks(on_ranks, world_size, models["deep"], layouts, None if nightly else world_size))
 
 
 def test_tempered_coefficients_in_every_mode(models: dict[str, str]) -> None:

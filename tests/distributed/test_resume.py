@@ -75,8 +75,12 @@ def assert_equal(found: dict[str, torch.Tensor], expected: dict[str, torch.Tenso
         ("algo.preset=oblr_tempered", "gradnorm.mode=auto"),
         ("algo.baseline=pooled", "gradnorm.mode=inline", "algo.keep=0.5"),
         ("algo.preset=dapo", "algo.updates_per_batch=2", "algo.schedule=cosine", "gradnorm.mode=two_pass"),
+        ("model.lora.rank=2", "algo.kl_coefficient=0.1", "gradnorm.mode=two_pass", "model.dtype=bfloat16"),
     ],
-    ids=["adam", "bf16", "sgd", "synchronous", "kl", "inline", "subsample", "pull", "tempered", "thinned", "updates"],
+    ids=[
+        *("adam", "bf16", "sgd", "synchronous", "kl", "inline"),
+        *("subsample", "pull", "tempered", "thinned", "updates", "lora"),
+    ],
 )
 def test_four_and_four_steps_are_eight(inputs: Path, tmp_path: Path, overrides: tuple[str, ...]) -> None:
     """Weights, masters, moments, schedule and metrics, bit for bit."""
@@ -203,6 +207,8 @@ def test_a_damaged_checkpoint_is_named_and_an_older_one_taken(
             ("checkpoint.resume={run}/checkpoints/step_00000004", "algo.snr.reference=one"),
             "algo.snr.reference 'warmup'",
         ),
+        (("checkpoint.resume={run}/checkpoints/step_00000004", "model.lora.rank=2"), "model.lora.rank 0, but"),
+        (("checkpoint.resume={adapted}",), "adapters belong to another model than"),
     ],
 )
 def test_a_checkpoint_that_does_not_belong_is_refused(
@@ -214,7 +220,8 @@ def test_a_checkpoint_that_does_not_belong_is_refused(
     other = make_inputs(tmp_path, num_hidden_layers=4) / "model"
     weights = run_ranks(converted, 1, inputs / "model", tmp_path / "weights")[0]
     sgd = with_config(unbroken, tmp_path / "sgd", "optimizer", {"name": "sgd", "sgd_momentum": 0.0})
-    places = {"foreign": foreign, "run": unbroken, "other": other, "weights": weights, "sgd": sgd}
+    adapted = with_config(unbroken, tmp_path / "adapted", "model", {}, base="0" * 16)
+    places = {"foreign": foreign, "run": unbroken, "other": other, "weights": weights, "sgd": sgd, "adapted": adapted}
     filled = [override.format(**places) for override in overrides]
     said = train(config_of(inputs, tmp_path / "new", *filled), status=2)
     lines = [line for line in said.splitlines() if line.startswith("error: ")]
@@ -222,10 +229,11 @@ def test_a_checkpoint_that_does_not_belong_is_refused(
     assert not (tmp_path / "new").exists()
 
 
-def with_config(run_dir: Path, copy: Path, section: str, values: dict[str, Any]) -> Path:
-    """A copy of the run's checkpoint of step 4; its manifest has other values in a section of the configuration."""
+def with_config(run_dir: Path, copy: Path, section: str, values: dict[str, Any], **facts: Any) -> Path:
+    """A copy of the run's checkpoint of step 4 with other facts, and other values in a section of its configuration."""
     shutil.copytree(run_dir / "checkpoints" / "step_00000004", copy)
     found = store.read_manifest(copy)
+    found.state |= facts
     found.state["config"][section] |= values
     (copy / store.MANIFEST).write_bytes(store._render(found))
     return copy

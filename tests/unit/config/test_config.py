@@ -129,6 +129,14 @@ def test_bad_values(override: str, named: list[str]) -> None:
             ],
             "a replay (rollout.replay) evaluates nothing",
         ),
+        *[
+            (["model.lora.rank=8", "model.dtype=bfloat16", override], f"model.lora does not support {named}")
+            for override, named in (
+                ("model.transformer_impl=transformer_engine", 'transformer_impl "transformer_engine"'),
+                ("model.fp8=e4m3", "model.fp8"),
+                ("model.moe_z_loss_coeff=0.1", "a router loss"),
+            )
+        ],
         *[([f"algo.baseline={name}", "group_size=1"], f"baseline '{name}'") for name in OF_GROUP],
     ],
 )

@@ -133,6 +133,14 @@ def test_mode_auto_avoids_what_fp8_forbids() -> None:
         ),
         ("8B", 8, [*FP8, "parallel.tensor_model_parallel_size=8"], None),
         ("30B-A3B", 4, [*FP8, "model.fp8_recipe=mxfp8", "parallel.expert_model_parallel_size=4"], None),
+        ("30B-A3B", 1, ["model.lora.rank=8"], "adapters of experts (gate_proj, up_proj, down_proj) are not supported"),
+        ("30B-A3B", 1, ["model.lora.rank=8", "model.lora.targets=q_proj"], None),
+        (
+            "8B",
+            16,
+            ["model.lora.rank=8", "parallel.tensor_model_parallel_size=16"],
+            "8 groups of heads cannot be shared whole by 16 ranks",
+        ),
     ],
 )
 def test_sizes(size: str, world: int, overrides: list[str], named: str | None) -> None:
