@@ -16,7 +16,7 @@ from ipaddress import ip_address
 from pathlib import Path
 from typing import Any, Literal, get_args
 
-from oblr_megatron.checks.layout import heads_problem
+from oblr_megatron.checks.layout import heads_problem, num_experts
 from oblr_megatron.checks.machine import build_problem, check_head_size, refuse
 from oblr_megatron.checks.vllm_options import (
     cache_bytes,
@@ -133,6 +133,9 @@ def serve(options: argparse.Namespace) -> int:
     check_speculation(spec.speculation, "--speculation")
     if spec.routes:
         check_routes(model.config, spec.vllm, spec.speculation, on_gpu=on_gpu, where="command line")
+    if spec.lora is not None and num_experts(model.config):
+        what, fix = "engines take no adapters of a mixture", "leave it out, and set rollout.lora to 'merged' in the run"
+        raise UserError(what, where="--lora", fix=fix)
     check_sizes(spec, model.config, torch.cuda.device_count())
     model.tokenizer()  # raises if it does not fit the model
     if options.die_with_parent:

@@ -26,7 +26,6 @@ from oblr_megatron.evaluation.summary import SetReport
 from oblr_megatron.metrics import write_whole
 from oblr_megatron.observe.console import progress
 from oblr_megatron.rewards.registry import check_reward, check_rows
-from oblr_megatron.weights.adapter import EXPERT_TARGETS
 
 if TYPE_CHECKING:
     import argparse
@@ -60,8 +59,8 @@ def check(options: argparse.Namespace) -> EvalTask:
     """
     model = check_hf_dir(options.model, quantized=True)
     adapter = None if options.adapter is None else check_adapter_dir(options.adapter, model)
-    if adapter is not None and num_experts(model.config) and set(adapter.shape.targets) & EXPERT_TARGETS:
-        raise UserError("an engine takes no adapters of experts", where=str(options.adapter), fix=MERGE)
+    if adapter is not None and num_experts(model.config):
+        raise UserError("engines take no adapters of a mixture", where=str(options.adapter), fix=MERGE)
     config = config_of(options, model, {} if options.k is None else {"evaluate.samples_per_prompt": options.k})
     check_positions(config, model.config)
     sources = named_sets(options.data, "--data") if options.data else config.evaluate.data

@@ -21,8 +21,6 @@ if TYPE_CHECKING:
     from oblr_megatron.weights.manifest import Source
 
 TARGETS = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")
-EXPERT_TARGETS = frozenset({"gate_proj", "up_proj", "down_proj"})
-"""Matrices that are an expert's in a mixture."""
 PREFIX, A, B = "base_model.model.", ".lora_A.weight", ".lora_B.weight"
 
 
