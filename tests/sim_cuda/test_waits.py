@@ -4,7 +4,7 @@ Each empties the queue of kernels, and the device idles until the host has fille
 microbatch. None depends on the number of layers.
 
 Not covered: Transformer Engine's own waits, experts (megatron-core's dispatcher reads the number of tokens of each),
-several ranks, engines, the update of the weights.
+pipeline stages (it exchanges shapes), engines, the update of the weights.
 """
 
 from __future__ import annotations
@@ -31,12 +31,12 @@ LAYOUTS: dict[str, dict[str, Any]] = {
     for layout, options in {
         "tensor": ["parallel.tensor_model_parallel_size=2", "parallel.sequence_parallel=true"],
         "context": ["parallel.context_parallel_size=2"],
-        "pipeline": ["parallel.pipeline_model_parallel_size=2"],
     }.items()
     for mode in ("inline", "stash", "bookkeep", "two_pass")
 }
-LISTED: dict[str, dict[tuple[str, str], int]] = {case: {HEAD: 8} for case in CASES} | {
-    "stash": {HEAD: 8, NORMS: 4},
+LISTED: dict[str, dict[tuple[str, str], int]] = {case: {HEAD: 8} for case in (*CASES, *LAYOUTS)} | {
+    **{case: {HEAD: 8, NORMS: 4} for case in ("stash", "tensor, stash", "context, stash")},
+    **{case: {HEAD: 16} for case in ("tensor, two_pass", "context, two_pass")},
     "two_pass": {HEAD: 16},
     "several in rows, bookkeep": {HEAD: 3},
     "packed and tied, inline": {HEAD: 2},
