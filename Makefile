@@ -80,7 +80,8 @@ test-slurm: env
 # Runs over several hosts whose network fails: needs root, ip and iptables, and is skipped without them. ARGS: -m nightly
 # for the 60 random disturbances (run/net/disturbances.md).
 test-net: env
-	tests/net/hosts.sh $(BIN)/python -m pytest -v tests/e2e/test_net.py $(or $(ARGS),-m "not nightly")
+	tests/net/hosts.sh trainer-0,trainer-1,server-0,server-1,rewards,tracker \
+	    $(BIN)/python -m pytest -v tests/e2e/test_net.py $(or $(ARGS),-m "not nightly")
 
 lint: style
 	$(BIN)/mypy

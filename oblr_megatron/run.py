@@ -67,7 +67,7 @@ class Run:
 
     def begin(self) -> None:
         """Push the weights. Evaluate them before the very first step, logged as step 0, or if an earlier process could
-        not: it had lost its engines after a step's update.
+        not: after a step's update it had lost its engines, or its reward.
         """
         sampling, resumed = self.sampling, self.sampling.resumed
         record = StepRecord(done=sampling.start)
@@ -163,7 +163,8 @@ class Run:
             RunError: the run is to stop, and its state cannot be saved.
         """
         step, num_steps = record.done, self.config.num_steps
-        self.updated, self.logged, self.facts = None, record, self._facts()
+        self.updated, self.logged = None, record
+        self.facts = self._facts() | {"evaluated": not record.unscored}
         last, stops = step == num_steps, self.sampling.stopped(step)
         with self.sampling.timer("checkpoint"):
             if stops or self.saver.due(step, num_steps, record.metrics):
@@ -214,8 +215,8 @@ class Run:
         if self.updated is not None:
             sampling.log(self.updated)
             self.logged, self.facts = self.updated, self._facts()
-            due = sampling.evaluation_due(self.updated.done)
-            self.facts["evaluated"] = self.updated.evaluated or not due  # if not, the resumed run does it
+            done = self.updated.evaluated and not self.updated.unscored  # if not, the resumed run does it
+            self.facts["evaluated"] = done or not sampling.evaluation_due(self.updated.done)
         if self.facts.get("step", sampling.start) == sampling.start:
             return
         self._tell(self.saver.wait())

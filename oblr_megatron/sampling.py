@@ -309,6 +309,7 @@ class Sampling:
                 sink = self.evaluations.sink(step, name)
                 grades = evaluate(name, self.engines, prompts, self.reward, self.config, sink=sink)
                 record.metrics |= {f"eval/{name}/{metric}": value for metric, value in accuracies(grades).items()}
+                record.unscored |= bool(grades.lost)
                 if grades.lost and self.parallel.rank == 0:
                     what = f"no {' or '.join(grades.lost)} response of set {name!r} could be scored"
                     logger.warning("%s at step %d, its accuracies are left out: %s", what, step, grades.fault)

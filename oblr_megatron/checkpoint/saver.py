@@ -242,7 +242,8 @@ class Saver:
         except (NotDoneError, RuntimeError) as error:
             if isinstance(error, RuntimeError) and (isinstance(error, RunError) or not timed_out(error)):
                 raise
-            what = f"its checkpoint in {self._directory}"
+            others = "the other ranks and " * (dist.get_world_size() > 1)
+            what = f"{others}its checkpoint in {self._directory}"
             raise DeadlineError(f"rank {self._rank}", what, self._seconds) from error
 
 

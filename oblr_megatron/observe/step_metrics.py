@@ -36,6 +36,7 @@ class StepRecord:
     samples: Sequence[Sample] = ()  # N, their responses
     scored: Scored | None = None  # their rewards
     evaluated: bool = False  # whether an evaluation was due, and is complete
+    unscored: bool = False  # whether it has no score at all for some set: a resumed run does it again
     stats: GradientStats | None = None  # None until the gradient is computed, and where nothing is trained
 
 

@@ -50,6 +50,9 @@ logger = logging.getLogger(__name__)
 PROBE_SECONDS = 5.0
 """Seconds that a server may take to say whether it is back."""
 POLL_SECONDS = 0.5
+SILENCE_SECONDS = 30.0
+"""A sampling server counts as hung after so long without an answer, or after a third of the call's deadline: another
+server needs the rest."""
 
 
 class ServerEngines(RecoveringEngines):
@@ -172,7 +175,8 @@ class _Servers:
 
     def __init__(self, config: Config) -> None:
         key = os.environ.get(API_KEY, "")
-        self.servers = [VllmServer(url, key) for url in config.rollout.servers]
+        silence_s = min(SILENCE_SECONDS, config.rollout.generate_timeout_s / 3)
+        self.servers = [VllmServer(url, key, silence_s=silence_s) for url in config.rollout.servers]
         self._known: set[VllmServer] = set()  # servers that have answered before
         self.loop = HttpLoop()
 

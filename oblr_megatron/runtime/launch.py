@@ -7,7 +7,7 @@ status 0, and so does the launcher. torchrun alone would end its ranks (after 30
 SIGHUP or SIGTERM, or a signal before the ranks exist, ends everything at once.
 
 A failure prints one line. torch's own messages go to RUN_DIR/logs/launcher.log. After a rank has failed, the launcher
-ends within ENDS_S, also where the other nodes cannot be reached any more.
+ends within ENDS_S, also where the other nodes cannot be reached any more. One node more than --nnodes ends at once.
 """
 
 from __future__ import annotations
@@ -43,6 +43,10 @@ ENDS_S = 45.0
 """Seconds that torchrun has to end the other ranks of a node (SIGKILL after 30 s) and to leave the rendezvous. Each
 call of a store on a node that is cut off takes a minute."""
 LOOK_S = 0.5  # between two looks for new ranks
+MEETING = "torch.distributed.elastic.rendezvous.dynamic_rendezvous"
+SPARE = "added itself to the redundancy list"
+"""torch says so of a node that comes when all are there. The node would wait for the whole run, and end in an
+AttributeError: in torch 2.13 its launcher gets no result."""
 RANK = "oblr_megatron.runtime.rank"
 TRAIN = "oblr_megatron.step_loop"
 
@@ -183,12 +187,18 @@ class _Log(logging.Handler):
         for name in list(logging.root.manager.loggerDict):
             if name.startswith("torch.distributed."):
                 logging.getLogger(name).handlers.clear()
+        logging.getLogger(MEETING).setLevel(logging.DEBUG)
         top = logging.getLogger("torch.distributed")
         top.handlers, top.propagate = [self], False
         sys.unraisablehook = lambda event: self._lines.append(f"ignored in {event.object!r}: {event.exc_value!r}")
 
     def emit(self, record: logging.LogRecord) -> None:
-        self._lines.append(self.format(record))
+        if record.levelno > logging.DEBUG:
+            self._lines.append(self.format(record))
+        elif SPARE in record.getMessage():
+            fix = "start the launcher once on each of --nnodes nodes"
+            print(f"error: a node too many: --nnodes others have met already. Fix: {fix}", file=sys.stderr, flush=True)
+            os._exit(EXIT_USER)  # an exception would close the meeting for the others
 
     def keep(self, text: str) -> None:
         """Write the log and a text into the run directory; print them where the target is not a run."""

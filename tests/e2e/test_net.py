@@ -7,6 +7,8 @@ Not covered: NCCL, packets that are damaged or reordered, several machines' cloc
 
 from __future__ import annotations
 
+import fcntl
+import hashlib
 import json
 import math
 import os
@@ -16,7 +18,7 @@ import signal
 import subprocess
 import time
 from collections.abc import Callable, Iterator
-from contextlib import ExitStack, nullcontext
+from contextlib import ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass, field
 from functools import cache
 from pathlib import Path
@@ -38,11 +40,11 @@ from tests.net.hosts import Cut, Host, How, left_behind
 
 pytestmark = pytest.mark.timeout(1200)
 STEPS, PORT = 5, 9000
-NAMES = ("trainer-0", "trainer-1", "server-0", "server-1", "rewards", "tracker")
 MARK = "OBLR_TEST_NET_JOB"  # environment variable of all processes of a run
 UNEQUAL = ("rollout/",)  # restarts, and last bits of log-probs that the servers' batches decide (docs/servers.md)
 LIMIT_S = 400  # of an undisturbed run on a busy machine
 TABLE = ROOT / "run/net/disturbances.md"
+PARTS = ROOT / "run/net/disturbances"  # a file for each, until all are there
 LATE_S = 60  # after its deadline, for the save and the end
 ATTEMPT = "--- attempt\n"
 PEER = re.compile(r"http://(server-\d|rewards)|trainer-\d|10\.0\.0\.\d|another rank|other ranks")
@@ -95,29 +97,23 @@ class Job:
 
     def start(self, *flags: str) -> None:
         self.directory.mkdir(parents=True, exist_ok=True)
-        variables = {"OBLR_API_KEY": KEY, "MLFLOW_TRACKING_URI": f"http://tracker:{PORT}", MARK: str(self.directory)}
         self.launchers = []
         self.net.jobs.append(self)
         for rank in range(self.ranks):
-            if self.ranks == 1:
-                words = ["-m", "oblr_megatron.cli", "train"]
-            else:
-                meeting = [
-                    "--rdzv-backend",
-                    "c10d",
-                    "--rdzv-endpoint",
-                    "trainer-0:29500",
-                    "--rdzv-id",
-                    str(self.directory),
-                ]
-                words = ["-m", "oblr_megatron.runtime.launch", "--nnodes", "2", "--nproc-per-node", "1"]
-                words += ["--max-restarts", "0", *meeting, "-m", "oblr_megatron.step_loop"]
             log = self.directory / f"out{rank}"
             with log.open("a") as file:
                 file.write(ATTEMPT)
-            self.launchers.append(
-                self.net.hosts[f"trainer-{rank}"].popen([*words, CONFIG, *self.arguments, *flags], log, variables)
-            )
+            self.launchers.append(self.popen(f"trainer-{rank}", log, *flags))
+
+    def popen(self, host: str, log: Path, *flags: str) -> subprocess.Popen[Any]:
+        """Its command on a host."""
+        variables = {"OBLR_API_KEY": KEY, "MLFLOW_TRACKING_URI": f"http://tracker:{PORT}", MARK: str(self.directory)}
+        words = ["-m", "oblr_megatron.cli", "train"]
+        if self.ranks > 1:
+            meeting = ["--rdzv-backend=c10d", "--rdzv-endpoint=trainer-0:29500", f"--rdzv-id={self.directory}"]
+            words = ["-m", "oblr_megatron.runtime.launch", "--nnodes=2", "--nproc-per-node=1", "--max-restarts=0"]
+            words += [*meeting, "-m", "oblr_megatron.step_loop"]
+        return self.net.hosts[host].popen([*words, CONFIG, *self.arguments, *flags], log, variables)
 
     def output(self) -> str:
         """Of all attempts, with the launchers' own logs."""
@@ -165,7 +161,7 @@ class Job:
 @pytest.fixture(scope="module")
 def net(tiny: Path, overrides: Overrides, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Net]:
     directory = tmp_path_factory.mktemp("net")
-    hosts = {name: Host(name) for name in NAMES}
+    hosts = {name: Host(name) for name in os.environ["OBLR_TEST_NET"].split(",")}
     with ExitStack() as stack:
         for name in ("rewards", "tracker"):
             words = ["-m", "tests.net.service", hosts[name].address, str(PORT), str(directory), str(os.getpid())]
@@ -216,7 +212,13 @@ def assert_same(run_dir: Path, other: Path) -> None:
 
 @pytest.mark.parametrize("ranks", [1, 2])
 def test_undisturbed_runs_are_equal(net: Net, undisturbed: Callable[[int], Path], tmp_path: Path, ranks: int) -> None:
+    """One launcher more than nodes ends with a line, and changes nothing."""
     job = net.job(tmp_path, ranks, servers=1)
+    if ranks > 1:
+        job.wait_for(lambda: job.steps() > 0)
+        said = tmp_path / "third"
+        assert job.popen("rewards", said).wait(LIMIT_S) == 2
+        assert "error: a node too many" in said.read_text() and "Traceback" not in said.read_text()
     assert job.wait() == {0}, job.output()[-3000:]
     assert_same(job.run_dir, undisturbed(ranks))
 
@@ -231,7 +233,6 @@ class Trouble:
     ranks: int = 1
     servers: int = 1
     nth: int = 3
-    victim: str = ""
 
     def __str__(self) -> str:
         return f"{self.moment}, {self.how}, {self.seconds:g} s, {self.ranks} ranks, {self.servers} servers"
@@ -271,7 +272,7 @@ class Result:
 def disturb(net: Net, trouble: Trouble, directory: Path, undisturbed: Path) -> Result:
     """A run with a disturbance. It ends as the undisturbed run, or in time with status 1, and its resume does."""
     deadlines = SHORT if trouble.seconds == EVER else LONG
-    if trouble.servers > 1 or trouble.how == "half-open":  # another server, or connection, takes over after 30 s
+    if trouble.how == "half-open":  # another connection takes over after 30 s
         deadlines = deadlines | {"generate": LONG["generate"]}
     keys: dict[str, object] = {f"rollout__{name}_timeout_s": deadlines[name] for name in ("start", "generate", "push")}
     keys |= {"parallel__distributed_timeout_s": deadlines["distributed"]}
@@ -288,6 +289,8 @@ def disturb(net: Net, trouble: Trouble, directory: Path, undisturbed: Path) -> R
         job.wait_for(lambda: trouble.moment != "save" or any(saved.glob(".step_*")))
         with net.hosts[name].cut(trouble.how) as cut:
             status, seconds = finish(job, cut, trouble, deadlines)
+    if trouble.moment == "track":
+        assert status == 0 and ("records were lost" in job.output()) >= (trouble.how == "drop"), job.output()[-3000:]
     if status == 0:
         assert_same(job.run_dir, undisturbed)
         return Result(trouble, 0, seconds)
@@ -324,13 +327,16 @@ FEW = [
     Trouble("generate", "half-open", EVER, nth=4),
     Trouble("generate", "drop", EVER, servers=2),
     Trouble("generate", "drop", EVER),
+    Trouble("generate", "unnamed", EVER),
     Trouble("before a push", "drop", 2),
     Trouble("within a push", "reject", 2, servers=2),
     Trouble("within a push", "unplug", 2),
     Trouble("after a push", "drop", EVER),
     Trouble("evaluate", "reject", 2),
     Trouble("score", "reject", 4),
-    Trouble("score", "drop", EVER),
+    Trouble("score", "drop", EVER, nth=5),  # an evaluation's
+    Trouble("track", "drop", EVER),
+    Trouble("track", "slow", EVER),
     Trouble("a rank", "drop", 2, ranks=2),
     Trouble("save", "reject", 2, ranks=2),
     Trouble("a rank", "unplug", EVER, ranks=2),
@@ -349,6 +355,41 @@ def test_a_disturbed_run_ends_as_the_undisturbed_one_or_in_time(
     print(disturb(net, trouble, tmp_path, undisturbed(trouble.ranks)).row())
 
 
+def test_a_server_that_comes_back_with_older_weights_gets_the_newer_ones(
+    net: Net, undisturbed: Callable[[int], Path], tmp_path: Path
+) -> None:
+    """It is away from its third push on, until the run has made two more steps with the other server."""
+    with net.hosts["server-0"].cut("drop", MOMENTS["before a push"][1], 3, before=True) as cut:
+        job = net.job(tmp_path, servers=2, rollout__push_timeout_s=SHORT["push"])
+        cut.wait(job.launchers[0], LIMIT_S)
+        steps = job.steps() + 2
+        job.wait_for(lambda: job.steps() >= steps)
+        assert net.servers[0].info().holding.version < net.servers[1].info().holding.version
+        cut.heal()
+        assert job.wait() == {0}, job.output()[-3000:]
+    assert_same(job.run_dir, undisturbed(1))
+    assert sum(step.get("rollout/restarts", 0) for step in certain(job.run_dir)) == 1
+    assert net.servers[0].info().holding == net.servers[1].info().holding
+
+
+@pytest.mark.parametrize("name", ["trainer-0", "tracker", "server-0", "rewards"])
+def test_a_name_that_is_known_late(net: Net, undisturbed: Callable[[int], Path], tmp_path: Path, name: str) -> None:
+    """A trainer waits for the name of another one, a tracker holds nothing up, and without the others no run begins."""
+    ranks = 1 + name.startswith("trainer")
+    with net.hosts[name].cut("unnamed"):
+        job = net.job(tmp_path, ranks)
+        if name in ("trainer-0", "tracker"):
+            time.sleep(6)
+        else:
+            assert job.wait() == {2}, job.output()[-3000:]
+            ((error,),) = job.errors()
+            assert name in error and "Fix: " in error
+    if name not in ("trainer-0", "tracker"):
+        job.start()
+    assert job.wait() == {0}, job.output()[-3000:]
+    assert_same(job.run_dir, undisturbed(ranks))
+
+
 SEED, DISTURBANCES = 20261127, 60
 
 
@@ -363,20 +404,60 @@ def drawn(count: int) -> Iterator[Trouble]:
         yield Trouble(moment, how, seconds, ranks, draw.choice((1, 2)), nth=draw.randint(2, 5))
 
 
+@contextmanager
+def claimed(part: Path) -> Iterator[bool]:
+    """Whether the disturbance of this file is ours: nobody has tried it, or is trying it."""
+    with part.open("a") as file:
+        try:
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)  # ends with this process
+        except BlockingIOError:
+            yield False
+        else:
+            yield not passed(part)
+
+
+def passed(part: Path) -> bool:
+    """Whether a disturbance was tried on this source, with success."""
+    text = part.read_text() if part.exists() else ""
+    return bool(text) and json.loads(text)["source"] == source() and "FAILED" not in text
+
+
+@cache
+def source() -> str:
+    """Names the package's source."""
+    digest = hashlib.sha256()
+    for file in sorted((ROOT / "oblr_megatron").rglob("*.py")):
+        digest.update(file.read_bytes())
+    return digest.hexdigest()[:12]
+
+
 @pytest.mark.nightly
 @pytest.mark.timeout(4 * 3600)
 def test_random_disturbances(net: Net, undisturbed: Callable[[int], Path], tmp_path: Path) -> None:
-    """All are tried, whatever becomes of one; TABLE has a line for each."""
+    """All are tried, whatever becomes of one; TABLE has a line for each when all are.
+
+    A stopped test goes on where it was, several at once share the work, and those that failed are tried again.
+    """
+    PARTS.mkdir(parents=True, exist_ok=True)
+    parts = [PARTS / f"{number:02}" for number in range(DISTURBANCES)]
+    if all(map(passed, parts)):  # an earlier test, from its first to its last one
+        for part in parts:
+            part.unlink()
     failed = []
-    TABLE.parent.mkdir(parents=True, exist_ok=True)
-    TABLE.write_text("| disturbance | the run | ended after | its line |\n|---|---|---|---|\n")
     for number, trouble in enumerate(drawn(DISTURBANCES)):
-        try:
-            row = disturb(net, trouble, tmp_path / str(number), undisturbed(trouble.ranks)).row()
-        except Exception as error:  # noqa: BLE001  the next one is tried
-            failed.append(f"{number}: {trouble}: {error}")
-            row = f"| {trouble} | FAILED | | {' '.join(str(error).split())[:300]} |"
-        with TABLE.open("a") as file:
-            file.write(row + "\n")
-        print(row, flush=True)
+        with claimed(parts[number]) as mine:
+            if not mine:
+                continue
+            try:
+                row = disturb(net, trouble, tmp_path / str(number), undisturbed(trouble.ranks)).row()
+            except Exception as error:  # noqa: BLE001  the next one is tried
+                failed.append(f"{number}: {trouble}: {error}")
+                row = f"| {trouble} | FAILED | | {' '.join(str(error).split())[:300]} |"
+            parts[number].write_text(json.dumps({"source": source(), "row": row}))
+            print(number, row, flush=True)
+    rows = [json.loads(part.read_text() or "{}").get("row", "") for part in parts]
+    if all(rows):
+        TABLE.write_text(
+            "\n".join(["| disturbance | the run | ended after | its line |", "|---|---|---|---|", *rows, ""])
+        )
     assert not failed, "\n".join(failed)

@@ -1,8 +1,8 @@
-"""The job scripts of slurm/, unchanged, under a real SLURM: two nodes of one CPU rank each, the demo's model, vLLM.
+"""The job scripts of slurm/, unchanged, under a real SLURM: two hosts with one CPU rank each, the demo's model, vLLM.
 
-`make test-slurm` starts the SLURM (tests/slurm/cluster.sh) and runs this file.
+`make test-slurm` starts the SLURM on hosts of its own (tests/slurm/cluster.sh) and runs this file.
 tests/unit/extras/cluster/test_requeue.py covers all ways in which an attempt may end. Not covered: containers, GPUs,
-NCCL, several machines, other versions of SLURM.
+NCCL, several machines' clocks and disks, other versions of SLURM.
 """
 
 from __future__ import annotations
@@ -13,7 +13,9 @@ import shutil
 import signal
 import subprocess
 import sys
-from collections.abc import Callable
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 import psutil
@@ -22,6 +24,7 @@ import torch
 
 from tests.distributed.replayed import certain, exported
 from tests.e2e.conftest import ROOT
+from tests.net.hosts import Host
 from tests.slurm.job import NODES, Job, slurm
 from tests.slurm.rewards import HELD_AFTER
 
@@ -31,6 +34,7 @@ pytestmark = [
     pytest.mark.skipif("OBLR_TEST_SLURM" not in os.environ, reason="needs a SLURM: make test-slurm"),
 ]
 STEPS = 4
+AWAY_S = 20  # longer than a few tries
 RANK, LAUNCHER = "oblr_megatron.runtime.rank", "oblr_megatron.runtime.launch"
 Arguments = Callable[..., list[str]]
 
@@ -120,16 +124,55 @@ def test_a_lost_node_requeues_the_job(unbroken: Job, arguments: Arguments, tmp_p
     """A node's daemon is killed: SLURM requeues the job, and its next attempt resumes from the last checkpoint."""
     job = Job(tmp_path / "job", arguments(checkpoint__every_steps=1), holds=True)
     job.variables = {"OBLR_DRY_RUN": "0", "OBLR_PREFLIGHT": "0"}
-    daemon = Path(os.environ["OBLR_TEST_SLURM"]) / f"slurmd.{NODES[1]}.pid"
     with job.submitted():
         job.wait_held()
-        os.kill(int(daemon.read_text()), signal.SIGKILL)
-        job.wait_for(lambda: job.shown("Restarts") == "1" or job.state() == "PENDING")
-        subprocess.run(["slurmd", "-N", NODES[1]], check=True, timeout=600)
+        with killed(f"slurmd.{NODES[1]}", str(ROOT / "tests/net/hosts.sh"), "--on", NODES[1], "slurmd"):
+            job.wait_for(lambda: job.shown("Restarts") == "1" or job.state() == "PENDING")
         job.hold.unlink()
         assert job.wait_end() == 0, job.output()
     assert f"job {job.id}, attempt 1," in job.output() and job.status().state == "finished"
     assert "continues after step" in "".join(job.log(f"node_{node}.log", attempt=1) for node in (0, 1))
+    assert_equal(job, unbroken)
+
+
+@contextmanager
+def killed(daemon: str, *start: str) -> Iterator[None]:
+    """Kill a daemon, and start it again after the block."""
+    os.kill(int((Path(os.environ["OBLR_TEST_SLURM"]) / f"{daemon}.pid").read_text()), signal.SIGKILL)
+    try:
+        yield
+    finally:
+        subprocess.run(start, check=True, timeout=600)
+
+
+def test_a_controller_that_is_away_while_a_job_asks_for_its_requeue(
+    unbroken: Job, arguments: Arguments, tmp_path: Path
+) -> None:
+    """It is killed in the middle of a step, and started again when the job has asked for a while."""
+    job = Job(tmp_path / "job", arguments(checkpoint__every_steps=0), holds=True)
+    job.variables = {"OBLR_DRY_RUN": "0", "OBLR_PREFLIGHT": "0"}
+    with job.submitted():
+        job.wait_held()
+        slurm("scancel", "--batch", "--signal=USR1", job.id)
+        job.wait_for(lambda: "SIGUSR1: asking the run" in job.output(), alive=True)
+        with killed("slurmctld", "slurmctld"):
+            job.hold.unlink()
+            job.wait_for(lambda: "the job is requeued" in job.output())
+            time.sleep(AWAY_S)
+        assert job.wait_end() == 0, job.output()
+    assert job.shown("Restarts") == "1" and job.status().state == "finished"
+    assert_equal(job, unbroken)
+
+
+def test_lost_packets_between_the_nodes_change_nothing(unbroken: Job, arguments: Arguments, tmp_path: Path) -> None:
+    job = Job(tmp_path / "job", arguments(), holds=True, variables={"OBLR_DRY_RUN": "0", "OBLR_PREFLIGHT": "0"})
+    with job.submitted():
+        job.wait_held()
+        with Host(NODES[1]).cut("drop"):
+            job.hold.unlink()
+            time.sleep(3)
+        assert job.wait_end() == 0, job.output()
+    assert job.shown("Restarts") == "0"
     assert_equal(job, unbroken)
 
 

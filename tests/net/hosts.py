@@ -1,6 +1,6 @@
 """Hosts as network namespaces on one switch, and disturbances of their network; inside of hosts.sh only.
 
-    trainer, server = Host("trainer"), Host("server")               # names in /etc/hosts; eth0 of each on the switch
+    trainer, server = Host("trainer"), Host("server")               # of those that hosts.sh was given
     job = trainer.popen(["-m", "oblr_megatron.cli", "train", ...], log, {})
     with server.cut("drop", "POST /oblr/finish_push", 3) as cut:    # from the third packet that holds this text
         cut.wait(job, 60)
@@ -19,7 +19,7 @@ import sys
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
-from functools import cache, cached_property
+from functools import cached_property
 from pathlib import Path
 from typing import Any, Literal
 
@@ -28,7 +28,6 @@ from tests.e2e import forked_processes
 from tests.e2e.conftest import ROOT, environment
 from tests.e2e.forked_processes import Forked
 
-SUBNET, SWITCH = "10.0.0", "switch"
 How = Literal["drop", "reject", "half-open", "unplug", "slow", "unnamed"]
 """All packets are lost, or answered with a reset; one connection is lost, and new ones work; the cable is out; SLOW
 bytes arrive each second; the hosts do not know the host's name."""
@@ -45,30 +44,12 @@ def run(*command: str) -> str:
     return done.stdout
 
 
-@cache
-def make_switch() -> None:
-    """The bridge that all hosts are connected to; this namespace has its last address."""
-    run("ip", "link", "add", SWITCH, "type", "bridge")
-    run("ip", "address", "add", f"{SUBNET}.254/24", "dev", SWITCH)
-    run("ip", "link", "set", SWITCH, "up")
-
-
 class Host:
-    """A host with this name; processes that it starts see its network and its name."""
-
-    _number = 0
+    """A host that hosts.sh made; processes that it starts see its network and its name."""
 
     def __init__(self, name: str) -> None:
-        Host._number += 1
-        self.name, self.address = name, f"{SUBNET}.{Host._number}"
-        make_switch()
-        run("ip", "netns", "add", name)
-        run("ip", "link", "add", name, "type", "veth", "peer", "name", "eth0", "netns", name)
-        run("ip", "link", "set", name, "master", SWITCH, "up")
-        self.run("ip", "address", "add", f"{self.address}/24", "dev", "eth0")
-        for device in ("lo", "eth0"):
-            self.run("ip", "link", "set", device, "up")
-        self.publish(True)
+        self.name = name
+        self.address = next(line.split()[0] for line in HOSTS.read_text().splitlines() if line.split()[1:] == [name])
 
     def publish(self, known: bool) -> None:
         """Let the hosts know its address by its name, or forget it."""
@@ -103,7 +84,9 @@ class Host:
         return type("ForkedOnHost", (Forked,), {"keeper": staticmethod(lambda: own)})
 
     @contextmanager
-    def cut(self, how: How, at: str = "", nth: int = 1, *, before: bool = False) -> Iterator[Cut]:
+    def cut(
+        self, how: How, at: str = "", nth: int = 1, *, before: bool = False, peer: Host | None = None
+    ) -> Iterator[Cut]:
         """Disturb the network of this host until the end of the block.
 
         Args:
@@ -112,8 +95,9 @@ class Host:
                 without a text everything from now on.
             nth: of the packets with the text, the one that counts.
             before: lose this packet, too.
+            peer: drop and reject only between this host and that one.
         """
-        cut = Cut(self, how, at)
+        cut = Cut(self, how, at, peer)
         try:
             cut.begin(nth, before)
             yield cut
@@ -126,8 +110,8 @@ class Cut:
 
     _number = 0
 
-    def __init__(self, host: Host, how: How, at: str) -> None:
-        self.host, self.how, self.at = host, how, at
+    def __init__(self, host: Host, how: How, at: str, peer: Host | None) -> None:
+        self.host, self.how, self.at, self.peer = host, how, at, peer
         Cut._number += 1
         self.list = f"cut{Cut._number}"  # of xt_recent; a list outlives its rules
 
@@ -151,8 +135,11 @@ class Cut:
             self._append("INPUT", *match, *(["-j", "CONNMARK", "--set-mark", "1"] if self.how == "half-open" else last))
 
     def _append(self, chain: str, *rule: str) -> None:
-        device = ["-i" if chain == "INPUT" else "-o", "eth0"]
-        self.host.run("iptables", "-w", "-A", chain, *device, "-p", "tcp", *rule)
+        arrives = chain == "INPUT"
+        match = ["-i" if arrives else "-o", "eth0", "-p", "tcp"]
+        if self.peer is not None:
+            match += ["-s" if arrives else "-d", self.peer.address]
+        self.host.run("iptables", "-w", "-A", chain, *match, *rule)
 
     def _act(self) -> None:
         """What iptables cannot do by itself."""

@@ -1,15 +1,16 @@
 #!/usr/bin/env bash
 # A real SLURM on this machine: one controller and two nodes with eight made-up GPUs each, so that the headers of
-# slurm/*.sh are accepted. The nodes' names, 127.0.0.1 and 127.0.0.2, are addresses of the loopback interface.
+# slurm/*.sh are accepted. The nodes, node-0 and node-1, are hosts of tests/net/hosts.sh; the controller is on the switch.
 #
 #     tests/slurm/cluster.sh COMMAND [ARGUMENT ...]    run the command in this SLURM, then cancel its jobs and stop it
 #     tests/slurm/cluster.sh bash                      sbatch, squeue, ... by hand
 #
-# Needs root, because node daemons start jobs. On Debian it installs SLURM and MUNGE if they are missing. Files and logs
-# are in a new directory under TMPDIR, which remains if something failed.
+# Needs root, and network namespaces: without them it says so, and status is 0. On Debian it installs SLURM and MUNGE if
+# they are missing. Files and logs are in a new directory under TMPDIR, which remains if something failed.
 set -euo pipefail
 
-readonly START_S=120 JOBS_END_S=300 DAEMON_END_S=60
+readonly START_S=120 JOBS_END_S=300 DAEMON_END_S=60 NODES=(node-0 node-1)
+HOSTS="$(dirname "${BASH_SOURCE[0]}")/../net/hosts.sh"
 export PATH="$PATH:/usr/sbin:/sbin"
 
 say() { printf 'slurm: %s\n' "$*"; }
@@ -30,27 +31,17 @@ check() {
 }
 
 install() {
+    local log="${TMPDIR:-/tmp}/oblr_slurm_apt.log"
     ((${#missing[@]})) || return 0
     say "installing SLURM: ${missing[*]} not found"
     { apt-get update -qq && DEBIAN_FRONTEND=noninteractive apt-get install -y -qq --no-install-recommends \
-        munge slurm-client slurmctld slurmd; } >"$home/apt.log" 2>&1 ||
-        die "apt-get could not install SLURM; see $home/apt.log. Fix: install slurmctld, slurmd, slurm-client and munge"
+        munge slurm-client slurmctld slurmd; } >"$log" 2>&1 ||
+        die "apt-get could not install SLURM; see $log. Fix: install slurmctld, slurmd, slurm-client and munge"
     [[ ! -d /run/systemd/system ]] || systemctl disable --now --quiet munge slurmctld slurmd # only ours is to run
 }
 
-port_taken() { (: <"/dev/tcp/127.0.0.1/$1") 2>/dev/null; }
-
-# Ports above those of the jobs (slurm/lib.sh), below the kernel's ephemeral ones.
-choose_ports() {
-    for ((port = 30100 + RANDOM % 2000; port < 32700; port += 3)); do
-        port_taken "$port" || port_taken $((port + 1)) || port_taken $((port + 2)) || return 0
-    done
-    die "no three free ports above 30100"
-}
-
 configure() {
-    local host
-    host="$(hostname -s)"
+    local node
     mkdir "$home/state"
     touch "$home"/gpu{0..7}
     (umask 077 && head -c 1024 /dev/urandom >"$home/munge.key")
@@ -58,8 +49,7 @@ configure() {
     # save. SlurmdTimeout passes until a silent node is down.
     cat >"$home/slurm.conf" <<CONF
 ClusterName=oblr_test
-SlurmctldHost=$host(127.0.0.1)
-SlurmctldPort=$port
+SlurmctldHost=$(hostname -s)(10.0.0.254)
 SlurmUser=root
 AuthType=auth/munge
 AuthInfo=socket=$home/munge.socket,cred_expire=20
@@ -83,20 +73,19 @@ BatchStartTimeout=120
 SlurmdTimeout=60
 KillWait=180
 MinJobAge=86400
-NodeName=127.0.0.1 NodeHostname=$host NodeAddr=127.0.0.1 Port=$((port + 1)) CPUs=8 RealMemory=16000 Gres=gpu:8
-NodeName=127.0.0.2 NodeHostname=$host NodeAddr=127.0.0.2 Port=$((port + 2)) CPUs=8 RealMemory=16000 Gres=gpu:8
-PartitionName=main Nodes=127.0.0.[1-2] Default=YES MaxTime=INFINITE State=UP
+NodeName=DEFAULT CPUs=8 RealMemory=16000 Gres=gpu:8
+$(for node in "${NODES[@]}"; do echo "NodeName=$node"; done)
+PartitionName=main Nodes=ALL Default=YES MaxTime=INFINITE State=UP
 CONF
-    printf 'NodeName=127.0.0.[1-2] Name=gpu File=%s/gpu[0-7]\n' "$home" >"$home/gres.conf"
+    printf 'Name=gpu File=%s/gpu[0-7]\n' "$home" >"$home/gres.conf"
 }
 
 start() {
     munged --force --key-file="$home/munge.key" --socket="$home/munge.socket" --pid-file="$home/munged.pid" \
         --log-file="$home/munged.log" --seed-file="$home/munged.seed"
     slurmctld
-    slurmd -N 127.0.0.1
-    slurmd -N 127.0.0.2
-    local waited
+    local waited node
+    for node in "${NODES[@]}"; do "$HOSTS" --on "$node" slurmd; done
     for ((waited = 0; waited < START_S; waited++)); do
         [[ $(sinfo --noheader --format='%D %t' 2>/dev/null) != "2 idle" ]] || return 0
         sleep 1
@@ -134,13 +123,15 @@ end() { # PID_FILE
 }
 
 (($#)) || die "no command. Fix: tests/slurm/cluster.sh COMMAND [ARGUMENT ...]"
-check
+if [[ $1 != --inside ]]; then
+    check
+    install # before, because the hosts have no way out
+    exec "$HOSTS" "$(IFS=, && echo "${NODES[*]}")" "$0" --inside "$@"
+fi
 home="$(mktemp -d "${TMPDIR:-/tmp}/oblr_slurm.XXXXXX")" # short, because a socket's path has 107 characters at most
-install
 trap stop EXIT
-choose_ports
 configure
 export SLURM_CONF="$home/slurm.conf" OBLR_TEST_SLURM="$home"
 start
 say "$(slurmctld -V), 2 nodes, SLURM_CONF=$SLURM_CONF"
-"$@"
+"${@:2}"

@@ -17,7 +17,7 @@ from oblr_megatron.observe.status import Status, read_status
 from tests.e2e.conftest import ROOT, environment
 from tests.slurm.rewards import HELD_AFTER, HOLD, last_step
 
-NODES = ("127.0.0.1", "127.0.0.2")
+NODES = ("node-0", "node-1")
 ENDED = {"COMPLETED", "FAILED", "CANCELLED", "TIMEOUT", "NODE_FAIL", "BOOT_FAIL", "OUT_OF_MEMORY"}
 LIMIT_S = 1200.0  # of each wait; a loaded machine needs minutes for one start
 
@@ -82,7 +82,7 @@ class Job:
             "OBLR_LOGS": str(self.log_parent),
             "OBLR_PREFLIGHT_S": str(LIMIT_S),
             "OBLR_SERVERS_S": str(LIMIT_S),
-            "GLOO_SOCKET_IFNAME": "lo",
+            "GLOO_SOCKET_IFNAME": "eth0",
             "PYTHONPATH": str(ROOT),
             HOLD: str(self.hold),
         }

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import math
 from collections.abc import Iterator
+from contextlib import nullcontext
 from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
@@ -213,6 +214,18 @@ def test_only_weights_of_a_step_boundary_are_saved(
     run.Run.rescue(parts)
     assert steps == saved and len(said) == (version > 3)
     assert parts.facts.get("evaluated", True) == (saved != [6]), "a resume does the evaluation of the updated weights"
+
+
+@pytest.mark.parametrize("unscored", [False, True])
+def test_a_checkpoint_knows_of_an_evaluation_without_scores(tmp_path: Path, unscored: bool) -> None:
+    parts, saved = make_run(tmp_path), list[bool]()
+    parts.sampling = SimpleNamespace(stopped=lambda _: False, timer=lambda _: nullcontext())
+    parts.saver = SimpleNamespace(due=lambda *_: True, report=lambda: None)
+    parts._facts, parts._tell = lambda: {"step": 2}, lambda _: None
+    parts._save = lambda *, background: saved.append(parts.facts["evaluated"])
+    parts.record.unscored = unscored
+    run.Run.checkpoint(parts, parts.record)
+    assert saved == [not unscored]
 
 
 def test_a_baseline_without_norms_measures_none_unless_asked(tmp_path: Path, measured: Measured) -> None:
