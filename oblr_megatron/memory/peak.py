@@ -139,14 +139,16 @@ class PassOnRank:
         """Bytes per token of x and dy of every linear layer, and of dy of the embedding."""
         sizes = self.sizes
         ends = sizes.hidden * (sizes.is_first + sizes.is_last)  # the output layer makes dy again
+        if sizes.adapter_rank:
+            ends = 0
         return (sizes.layers * self.layer_factors + ends) * sizes.element
 
     @property
     def layer_factors(self) -> int:
-        """Elements per token of x and dy of the linear layers in one transformer layer."""
+        """Elements per token of x and dy of the linear layers in one transformer layer, and of its adapters."""
         sizes = self.sizes
         h, q, f = sizes.hidden, sizes.query, sizes.ffn
-        attention = (h + sizes.qkv_weight) + (q + h)
+        attention = (h + sizes.qkv_weight) + (q + h) + 2 * sizes.adapter_rank * len(sizes.adapted)
         routed = sizes.top_k * sizes.etp // (sizes.tp if sizes.sequence_parallel else 1)
         return attention + ((h + 2 * f) + (f + h) if f else routed * (2 * h + 3 * sizes.expert_ffn))
 
@@ -161,6 +163,9 @@ class PassOnRank:
 
     def _vectors(self) -> int:
         sizes = self.sizes
+        if sizes.adapter_rank:  # of each pair A, B the one that is not cut over ranks
+            summed_over_ranks = sizes.cp > 1 or sizes.sequence_parallel
+            return summed_over_ranks * sizes.layers * sizes.adapter_rank * sizes.hidden * len(sizes.adapted)
         head_norms = sizes.head_norms * sizes.layers
         others = (2 * sizes.hidden + sizes.experts * sizes.hidden) * sizes.layers + sizes.hidden * sizes.is_last
         summed = (head_norms if sizes.tp > 1 else 0) + (others if sizes.sequence_parallel else 0)
@@ -169,7 +174,7 @@ class PassOnRank:
     def _rows(self) -> int:
         """Elements of the embedding rows of one sample, with its tokens spread evenly over the vocabulary shards."""
         sizes = self.sizes
-        if self.run.kind == "stash" and sizes.only_stage:
+        if sizes.adapter_rank or (self.run.kind == "stash" and sizes.only_stage):
             return 0
         uses = (sizes.is_first + sizes.is_last) * sizes.tied or int(sizes.is_first and sizes.cp > 1)
         length = self.tokens.length * sizes.cp
@@ -195,7 +200,7 @@ class PassOnRank:
         hidden = 2 * self._residual + x * sizes.element * (1 + sizes.sequence_parallel)
         yield Moment("loss", held + hidden, earlier + block * max(product, entropy), kept, copies)
         inputs = held + self._residual + x * (sizes.element + wide)  # of the last norm; x and dx
-        work = self._sink_work(width, sizes.hidden) + self._cross_work(width)
+        work = 0 if sizes.adapter_rank else self._sink_work(width, sizes.hidden) + self._cross_work(width)
         work = max(work, x * sizes.element * (sizes.element < wide))  # a block's summand of dx
         again = block * max(wide + sizes.element, product) if stored < blocks else 0
         dy = block * sizes.element
@@ -245,7 +250,7 @@ class PassOnRank:
     @property
     def _head_kept(self) -> int:
         sizes = self.sizes
-        if self.run.kind != "bookkeep":
+        if self.run.kind != "bookkeep" or sizes.adapter_rank:
             return 0
         return self.tokens.count * sizes.hidden * sizes.element
 
@@ -257,6 +262,7 @@ class PassOnRank:
 
     def _sink_work(self, outputs: int, inputs: int) -> int:
         sizes, n, narrow = self.sizes, self.tokens.count, self.sizes.element < self.sizes.wide
+        outputs = min(outputs, sizes.adapter_rank or outputs)
         weight = outputs * inputs
         if self.run.kind == "gradient":
             return weight * (sizes.wide if self.on_gpu else sizes.element) * narrow  # the product before its addition

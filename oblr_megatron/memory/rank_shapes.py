@@ -74,6 +74,8 @@ class RankSizes:
     masked: bool  # attention to earlier chunks needs masks; flash attention, in half precision on GPUs, does not
     transformer_engine: bool
     padding: Padding
+    adapter_rank: int  # of model.lora; 0: all weights are trained
+    adapted: tuple[str, ...]  # matrices with adapters
 
     @classmethod
     def of(
@@ -128,6 +130,8 @@ class RankSizes:
             masked=not on_gpu or element > 2,
             transformer_engine=transformer_engine,
             padding=padding_of(config.model, parallel, transformer_engine=transformer_engine),
+            adapter_rank=config.model.lora.rank,
+            adapted=config.model.lora.targets if config.model.lora.rank else (),
         )
 
     @property
@@ -156,9 +160,22 @@ class RankSizes:
         return self.layers * self.local_experts * 3 * self.hidden * self.expert_ffn
 
     @property
+    def adapter_parameters(self) -> int:
+        """Elements of the adapters: of a matrix [p, d] an A [rank, d] and a B [p, rank], one of them cut over ranks."""
+        h, ffn = self.hidden, self.ffn
+        outer = {"q_proj": self.query, "k_proj": self.kv, "v_proj": self.kv, "o_proj": self.query}
+        outer |= {"gate_proj": ffn, "up_proj": ffn, "down_proj": ffn}
+        return self.layers * self.adapter_rank * sum(h + outer[target] for target in self.adapted)
+
+    @property
     def parameters(self) -> int:
-        """Elements of all weights of this rank."""
+        """Elements of all weights of this rank without adapters."""
         return self.dense_parameters + self.expert_parameters
+
+    @property
+    def trained(self) -> tuple[int, int]:
+        """Elements of the weights with a gradient and optimizer state: outside experts, and of experts."""
+        return (self.adapter_parameters, 0) if self.adapter_rank else (self.dense_parameters, self.expert_parameters)
 
     @property
     def layer_weights(self) -> int:
@@ -169,7 +186,9 @@ class RankSizes:
 
     @property
     def largest_parameter(self) -> int:
-        """Elements of the largest weight."""
+        """Elements of the largest trained weight."""
+        if self.adapter_rank:
+            return self.adapter_rank * max(self.hidden, self.query, self.ffn)
         sizes = [outputs * inputs for outputs, inputs, _ in self.matrices]
         sizes += [self.columns * self.hidden] if self.is_first else []
         return max([*sizes, 2 * self.hidden * self.expert_ffn])

@@ -9,6 +9,10 @@ Modes are compared by the time they add to a plain step, as a share of it. With 
     stash       B beta / (6 T)     B bytes moved per weight and sample, beta FLOPs of the machine per byte moved
     two_pass    (2 + r) / 3        forward and input gradients once more, of the share `gradnorm.sample_fraction`
 
+With adapters (`model.lora`) a step is 2 / 3 of that, because W has no gradient, and a second pass costs a whole step.
+The rest shrinks by s = parameters of the adapters / those of the model; bookkeep forms all products twice and keeps as
+many factors as for W, 4 s. "stash" comes last if microbatches could hold several samples, because its own hold one.
+
 The pipeline bubble adds (pp - 1) / m with m microbatches between flushes. These numbers only rank the modes;
 docs/results.md has measurements.
 """
@@ -27,6 +31,7 @@ from oblr_megatron.families import head_dim
 from oblr_megatron.formatting import size
 from oblr_megatron.memory.engine import outside_training
 from oblr_megatron.memory.pass_plan import Layout, longest_sample, passes_of
+from oblr_megatron.memory.rank_shapes import RankSizes
 from oblr_megatron.memory.training import MemoryEstimate, estimate, kernel_bytes
 
 MODES = ("inline", "bookkeep", "stash", "two_pass")
@@ -140,10 +145,22 @@ def _cost(hf_config: Mapping[str, Any], config: Config, layout: Layout, mode: st
     run = passes_of(hf_config, config, layout, norms=True, transformer_engine=False)[0]
     bubble = (config.parallel.pipeline_model_parallel_size - 1) / run.microbatches
     ratio = norm_over_product(hf_config, tokens)
+    moved = BYTES_MOVED * FLOPS_A_BYTE[on_gpu] / (6 * tokens)
+    if config.model.lora.rank:
+        sizes = RankSizes.of(hf_config, config, stage=0)
+        share = sizes.adapter_parameters / sizes.parameters
+        alone = config.parallel.micro_batch_tokens < 2 * tokens
+        added = {
+            "inline": share * min(1.0, SQUARED_FLOPS / tokens) / 3,
+            "bookkeep": 4 * share,
+            "stash": moved * share if alone else 4 * share + moved,
+            "two_pass": config.gradnorm.sample_fraction,
+        }[mode]
+        return 1 + added + bubble * (2 if mode == "two_pass" else 1)
     added = {
         "inline": min(ratio, SQUARED_FLOPS / tokens) / 3,
         "bookkeep": ratio / 3,
-        "stash": BYTES_MOVED * FLOPS_A_BYTE[on_gpu] / (6 * tokens),
+        "stash": moved,
         "two_pass": (2 + ratio) / 3 * config.gradnorm.sample_fraction,
     }[mode]
     return 1 + added + bubble * (2 if mode == "two_pass" else 1)

@@ -3,8 +3,9 @@
     memory = estimate(hf_config, config, world_size)
     memory.total, memory.table()
 
-A rank holds for the whole step: weights, `main_grad`, optimizer state, and the buffers of mode "stash". The largest of
-these moments is added: loss, backward of the output layer, backward of the last layer, end of a pass, optimizer update.
+A rank holds for the whole step: weights, `main_grad` and optimizer state (with `model.lora` those of the adapters), and
+the buffers of mode "stash". The largest of these moments is added: loss, backward of the output layer, backward of the
+last layer, end of a pass, optimizer update.
 
 All samples count as long as the configuration allows. The distributed optimizer divides its state by the ranks that
 hold copies of a weight. FP8 copies of a weight take two bytes, because its transpose is kept too. Between steps the
@@ -123,9 +124,11 @@ def estimate_stage(
         moments += [replace(moment, in_folds=run.kind != "norms") for moment in on_rank.moments()]
         gathered = max(gathered, on_rank.gathered)
 
-    weights, main_grad = sizes.parameters * sizes.element, sizes.parameters * sizes.wide
+    weights = (sizes.parameters + sizes.adapter_parameters) * sizes.element
+    main_grad = sum(sizes.trained) * sizes.wide
     fp8_copies = 2 * sizes.layer_weights if config.model.fp8 != "none" else 0  # of the matrices and their transposes
-    held_weights = weights * (2 if config.algo.kl_coefficient else 1) + fp8_copies
+    copied = config.algo.kl_coefficient > 0 and not sizes.adapter_rank  # the reference of adapters is the model itself
+    held_weights = weights * (2 if copied else 1) + fp8_copies
     folds, streams = folds_of_a_rank(config, layout), config.rollout.overlap == "stream"
     fold_sums = main_grad * (folds if streams else int(folds > 1))  # when streaming, held in all passes of a step
     optimizer = optimizer_bytes(config, updated)
@@ -144,7 +147,7 @@ def estimate_stage(
             logits=moment.logits,
             norms=moment.norms + stash,
             work=moment.work,
-            checkpoint=weights + optimizer if copies else 0,
+            checkpoint=sum(sizes.trained) * sizes.element + optimizer if copies else 0,
             fixed=fixed_bytes,
             stage=stage,
             moment=moment.name,
@@ -160,13 +163,13 @@ def updated_elements(sizes: RankSizes, config: Config, world_size: int) -> int:
 
     The distributed optimizer divides weights over the data- and context-parallel ranks, and experts over fewer ranks.
     """
-    parallel = config.parallel
+    parallel, (dense, experts) = config.parallel, sizes.trained
     if not parallel.use_distributed_optimizer:
-        return sizes.parameters
+        return dense + experts
     stage = world_size // parallel.pipeline_model_parallel_size
     holders = stage // sizes.tp
     of_expert = max(1, stage // (parallel.expert_model_parallel_size * sizes.etp))
-    return -(-sizes.dense_parameters // holders) + -(-sizes.expert_parameters // of_expert)
+    return -(-dense // holders) + -(-experts // of_expert)
 
 
 def optimizer_bytes(config: Config, updated: int) -> int:

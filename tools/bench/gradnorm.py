@@ -3,6 +3,7 @@
     python tools/bench/gradnorm.py --json run/bench/gradnorm.json       up to ten minutes on two cores; `make bench`
     python tools/bench/gradnorm.py --shapes qwen3-0.6b qwen3-8b --tokens 512 2048 8192 --minutes 0      the whole table
     python tools/bench/gradnorm.py --fit --shapes tiny --tokens 256     growth of the cost with G, T and P
+    python tools/bench/gradnorm.py --lora 16 --modes inline auto        adapters of rank 16 on all matrices
     python tools/bench/gradnorm.py --profile bookkeep --tokens 2048     time by operator
 
 All modes run the same samples through the same layers in one process, in an order that alternates between rounds.
@@ -80,6 +81,9 @@ def parse_options(arguments: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--threads", type=int, default=torch.get_num_threads())
     parser.add_argument("--dtype", default="float32", choices=DTYPES, help="of the weights; not of PyTorch's own steps")
     parser.add_argument("--layers-of", default="auto", choices=("auto", "local", "transformer_engine"))
+    parser.add_argument(
+        "--lora", type=int, default=0, metavar="RANK", help="train adapters, except in PyTorch's own steps"
+    )
     parser.add_argument("--modes", nargs="+", default=list(MODES), choices=MODES, help="besides plain")
     parser.add_argument("--clock", default="wall", choices=("wall", "cpu"), help="cpu: ignore other processes' load")
     parser.add_argument("--profile", choices=MODES, metavar="MODE", help="profile one step at the first shape")
@@ -102,7 +106,7 @@ def measure_all(options: argparse.Namespace, parallel: Parallel) -> list[Row]:
 def grid(options: argparse.Namespace) -> list[Cell]:
     """Every shape at every length."""
     return [
-        Cell(shape, options.layers, tokens, options.samples, options.dtype, options.layers_of)
+        Cell(shape, options.layers, tokens, options.samples, options.dtype, options.layers_of, options.lora)
         for shape in options.shapes
         for tokens in options.tokens
     ]

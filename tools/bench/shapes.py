@@ -47,6 +47,7 @@ class Cell:
     samples: int  # G
     dtype: str = "float32"
     layers_of: str = "auto"  # model.transformer_impl
+    lora: int = 0  # rank of the adapters; 0: all weights are trained
 
     @property
     def parameters(self) -> int:
@@ -82,7 +83,12 @@ class Cell:
             "run_dir": "unused",
             "num_prompts": self.samples if alone else 1,
             "group_size": 1 if alone else self.samples,
-            "model": {"path": "unused", "dtype": self.dtype, "transformer_impl": self.layers_of},
+            "model": {
+                "path": "unused",
+                "dtype": self.dtype,
+                "transformer_impl": self.layers_of,
+                "lora": {"rank": self.lora},
+            },
             "data": {"train": "unused", "max_prompt_tokens": PROMPT_TOKENS},
             "algo": {"baseline": baseline, "norm_power": norm_power, "snr": {"num_folds": 1}},
             "gradnorm": gradnorm,

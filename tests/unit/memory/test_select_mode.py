@@ -65,6 +65,22 @@ def test_auto_depends_on_the_length(response: int, mode: str) -> None:
     assert f"{response + 64} tokens" in choice.reason and "two_pass" in choice.reason
 
 
+@pytest.mark.parametrize(("algo", "mode"), [({}, "inline"), ({"baseline": "optimal"}, "bookkeep")])
+def test_norms_of_adapters_cost_little_in_one_pass_and_a_step_in_two(algo: dict[str, Any], mode: str) -> None:
+    model = {"model": {"path": "unused", "lora": {"rank": 16}}}
+    choice = choose(config_of(algo=algo, **model))
+    assert choice.mode == mode and choice.cost < 1.1
+    assert choose(config_of(gradnorm={"mode": "two_pass"}, **model)).cost == 2.0
+
+
+def test_gradients_of_adapters_fit_where_factors_do_not() -> None:
+    config = config_of(response=8000, model={"path": "unused", "lora": {"rank": 16}})
+    total = {mode: choose(with_mode(config, mode)).estimate.total for mode in ("stash", "bookkeep", "two_pass")}
+    assert total["stash"] < total["bookkeep"] / 2
+    free = outside_training(DENSE, config, 1, PLENTY, on_gpu=False) + 2 * total["stash"]
+    assert choose(config, free_bytes=free).mode == "stash"
+
+
 def test_moved_bytes_cost_more_flops_on_a_gpu() -> None:
     assert choose(config_of(response=700)).mode == "stash"
     assert choose(config_of(response=700), on_gpu=True).mode == "bookkeep"

@@ -43,6 +43,8 @@ STREAMED = {
     "algo": {"baseline": "pooled", "snr": {"num_folds": 1}},
     "rollout": {"overlap": "stream"},
 }
+LORA = {"model": {"lora": {"rank": 8}}}
+LORA_BF16 = {"model": {"dtype": "bfloat16", "lora": {"rank": 8, "targets": ["q_proj", "v_proj", "o_proj"]}}}
 LARGE, TIED = {"vocab_size": 2000}, {"vocab_size": 1000, "tie_word_embeddings": True}
 CASES: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
     "no norms": ({"algo": {"baseline": "rloo"}}, {}),
@@ -82,6 +84,9 @@ CASES: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
         {"hidden_size": 128},
     ),
     "sgd": (mode("two_pass") | {"optimizer": {"name": "sgd"}}, {}),
+    "adapters": (mode("two_pass") | LORA | {"algo": {"kl_coefficient": 0.1}}, LARGE),
+    "adapters, inline, bf16": ({"algo": {"baseline": "pooled"}, "gradnorm": {"mode": "inline"}, **LORA_BF16}, TIED),
+    "adapters, bookkeep": (mode("bookkeep") | LORA | {"rows": 2}, {}),
     "qwen2": (mode("two_pass"), {"family": "qwen2"}),
     "experts": (mode("two_pass"), {"num_experts": 4, "moe_intermediate_size": 96}),
     "experts, bookkeep": (mode("bookkeep"), {"num_experts": 4, "moe_intermediate_size": 96}),
