@@ -2,7 +2,8 @@
 
 The engine samples from a copy of the policy whose matrices are rounded to a few bits, a scale a row, at every step. The
 trainer differentiates the policy itself. Everything else is a plain run: the toy model, a task's prompts and rewards, a
-baseline of earlier rewards, Adam. Arms differ in the weights rho and in `algo.center`:
+baseline, Adam. `--baseline mean` subtracts the average of earlier rewards. `none` takes r - 1 for A, so that A is never
+positive, and a mean score that is not 0 pushes in one direction. Arms differ in the weights and in `algo.center`:
 
     rho = 1          what the engine drew is taken for the policy's own
     rho = cap        min(pi / mu, 2)
@@ -18,6 +19,7 @@ import math
 import statistics
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
+from functools import partial
 from pathlib import Path
 
 import torch
@@ -69,7 +71,9 @@ def round_weights(policy: ToyPolicy, engine: ToyPolicy, bits: int) -> None:
         rounded.copy_((exact / scale).round() * scale)
 
 
-def trained(arm: Arm, start: Path, *, steps: int, num_prompts: int, group_size: int, lr: float) -> Curve:
+def trained(
+    arm: Arm, start: Path, *, steps: int, num_prompts: int, group_size: int, lr: float, baseline: str = "mean"
+) -> Curve:
     """Train one arm."""
     task = task_named(arm.task)
     policy, engine = load(start, task), load(start, task)
@@ -87,7 +91,8 @@ def trained(arm: Arm, start: Path, *, steps: int, num_prompts: int, group_size: 
         asked = [row for row in chosen for _ in range(group_size)]
         rewards = torch.tensor(score_batch(policy, task, asked, samples), dtype=torch.float64)
         mean = float(rewards.mean()) if math.isnan(mean) else mean
-        loss, mismatch, entropy = loss_of(policy, samples, sampler, rewards - mean, arm, task)
+        advantages = rewards - (1.0 if baseline == "none" else mean)
+        loss, mismatch, entropy = loss_of(policy, samples, sampler, advantages, arm, task)
         mean = DECAY * mean + (1 - DECAY) * float(rewards.mean())
         optimizer.zero_grad()
         loss.backward()
@@ -144,6 +149,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--steps", type=int, default=300, help="optimizer steps")
     parser.add_argument("--seeds", type=int, default=2, help="runs of each arm")
     parser.add_argument("--lr", type=float, default=1e-3, help="rate of Adam")
+    parser.add_argument("--baseline", default="mean", choices=("mean", "none"), help="subtracted from rewards")
     parser.add_argument("--prompts", type=int, default=16, help="Q")
     parser.add_argument("--group", type=int, default=8, help="G")
     parser.set_defaults(function=run)
@@ -160,12 +166,13 @@ def run(options: argparse.Namespace) -> int:
         for seed in range(options.seeds)
     ]
     sizes = {"steps": options.steps, "num_prompts": options.prompts, "group_size": options.group}
+    trained_by = partial(trained, start=start, lr=options.lr, baseline=options.baseline, **sizes)
     print(
         "bits  rho  centre  seed  reward first, best, last  own accuracy  |log pi - log mu| first, last  entropy last"
     )
     with (options.out / "curves.jsonl").open("a", encoding="utf-8") as file:
         for arm in arms:
-            curve = trained(arm, start, lr=options.lr, **sizes)
+            curve = trained_by(arm)
             file.write(json.dumps(asdict(curve)) + "\n")
             print(line(curve), flush=True)
     return EXIT_OK
