@@ -13,7 +13,7 @@ from oblr_megatron.algo.noise_split import NoiseSplit
 from oblr_megatron.algo.pools import Pools, pools_of
 from oblr_megatron.algo.schedule import Schedule, build_schedule
 from oblr_megatron.checkpoint.distributed import load_training_state, load_weights, training_state
-from oblr_megatron.checkpoint.hf import export_hf, load_hf_weights
+from oblr_megatron.checkpoint.hf import export_adapter, export_hf, load_hf_weights
 from oblr_megatron.checkpoint.resume import Checkpoint, damage_of
 from oblr_megatron.checkpoint.saver import Facts, Saved, Saver
 from oblr_megatron.checkpoint.store import read_manifest
@@ -28,9 +28,11 @@ from oblr_megatron.model.reference import Reference
 from oblr_megatron.observe import step_metrics
 from oblr_megatron.observe.step_metrics import StepRecord
 from oblr_megatron.opening import open_sampling
-from oblr_megatron.rollout.placement import engine_dtype
+from oblr_megatron.rollout.placement import adapter_shape, engine_dtype
 from oblr_megatron.sampling import Sampling
+from oblr_megatron.weights.adapter import AdapterShape, AdapterWeights
 from oblr_megatron.weights.export import MegatronWeights
+from oblr_megatron.weights.export_adapter import MegatronAdapter
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -38,6 +40,7 @@ if TYPE_CHECKING:
 
     from oblr_megatron.config import Config
     from oblr_megatron.types import GradientStats, Prompt
+    from oblr_megatron.weights.manifest import Source
 
 
 @dataclass(slots=True, kw_only=True)
@@ -153,8 +156,16 @@ class Run:
             self.optimizer.offload()  # before the engines wake
             if sampling.parallel.device.type == "cuda" and self.config.rollout.takes_turns:
                 self.step_gradient.release()  # the engines need the memory now
-            weights = MegatronWeights(self.policy, engine_dtype(self.config))
-            sampling.engines.push(weights, version)
+            sampling.engines.push(self._weights(), version)
+
+    def _weights(self) -> Source:
+        """What a push holds: all weights, with adapters merged; or the adapter alone."""
+        config, dtype = self.config, engine_dtype(self.config)
+        adapter = adapter_shape(config)
+        if adapter is None:
+            return MegatronWeights(self.policy, dtype)
+        base, lora = MegatronWeights(self.policy, dtype, merged=False), config.model.lora
+        return AdapterWeights(MegatronAdapter(self.policy, adapter, dtype), base, lora.alpha / lora.rank)
 
     def checkpoint(self, record: StepRecord) -> bool:
         """Save the state after a step if that is due; whether the run stops here. Collective.
@@ -273,13 +284,17 @@ class Run:
             self.pools.load_state_dict(facts["pools"])
 
     def _export(self, name: str) -> list[str]:
-        """Write the weights; return why that failed, equal on every rank.
+        """Write the weights, and adapters on their own; return why that failed, equal on every rank.
 
         The export of an earlier process stays until then, because model.path may be in it.
         """
-        replaces = self.config.checkpoint.resume != "none"
+        replaces, lora, model = self.config.checkpoint.resume != "none", self.config.model.lora, self.sampling.model
         try:
-            export_hf(self.policy, self.sampling.model, self.config.run_dir / name, replaces=replaces)
+            export_hf(self.policy, model, self.config.run_dir / name, replaces=replaces)
+            if lora.rank:
+                shape, base = AdapterShape(lora.rank, lora.targets), model.path.absolute()
+                target = self.config.run_dir / name.replace("hf", "adapter")
+                export_adapter(self.policy, shape, lora.alpha, base, target, replaces=replaces)
         except (UserError, RunError) as error:
             return [f"{name} was not written: {error}"]
         return []

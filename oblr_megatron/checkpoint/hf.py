@@ -22,11 +22,14 @@ from torch import Tensor
 
 from oblr_megatron.checkpoint.hf_dir import SINGLE, HFDir, check_tensors, listed_tensors
 from oblr_megatron.checkpoint.hf_write import MAX_SHARD_BYTES, whole_directory, write_description, write_weights
+from oblr_megatron.checkpoint.peft_dir import write_adapter
 from oblr_megatron.checkpoint.safetensors_io import DTYPES
 from oblr_megatron.checkpoint.store import check_absent, check_replaceable
 from oblr_megatron.model.policy import Policy
 from oblr_megatron.runtime.collectives import Outcome, attempt, raise_first
+from oblr_megatron.weights.adapter import AdapterShape
 from oblr_megatron.weights.export import MegatronWeights, TensorMeta
+from oblr_megatron.weights.export_adapter import MegatronAdapter
 from oblr_megatron.weights.names import HF_EMBEDDING, HF_OUTPUT, ModelShape, entry, split
 
 
@@ -104,6 +107,27 @@ def export_hf(
 
     own = attempt(write if rank == 0 else lambda: None)
     deque(stream, maxlen=0)  # every rank takes part in every tensor, also after a failure
+    _agree(own)
+
+
+def export_adapter(
+    policy: Policy, adapter: AdapterShape, alpha: float, base: Path, target_dir: Path, *, replaces: bool = False
+) -> None:
+    """Write the policy's adapter in PEFT's format; collective, rank 0 writes. Arguments and errors as of `export_hf`.
+
+    `base` is the directory of the model that it adapts.
+    """
+    rank, target = policy.parallel.rank, target_dir.resolve()
+    check = check_replaceable if replaces else check_absent
+    _agree(attempt(lambda: check(target) if rank == 0 else None))
+    tensors = MegatronAdapter(policy, adapter)
+    stream, metas = iter(tensors), tensors.metadata()
+
+    def write() -> None:
+        write_adapter(stream, metas, target, adapter, alpha=alpha, base=str(base), replaces=replaces)
+
+    own = attempt(write if rank == 0 else lambda: None)
+    deque(stream, maxlen=0)
     _agree(own)
 
 

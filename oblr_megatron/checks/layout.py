@@ -45,6 +45,9 @@ def check_adapters(hf_config: Mapping[str, Any], config: Config) -> None:
     if lora.rank and of_experts and num_experts(hf_config):
         what = f"adapters of experts ({', '.join(of_experts)}) are not supported"
         raise UserError(what, where=where, fix='set model.lora.targets to ["q_proj", "k_proj", "v_proj", "o_proj"]')
+    if lora.rank and num_experts(hf_config) and config.rollout.lora == "adapter":
+        what, where = "engines take no adapters of a mixture", "config: rollout.lora"
+        raise UserError(what, where=where, fix='set rollout.lora to "merged"')
     if lora.rank and groups % tp and set(lora.targets) & {"q_proj", "k_proj", "v_proj"}:
         what = f"adapters of q, k and v: {groups} groups of heads cannot be shared whole by {tp} ranks"
         fix = f"set parallel.tensor_model_parallel_size to a divisor of {groups} or adapt others"

@@ -49,6 +49,8 @@ def lora_problems(config: Config) -> Iterator[Problem]:
         reason = "model.batch_invariant: set it to false"
     elif config.rollout.quantization != "none":
         reason = 'rollout.quantization: set it to "none"'
+    elif config.rollout.lora == "adapter" and config.rollout.speculation != "none":
+        reason = 'rollout.speculation if adapters are pushed: set rollout.lora to "merged"'
     elif config.parallel.overlap_grad_reduce:
         reason = "parallel.overlap_grad_reduce: set it to false"
     elif config.model.router_losses:

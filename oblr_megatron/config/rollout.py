@@ -120,6 +120,10 @@ class RolloutConfig(Section):
     max_restarts: int = Field(3, ge=0)
     """Restarts of a dead or hung engine in a row, each with a full push, without a completed rollout in between. After
     one more loss the run saves a checkpoint and ends."""
+    lora: Literal["adapter", "merged"] = "merged"
+    """Weights that a push sends if model.lora.rank is set. "merged": all weights, with the adapters added. "adapter": A
+    and B alone, into vLLM's LoRA slot; the base goes to an engine once, and again after a restart or a sleep of level 2
+    (docs/weights.md). Servers must be started with --lora for the second, without it for the first."""
     save: bool = False
     """Write every step's samples and rewards to RUN_DIR/rollouts (`train --save-rollouts`)."""
     replay: Path | None = None

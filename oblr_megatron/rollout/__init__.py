@@ -28,10 +28,12 @@ def open_engines(config: Config, parallel: Parallel, waiting: Waiting = nullcont
         from oblr_megatron.rollout.replay import ReplayEngine
 
         return ReplayEngine(config, parallel)
+    from oblr_megatron.rollout.placement import adapter_shape
+
     if config.rollout.servers:
         from oblr_megatron.rollout.servers import ServerEngines
 
-        return ServerEngines(config, parallel)
+        return ServerEngines(config, parallel, lora=adapter_shape(config))
     from oblr_megatron.rollout.colocated import ColocatedEngines
 
-    return ColocatedEngines(config, parallel, waiting)
+    return ColocatedEngines(config, parallel, waiting, lora=adapter_shape(config))

@@ -11,6 +11,7 @@ import torch
 from oblr_megatron.checks.lengths import max_model_len
 from oblr_megatron.engine.protocol import EngineSpec
 from oblr_megatron.errors import UserError
+from oblr_megatron.weights.adapter import AdapterShape
 
 if TYPE_CHECKING:
     from oblr_megatron.config import Config
@@ -102,6 +103,12 @@ def engine_spec(config: Config, parallel: Parallel, index: int, placement: Place
         routes=config.model.moe_routing_replay,
         vllm=rollout.vllm,
     )
+
+
+def adapter_shape(config: Config) -> AdapterShape | None:
+    """The adapters that are pushed into the engines; None if pushes hold all weights."""
+    lora = config.model.lora
+    return AdapterShape(lora.rank, lora.targets) if lora.rank and config.rollout.lora == "adapter" else None
 
 
 def engine_dtype(config: Config) -> torch.dtype:

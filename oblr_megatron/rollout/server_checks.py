@@ -18,9 +18,10 @@ from oblr_megatron.engine.http_messages import PROTOCOL, Holding, Info, shapes_d
 from oblr_megatron.engine.plugin import NCCL_BACKEND, SERVER_SHM_BACKEND
 from oblr_megatron.engine.protocol import API_KEY
 from oblr_megatron.errors import Problem, RunError, UserError
-from oblr_megatron.rollout.placement import engine_dtype
+from oblr_megatron.rollout.placement import adapter_shape, engine_dtype
 from oblr_megatron.rollout.server_client import ServerLostError, VllmServer
 from oblr_megatron.types import widens_logits
+from oblr_megatron.weights.adapter import AdapterShape
 
 WHERE = "config: rollout.servers"
 ANSWER_SECONDS = 10.0
@@ -106,6 +107,13 @@ def _misfits(info: Info, config: Config) -> Iterator[Problem]:
     if info.speculation != rollout.speculation:
         what = f"has speculation {info.speculation!r}, but the run has {rollout.speculation!r}"
         yield what, f"start it with --speculation {rollout.speculation}, or set rollout.speculation"
+    lora = adapter_shape(config)
+    if info.lora != lora:
+        what = f"takes {_adapters(info.lora)}, but the run pushes {_adapters(lora)}"
+        yield (
+            what,
+            f"start it with {'no --lora' if lora is None else f'--lora {lora}'}, or set rollout.lora to 'merged'",
+        )
     if info.vllm != rollout.vllm:
         what = f"was started with the vLLM options {info.vllm}, but rollout.vllm is {rollout.vllm}"
         yield what, f"start it with {shlex.join(serve_words(rollout.vllm)) or 'no --vllm'}, or set rollout.vllm"
@@ -116,3 +124,7 @@ def _misfits(info: Info, config: Config) -> Iterator[Problem]:
     if info.max_model_len < longest:
         what = f"takes {info.max_model_len} tokens of prompt and response together, but the run needs {longest}"
         yield what, f"start it with --max-model-len {longest}"
+
+
+def _adapters(lora: AdapterShape | None) -> str:
+    return "all weights" if lora is None else f"adapters {lora}"

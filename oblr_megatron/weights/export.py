@@ -137,7 +137,7 @@ class MegatronWeights:
         group = parallel.expert_group if piece.experts else parallel.tp_group
         rows = memory[: piece.numel].view(group.size(), -1)
         row, sizes = rows[group.rank()], [prod(shape) for shape in piece.shapes]
-        stage = self._stage_of(piece)
+        stage = stage_of(self._policy, piece.owners[0][0])
         if stage == parallel.pp_rank:
             for item, part in zip(piece.owners[group.rank() // piece.ranks], row.split(sizes), strict=True):
                 shard = self._shard(own[item.hf])
@@ -158,15 +158,15 @@ class MegatronWeights:
         """Whether another rank needs or has a part of the piece."""
         return self._policy.parallel.pp_size * len(piece.owners) * piece.ranks > 1
 
-    def _stage_of(self, piece: GatherPiece) -> int:
-        """The pipeline stage that holds the piece; chunks of layers are assigned to the stages in turn."""
-        parallel, first = self._policy.parallel, piece.owners[0][0]
-        layer = layer_of(first)
-        if layer is not None:
-            ends = self._policy.transformer_config.account_for_embedding_in_pipeline_split  # count as a layer each
-            of_chunk = (self._shape.layers + 2 * ends) // (parallel.pp_size * parallel.vp_size)
-            return (layer + ends) // of_chunk % parallel.pp_size
-        return 0 if first.megatron == EMBEDDING else parallel.pp_size - 1
+
+def stage_of(policy: Policy, item: Entry) -> int:
+    """The pipeline stage that holds a parameter; chunks of layers are assigned to the stages in turn."""
+    parallel, config, layer = policy.parallel, policy.transformer_config, layer_of(item)
+    if layer is not None:
+        ends = config.account_for_embedding_in_pipeline_split  # embedding and loss count as a layer each
+        of_chunk = (config.num_layers + 2 * ends) // (parallel.pp_size * parallel.vp_size)
+        return int((layer + ends) // of_chunk % parallel.pp_size)
+    return 0 if item.megatron == EMBEDDING else parallel.pp_size - 1
 
 
 def share_rows(rows: Tensor, group: ProcessGroup, backend: str) -> None:

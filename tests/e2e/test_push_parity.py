@@ -20,11 +20,15 @@ from torch import Tensor
 
 from oblr_megatron.config import WeightsConfig
 from oblr_megatron.data.packing import one_per_microbatch
+from oblr_megatron.model.lora.adapters import is_adapter
 from oblr_megatron.model.policy import Policy
 from oblr_megatron.model.step import run_schedule
 from oblr_megatron.rollout.colocated import ColocatedEngines
 from oblr_megatron.types import MicroBatch, Sample
+from oblr_megatron.weights.adapter import TARGETS, AdapterShape, AdapterWeights
 from oblr_megatron.weights.export import MegatronWeights
+from oblr_megatron.weights.export_adapter import MegatronAdapter
+from tests.distributed.adapters import LORA, SCALE, fill
 from tests.distributed.launch import layout, run_ranks
 from tests.distributed.passes import load_policy
 from tests.e2e.forked_processes import fork_keeper
@@ -89,6 +93,54 @@ def push_from_all_layouts(path: Path, run_dir: Path) -> list[dict[str, Any]]:
                     "before": drawn(before),
                     "after": drawn(after),
                     "error_before": largest_error(policy, before),
+                    "error": largest_error(policy, after),
+                }
+            )
+    assert engines is not None
+    dist.barrier()
+    engines.close()
+    return results
+
+
+@pytest.mark.nightly
+def test_logprobs_of_pushed_adapters_are_the_trainers(tmp_path: Path) -> None:
+    path = make_hf_dir(tmp_path / "model", **MODELS["tied"])
+    ranks = run_ranks(push_adapters_from_all_layouts, 4, path, tmp_path / "run", first=fork_keeper)
+    for cases in zip(*ranks, strict=True):
+        for error in ("error_before", "error"):
+            assert 0 < max(case[error] for case in cases) < PARITY, cases[0]["layout"]
+        assert cases[0]["before"] != cases[0]["after"], cases[0]["layout"]
+    for one, other in pairwise(ranks[0]):
+        assert one["before"] == other["before"] and one["after"] == other["after"], other["layout"]
+
+
+def push_adapters_from_all_layouts(path: Path, run_dir: Path) -> list[dict[str, Any]]:
+    """As `push_from_all_layouts`, of adapters alone into the engine's slot."""
+    results: list[dict[str, Any]] = []
+    shape, engines = AdapterShape(LORA["rank"], TARGETS), None
+    for sizes in LAYOUTS:
+        with layout(**sizes) as parallel:
+            if engines is None:
+                config = make_config(path, run_dir).model_copy(update={"weights": WeightsConfig(verify=True)})
+                engines = ColocatedEngines(config, parallel, lora=shape)
+            policy = load_policy(path, parallel, dtype="float32", lora=LORA)
+            fill(policy)
+            source = AdapterWeights(MegatronAdapter(policy, shape), MegatronWeights(policy, merged=False), SCALE)
+            stats = engines.push(source, 2 * len(results))
+            before = sample(engines, count=6)
+            error = largest_error(policy, before)
+            with torch.no_grad():
+                for name, parameter in policy.named_parameters():
+                    parameter.mul_(CHANGE if is_adapter(name) else 1)
+            alone = engines.push(source, 2 * len(results) + 1)
+            assert alone.bytes < stats.bytes if not results else alone.bytes == stats.bytes
+            after = sample(engines, count=6)
+            results.append(
+                {
+                    "layout": str(sizes),
+                    "before": drawn(before),
+                    "after": drawn(after),
+                    "error_before": error,
                     "error": largest_error(policy, after),
                 }
             )

@@ -17,7 +17,10 @@ from pathlib import Path
 
 import psutil
 import pytest
+from safetensors.torch import load_file
 
+from oblr_megatron.checkpoint.hf_dir import check_hf_dir
+from oblr_megatron.checkpoint.peft_dir import check_adapter_dir, merge_adapter
 from oblr_megatron.checkpoint.store import checkpoints_of
 from tests.e2e.conftest import ROOT, environment, records, run, torchrun, wait_for_lines
 from tests.e2e.forked import forked
@@ -91,6 +94,29 @@ def _check_export(first: Path, second: Path) -> None:
     assert one.keys() == two.keys()
     assert all(torch.equal(one[name], two[name]) for name in one)
     assert AutoTokenizer.from_pretrained(first).eos_token is not None
+
+
+@pytest.mark.nightly
+def test_a_lora_run_agrees_with_its_engine_on_pushed_adapters_and_merged_weights(
+    tmp_path: Path, overrides: Callable[..., list[str]], tiny: Path
+) -> None:
+    """On two ranks, push after push; the run ends with an adapter that merges to its export."""
+    for pushed in ("adapter", "merged"):
+        keys = {"model__lora__rank": 4, "rollout__lora": pushed, "parallel__tensor_model_parallel_size": 2}
+        result = forked(2, overrides(tmp_path / pushed, num_steps=3, optimizer__lr=0.01, **keys))
+        assert result.returncode == 0, result.stderr[-3000:]
+        steps = records(tmp_path / pushed)
+        assert [step["weights/version"] for step in steps] == [1, 2, 3]
+        assert all(0 < step["rollout/logprob_abs_diff"] < 1e-4 for step in steps)
+        base = check_hf_dir(tiny / "model")
+        merge_adapter(check_adapter_dir(tmp_path / pushed / "adapter", base), tmp_path / f"{pushed}-hf")
+        merged, exported, held = (
+            load_file(path / "model.safetensors")
+            for path in (tmp_path / f"{pushed}-hf", tmp_path / pushed / "hf", tiny / "model")
+        )
+        assert merged.keys() == exported.keys()
+        assert all((merged[name] - exported[name]).abs().max() < 1e-6 for name in merged)
+        assert any((merged[name] - held[name]).abs().max() > 1e-4 for name in merged), "it learns"
 
 
 def test_a_reward_that_raises_scores_zero(tmp_path: Path, overrides: Callable[..., list[str]], saved: Path) -> None:

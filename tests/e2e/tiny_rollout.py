@@ -14,7 +14,7 @@ from transformers import PreTrainedModel
 from transformers.core_model_loading import revert_weight_conversion
 
 from oblr_megatron.config import Config, parse_config
-from oblr_megatron.engine.protocol import SamplingRequest
+from oblr_megatron.engine.protocol import Sampler, SamplingRequest
 from oblr_megatron.rollout.colocated import ColocatedEngines
 from oblr_megatron.types import Prompt, Sample
 from oblr_megatron.weights.manifest import TensorSpec
@@ -63,7 +63,7 @@ def make_prompts(count: int, seed: int = 0) -> list[Prompt]:
     return [Prompt(row=n, id=str(n), text="", token_ids=tokens, answer="", source="") for n, tokens in enumerate(ids)]
 
 
-def sample(engines: ColocatedEngines, count: int = 12, group_size: int = 4, **options: Any) -> list[Sample]:
+def sample(engines: Sampler, count: int = 12, group_size: int = 4, **options: Any) -> list[Sample]:
     request = SamplingRequest(**{"group_size": group_size, "temperature": 1.0, "max_tokens": 32, "seed": 3} | options)
     return engines.generate(make_prompts(count), request)
 
