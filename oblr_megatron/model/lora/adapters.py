@@ -56,7 +56,10 @@ class Pair(MegatronModule):
         rows: whether tensor-parallel ranks share the matrix by rows (else by columns).
         """
         super().__init__(config)
-        device, options = base.weight.device, {"config": config, "bias": False, "skip_bias_add": True}
+        device = base.weight.device
+        options: dict[str, Any] = {"config": config, "bias": False, "skip_bias_add": True}
+        self.A: Any
+        self.B: Any
         self.scale = scale
         if rows:
             self.A = ReplicatedLinear(inputs, rank, config, device)
@@ -73,7 +76,8 @@ class Pair(MegatronModule):
     def product(self) -> Tensor:
         """scale * B A, this rank's part of the matrix, at least in fp32."""
         wide = torch.promote_types(self.A.weight.dtype, torch.float32)
-        return self.B.weight.detach().to(wide) @ self.A.weight.detach().to(wide) * self.scale
+        product: Tensor = self.B.weight.detach().to(wide) @ self.A.weight.detach().to(wide)
+        return product * self.scale
 
 
 @dataclass(frozen=True, slots=True)
@@ -115,7 +119,7 @@ class Adapters(MegatronModule):
     def __init__(self, module: SelfAttention | MLP, lora: LoraConfig, config: TransformerConfig) -> None:
         super().__init__(config)
         self.active = True
-        self.sites = []
+        self.sites: list[Site] = []
         for layer_name, parts in PARTS.items():
             layer: Any = getattr(module, layer_name, None)
             if layer is None or not set(parts) & set(lora.targets):

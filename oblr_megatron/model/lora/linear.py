@@ -26,7 +26,7 @@ class ReplicatedLinear(nn.Module):
 
     def forward(self, x: Tensor) -> tuple[Tensor, None]:
         """The product, and no bias."""
-        options = {"allreduce_dgrad": False, "sequence_parallel": False, "tp_group": None}
+        options: dict[str, Any] = {"allreduce_dgrad": False, "sequence_parallel": False, "tp_group": None}
         return self._forward_impl(input=x, weight=self.weight, bias=None, **options), None
 
     def _forward_impl(self, input: Tensor, weight: Tensor, bias: None, **_options: Any) -> Tensor:
