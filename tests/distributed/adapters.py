@@ -29,10 +29,11 @@ def fill(policy: Policy) -> None:
     for name, parameter in policy.named_parameters():
         if is_adapter(name):
             shape, cut = list(parameter.shape), getattr(parameter, "tensor_model_parallel", False)
+            dim: int = getattr(parameter, "partition_dim", 0)
             if cut:
-                shape[parameter.partition_dim] *= ranks
+                shape[dim] *= ranks
             whole = values(name, tuple(shape))
-            parameter.copy_(whole.chunk(ranks, parameter.partition_dim)[rank] if cut else whole)
+            parameter.copy_(whole.chunk(ranks, dim)[rank] if cut else whole)
 
 
 def factors(weights: Mapping[str, Tensor], targets: tuple[str, ...] = ("proj",)) -> dict[str, Tensor]:
