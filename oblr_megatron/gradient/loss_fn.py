@@ -150,7 +150,8 @@ def score_loss(
     def loss_of(hidden: Tensor, batch: MicroBatch) -> tuple[Tensor, dict[str, Tensor]]:
         head = policy.head
         energy = callable(coefficients)
-        tokens = head(hidden, batch, temperature=temperature, entropy=records, energy=energy, others=batch.recorded_ids)
+        others = None if ratios is None else batch.recorded_ids
+        tokens = head(hidden, batch, temperature=temperature, entropy=records, energy=energy, others=others)
         logprobs = tokens.logprobs  # [b, t]
         detached = logprobs.detach()
         weights = _ones(detached) if ratios is None else ratios(tokens, batch)
