@@ -67,8 +67,9 @@ class Sample:
     response. Row j belongs to input position j. A row of -1 means that the route is not known. The last token of a
     response is never an input, so its row is -1. Equality of samples ignores the routes.
 
-    `recorded` (`algo.center`) are the tokens that the engine gave most probability at each token of the response, with
-    their log-probs, as `RECORDED`. The drawn token may not be among them. Equality ignores them, too.
+    `recorded` (`algo.center`, `rollout.top_k`) are the tokens that the engine gave most probability at each token of
+    the response, with their log-probs, as `RECORDED`. The drawn token may not be among them. Under a filter a row that
+    ends with a log-prob of -inf names all tokens that could be drawn. Equality ignores them, too.
 
     Example: Sample(group=0, prompt_ids=(5, 9, 2), response_ids=(7, 1), logprobs=(-0.1, -0.02), text="5",
                     finish_reason="stop", version=3)
@@ -203,6 +204,7 @@ class MicroBatch(TokenRows):
     routes: Tensor | None = None  # [b, t, layers, k] int16 in host memory, -1 without a route; None: none has one
     recorded_ids: Tensor | None = None  # [b, t, k] int32, tokens that the engine recorded at `labels`; None: none
     recorded_logprobs: Tensor | None = None  # [b, t, k] fp32, log mu of each; -inf where the engine named no token
+    supported: Tensor | None = None  # [b, t] bool, True where no other token could be drawn at `labels`; None: nowhere
 
     def of_tokens(self, table: Tensor) -> Tensor:
         """Look up values of response tokens: table [N, T] -> [b, t], 0 where mask is False."""

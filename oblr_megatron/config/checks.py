@@ -135,10 +135,11 @@ def biases(config: Config) -> Iterator[str]:
             "rollout.dynamic_sampling biases the gradient's direction: it drops groups of equal rewards, which have a "
             f'gradient under {cause}; algo.baseline = "optimal" or "rloo" without a KL penalty has none there'
         )
-    if rollout.replay is None and (rollout.top_p < 1 or rollout.top_k > 0):
+    if rollout.replay is None and (rollout.top_p < 1 or rollout.top_k > 0) and not config.replays_support:
+        remedy = "leave the filters off" if rollout.environment.function else "a top_k of 1 to 1,024 has no bias"
         yield (
             f"rollout.top_p {rollout.top_p:g} and top_k {rollout.top_k} bias the gradient: tokens outside the filter "
-            "are never drawn, so the mean score is not 0; 1 and -1 sample from the policy itself"
+            f"are never drawn, so the mean score is not 0; {remedy}"
         )
 
 

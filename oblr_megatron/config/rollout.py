@@ -44,15 +44,21 @@ def _urls(servers: tuple[str, ...]) -> tuple[str, ...]:
     return servers
 
 
+LARGEST_SUPPORT = 1024
+"""Largest top_k whose tokens are stored with the samples: 8 KB for each token of a response."""
+
+
 class RolloutConfig(Section):
     """Sampling of responses by vLLM."""
 
     temperature: float = Field(1.0, ge=0.01)
     """Sampling temperature. The trainer's log-probs use the same temperature."""
     top_p: float = Field(1.0, gt=0, le=1)
-    """Nucleus filter. Below 1 the engine renormalises its log-probs over the nucleus, but the trainer does not."""
+    """Nucleus filter. Below 1 it needs a top_k of at most 1,024, or the trainer cannot renormalise its log-probs as the
+    engine does."""
     top_k: int = Field(-1, ge=-1)
-    """Top-k filter, -1 for none. Log-probs differ as with top_p."""
+    """Top-k filter, -1 for none. Up to 1,024 samples hold the tokens that each draw could take, in 8 (top_k + 8) bytes
+    a token, and the trainer's policy is renormalised over them (docs/samples.md)."""
     max_response_tokens: int = Field(512, ge=1)
     """Longest response; longer ones are cut (finish_reason "length"). With an environment, all tokens after the
     prompt."""

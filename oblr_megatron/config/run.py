@@ -31,7 +31,7 @@ from oblr_megatron.config.optimizer import OptimizerConfig
 from oblr_megatron.config.parallel import ParallelConfig
 from oblr_megatron.config.removed import REMOVED
 from oblr_megatron.config.reward import RewardConfig
-from oblr_megatron.config.rollout import RolloutConfig, WeightsConfig
+from oblr_megatron.config.rollout import LARGEST_SUPPORT, RolloutConfig, WeightsConfig
 from oblr_megatron.config.section import Section, section_in
 from oblr_megatron.errors import Problem, UserError
 
@@ -98,6 +98,11 @@ class Config(Section):
         """
         apart = facts_of(self.algo.baseline).needs_norms or self.algo.kl_coefficient or self.model.router_losses
         return self.uses_norms and self.gradnorm.source == "logit" and not apart
+
+    @property
+    def replays_support(self) -> bool:
+        """Whether samples hold the tokens that each draw could take, so that the trainer renormalises over them."""
+        return 0 < self.rollout.top_k <= LARGEST_SUPPORT and not self.rollout.environment.function
 
     @property
     def stashes(self) -> bool:

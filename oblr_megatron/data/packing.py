@@ -232,23 +232,26 @@ def _routes(samples: Sequence[Sample], group: Sequence[int], widths: Sequence[in
 def _recorded(
     samples: Sequence[Sample], group: Sequence[int], widths: Sequence[int], shape: tuple[int, int]
 ) -> dict[str, torch.Tensor]:
-    """`MicroBatch.recorded_ids` and `recorded_logprobs`; none if no sample has any."""
+    """`MicroBatch.recorded_ids`, `recorded_logprobs` and `supported`; none if no sample has any."""
     sizes = {recorded.shape[1] for index in group if (recorded := samples[index].recorded) is not None}
     if not sizes:
         return {}
     laid_out = np.zeros((sum(widths), max(sizes)), RECORDED)
     laid_out["logprob"] = -np.inf
-    start = 0
+    supported, start = np.zeros(len(laid_out), bool), 0
     for index, width in zip(group, widths, strict=True):
         sample = samples[index]
         assert sample.recorded is not None or not sample.response_ids, "some samples have recorded tokens, others none"
         if sample.recorded is not None:
             first = start + len(sample.prompt_ids) - 1  # the position that predicts the response's first token
-            laid_out[first : first + len(sample.response_ids), : sample.recorded.shape[1]] = sample.recorded
+            places = slice(first, first + len(sample.response_ids))
+            laid_out[places, : sample.recorded.shape[1]] = sample.recorded
+            supported[places] = sample.recorded["logprob"][:, -1:].ravel() == -np.inf
         start += width
-    return {
-        f"recorded_{name}s": torch.from_numpy(laid_out[name].copy()).unflatten(0, shape) for name in ("id", "logprob")
-    }
+    arrays = {f"recorded_{name}s": laid_out[name].copy() for name in ("id", "logprob")}
+    if supported.any():
+        arrays["supported"] = supported
+    return {name: torch.from_numpy(values).unflatten(0, shape) for name, values in arrays.items()}
 
 
 def _laid_out(samples: Sequence[Sample], group: Sequence[int], widths: Sequence[int]) -> list[torch.Tensor]:

@@ -35,6 +35,10 @@ MIN_TEMPERATURE = 0.01
 """vLLM silently raises a lower temperature to this value, so its log-probs would be of another distribution."""
 
 
+TIES = 8
+"""Tokens recorded beyond top_k, so that a row has an end: vLLM also keeps all that are as likely as the last one."""
+
+
 @dataclass(frozen=True, slots=True)
 class SamplingRequest:
     """Settings for sampling the prompts of a call.
@@ -74,7 +78,10 @@ class SamplingRequest:
             top_p=rollout.top_p,
             top_k=rollout.top_k,
             routes=config.model.moe_routing_replay,
-            recorded=config.algo.center_tokens if config.algo.center else 0,
+            recorded=max(
+                config.algo.center_tokens if config.algo.center else 0,
+                rollout.top_k + TIES if config.replays_support else 0,
+            ),
         )
 
     @classmethod

@@ -82,7 +82,7 @@ def _energies(policy: Policy, microbatches: Sequence[MicroBatch], temperature: f
     parallel = policy.parallel
 
     def loss_of(hidden: Tensor, batch: MicroBatch) -> tuple[Tensor, dict[str, Tensor]]:
-        tokens = policy.head(hidden, batch, temperature=temperature, energy=True, others=batch.recorded_ids)
+        tokens = policy.head(hidden, batch, temperature=temperature, energy=True, others=ratios.others(batch))
         weights = ratios(tokens, batch)
         return hidden.new_zeros(()), {"energy": sample_energies(tokens, weights, batch, temperature)}
 

@@ -150,7 +150,7 @@ def score_loss(
     def loss_of(hidden: Tensor, batch: MicroBatch) -> tuple[Tensor, dict[str, Tensor]]:
         head = policy.head
         energy = callable(coefficients)
-        others = None if ratios is None else batch.recorded_ids
+        others = None if ratios is None else ratios.others(batch)
         tokens = head(hidden, batch, temperature=temperature, entropy=records, energy=energy, others=others)
         logprobs = tokens.logprobs  # [b, t]
         detached = logprobs.detach()

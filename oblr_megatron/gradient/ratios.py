@@ -48,8 +48,19 @@ class ScoreWeights(NamedTuple):
     sums: Callable[[], Tensor]  # returns `RATIO_SUMS` in fp64; passes that record nothing do not call it
 
 
-RatioFn = Callable[["TokenScores", MicroBatch], ScoreWeights]
-"""(scores of the tokens, their microbatch) -> their weights, without gradient."""
+@dataclass(frozen=True, slots=True)
+class RatioFn:
+    """The weights of a microbatch's tokens, from their scores, without gradient."""
+
+    weights: Callable[[TokenScores, MicroBatch], ScoreWeights]
+    center: bool  # algo.center
+
+    def __call__(self, scores: TokenScores, batch: MicroBatch) -> ScoreWeights:
+        return self.weights(scores, batch)
+
+    def others(self, batch: MicroBatch) -> Tensor | None:
+        """The further tokens whose scores it needs, [b, t, k]."""
+        return batch.recorded_ids if self.center else None
 
 
 @dataclass(frozen=True, slots=True)
@@ -130,4 +141,4 @@ def importance_ratios(config: Config, policy: Policy, old: Old | None = None) ->
             current, before, batch.mask, signs, config.algo, cu_seqlens=batch.cu_seqlens, reduce=over_context
         )
 
-    return ratios
+    return RatioFn(ratios, config.algo.center)

@@ -10,6 +10,9 @@ Backward makes the same blocks again, those that do not fit in `KEPT_LOGITS`, an
 
 a is a token's label and, where a caller names them, further tokens of the vocabulary (`algo/centering.py`).
 
+Where a microbatch knows which tokens could be drawn (`MicroBatch.supported`), the others have no probability and no
+gradient: pi is the policy renormalised over them, as the engine sampled from it.
+
 A block has all tokens, so its dW[rows] is complete: a sink measures it as a layer of its own, and the squares of the
 blocks add up. Padding rows of the vocabulary have no probability and no gradient, even on a rank with only padding.
 
@@ -38,6 +41,10 @@ if TYPE_CHECKING:
     from oblr_megatron.model.numerics import Operations
     from oblr_megatron.model.parallel import Parallel
     from oblr_megatron.types import TokenRows
+
+
+EXCLUDED = -1e30
+"""Score of a token that could not be drawn: its exponential is 0, and sums of it times 0 stay numbers."""
 
 
 class TokenScores(NamedTuple):
@@ -92,7 +99,8 @@ class LMHead:
             labels = torch.cat([labels, others.flatten(0, 1)[index].to(labels.dtype)], dim=1)
         # The same on ranks that share the sequence: they sum each block's gradient, and may differ in response tokens.
         columns = max(1, min(len(self.weight), self.block_elements // max(1, len(flat))))
-        factors = HeadFactors(self, x.detach(), labels, bounds, columns, temperature)
+        support = _support(batch, index)
+        factors = HeadFactors(self, x.detach(), labels, bounds, columns, temperature, support)
         values = _Scores.apply(x, self.weight, factors, torch.is_grad_enabled(), entropy, energy)
 
         def placed(v: Tensor) -> Tensor:
@@ -138,6 +146,16 @@ def product(x: Tensor, weight: Tensor, dtype: torch.dtype) -> Tensor:
     return x.to(dtype) @ weight.to(dtype).t()  # torch has no such product on CPUs
 
 
+def _support(batch: TokenRows, index: Tensor) -> tuple[Tensor, Tensor] | None:
+    """(ids that could be drawn [n, k], whether no other could [n]) of the mask's tokens; None: unknown for all."""
+    supported, ids = getattr(batch, "supported", None), getattr(batch, "recorded_ids", None)
+    if supported is None or ids is None:
+        return None
+    possible = batch.recorded_logprobs > -torch.inf  # type: ignore[attr-defined]
+    ids = torch.where(possible, ids, batch.labels[..., None].to(ids.dtype))  # a drawn token was possible
+    return ids.flatten(0, 1)[index], supported.flatten()[index]
+
+
 def _bounds(index: Tensor, batch: TokenRows) -> tuple[int, ...]:
     """Where each sample begins among the tokens of the mask, and the end. Both are in host memory."""
     rows, length = batch.mask.shape
@@ -155,16 +173,25 @@ class HeadFactors:
         bounds: [samples + 1], where each sample begins in x.
         columns: of a block, at most.
         temperature: T.
+        support: global ids of the tokens that could be drawn [n, k], and where no other could [n]; None: all could.
     """
 
     def __init__(
-        self, head: LMHead, x: Tensor, labels: Tensor, bounds: tuple[int, ...], columns: int, temperature: float
+        self,
+        head: LMHead,
+        x: Tensor,
+        labels: Tensor,
+        bounds: tuple[int, ...],
+        columns: int,
+        temperature: float,
+        support: tuple[Tensor, Tensor] | None = None,
     ) -> None:
         self.head, self.x, self.bounds = head, x, bounds
         self._columns, self._temperature = columns, temperature
         first = head.parallel.tp_rank * len(head.weight)
         self._real = max(0, min(len(head.weight), head.vocab_size - first))  # rows before the padding
         self._labels = labels - first  # rows of this rank's weight; another rank's are outside
+        self._support = None if support is None else (torch.cat([labels[:, :1], support[0]], 1) - first, support[1])
         self._kept: dict[int, tuple[Tensor, Tensor]] = {}  # first row -> (largest score [n], exp(score - it))
         wide = torch.float64 if x.dtype == torch.float64 else torch.float32
         self._largest = x.new_full((len(x),), -torch.inf, dtype=wide)
@@ -262,7 +289,18 @@ class HeadFactors:
         stop = max(rows.start, min(rows.stop, self._real))
         logits = product(self.x, self.weight.detach()[rows.start : stop], self.head.dtype)
         scores = logits.to(self._total.dtype)
-        return scores if self._temperature == 1 else scores.div_(self._temperature)
+        scores = scores if self._temperature == 1 else scores.div_(self._temperature)
+        return self._exclude(scores, slice(None), rows.start, EXCLUDED)
+
+    def _exclude(self, scores: Tensor, tokens: slice, first: int, value: float) -> Tensor:
+        """Write the value to scores [tokens, columns from `first` on] of the tokens that could not be drawn."""
+        if self._support is None or scores.numel() == 0:
+            return scores
+        ids, known = (part[tokens] for part in self._support)
+        inside = (ids >= first) & (ids < first + scores.shape[1])
+        excluded = known[:, None].repeat(1, scores.shape[1] + 1)  # the last column takes what lies outside
+        excluded.scatter_(1, torch.where(inside, ids - first, scores.shape[1]).long(), False)
+        return scores.masked_fill_(excluded[:, :-1], value)
 
     def _labels_in(self, rows: slice) -> tuple[Tensor, Tensor]:
         """(whether the block has the labels, their columns, 0 where it does not): [n, 1 + k] each."""
@@ -288,6 +326,7 @@ class HeadFactors:
         for start in range(0, len(self.x), step):
             tokens = slice(start, start + step)
             scores = self.head.logits(self.x[tokens])[:, : self._real].to(wide) / self._temperature
+            scores = self._exclude(scores, tokens, 0, -torch.inf)
             logprobs[tokens] = operations.log_softmax_at(scores, self._labels[tokens, 0]).to(wide)
         return logprobs
 

@@ -80,13 +80,26 @@ def oracle_gradient(
 
 
 def oracle_logprobs(weights: Weights, config: DenseShape, sample: Sample, temperature: float = 1.0) -> Tensor:
-    """log pi of each response token that the policy wrote, [sample.length]; by the sample's routes if it has any."""
+    """log pi of each response token that the policy wrote, [sample.length]; by the sample's routes and support if any."""
     tokens = torch.tensor((*sample.prompt_ids, *sample.response_ids))
     routes = None if sample.routes is None else torch.tensor(sample.routes, dtype=torch.int64)
     logits = oracle_logits(weights, config, tokens, routes)[:-1]  # position j predicts token j + 1
-    logprobs = F.log_softmax(logits / temperature, dim=-1).gather(1, tokens[1:, None])[:, 0]
-    response = logprobs[len(sample.prompt_ids) - 1 :]
+    logits = within_support(logits[len(sample.prompt_ids) - 1 :], sample)
+    response = F.log_softmax(logits / temperature, dim=-1).gather(1, torch.tensor(sample.response_ids)[:, None])[:, 0]
     return response[torch.tensor(sample.mask)] if sample.mask else response
+
+
+def within_support(logits: Tensor, sample: Sample) -> Tensor:
+    """[response tokens, V] logits, -inf where `sample.recorded` says that a token could not be drawn."""
+    if sample.recorded is None:
+        return logits
+    possible = torch.ones(logits.shape, dtype=torch.bool)
+    for row, recorded, token in zip(possible, sample.recorded, sample.response_ids, strict=True):
+        if recorded["logprob"][-1] == -torch.inf:
+            row[:] = False
+            row[torch.tensor(recorded["id"][recorded["logprob"] > -torch.inf].astype("int64"))] = True
+            row[token] = True
+    return logits.masked_fill(~possible, -torch.inf)
 
 
 def oracle_logits(weights: Weights, config: DenseShape, tokens: Tensor, routes: Tensor | None = None) -> Tensor:

@@ -170,6 +170,11 @@ def _problems(saved: SavedStep, config: Config, vocab_size: int, model: str) -> 
             "model.moe_routing_replay is true, but the samples were saved without the engine's routes",
             "save them with model.moe_routing_replay=true, or set it to false",
         )
+    if config.replays_support and any(sample.recorded is None for sample in samples):
+        yield (
+            f"rollout.top_k is {config.rollout.top_k}, but the samples were saved without the tokens that it left",
+            "save them with the same top_k, or set rollout.top_k to -1",
+        )
     if config.algo.center and any(sample.recorded is None for sample in samples):
         yield (
             "algo.center is true, but the samples were saved without the engine's most likely tokens",

@@ -2,7 +2,8 @@
 
 Padding takes no part. 37 tokens are padded to 64 or to 128. On 4 ranks the last rank, or the last two, hold nothing but
 padding, and the logits there are the largest of all. Blocks have one to all columns; forward keeps none, some or all.
-With the smaller padding each position has three further tokens, often the label among them.
+With the smaller padding each position has three further tokens, often the label among them. In filtered cases most
+positions have few tokens that could be drawn, and the others have no probability.
 
 Not covered: norms and gradients of models (test_gradnorm_layouts.py and others, all with several blocks), CUDA.
 """
@@ -25,7 +26,9 @@ from tests.tiny import VOCAB
 
 ROWS, LENGTH, HIDDEN = 16, 5, 24
 F64, F32, BF16 = torch.float64, torch.float32, torch.bfloat16
-CASES = [  # dtype of the factors, of the logits, scale of the logits, tolerance
+CASES = [  # dtype of the factors, of the logits, scale of the logits, tolerance; the first two are of filtered draws
+    (F64, F64, 1.0, 1e-12),
+    (F32, F32, 3.0, 1e-5),
     (F64, F64, 1.0, 1e-12),
     (F64, F64, 1e4, 1e-9),  # exp() of any score alone would overflow
     (F32, F32, 3.0, 1e-5),
@@ -33,11 +36,12 @@ CASES = [  # dtype of the factors, of the logits, scale of the logits, tolerance
     (BF16, F32, 3.0, 1e-5),  # exact products of the rounded factors
     (BF16, BF16, 3.0, 0.1),  # logits up to 16 are rounded to 0.06
 ]
+FILTERED = 2
 BLOCKS = [(10**9, 10**9), (3 * ROWS * LENGTH, 5 * ROWS * LENGTH), (1, 0)]  # logits of a block, logits kept
 TEMPERATURE = 0.7
 
 
-def inputs(padded: int, dtype: torch.dtype, scale: float) -> tuple[Tensor, Tensor, MicroBatch, Tensor]:
+def inputs(padded: int, dtype: torch.dtype, scale: float, filtered: bool) -> tuple[Tensor, Tensor, MicroBatch, Tensor]:
     """Hidden states, weight with huge padding, labels that include the first and last token, weights of the sum."""
     generator = torch.Generator().manual_seed(padded)
     hidden = torch.randn(ROWS, LENGTH, HIDDEN, generator=generator, dtype=F64)
@@ -50,6 +54,11 @@ def inputs(padded: int, dtype: torch.dtype, scale: float) -> tuple[Tensor, Tenso
     mask = torch.rand(ROWS, LENGTH, generator=generator) < 0.8
     mask[0, :2], mask[1] = True, False
     batch = MicroBatch(labels, labels.masked_fill(~mask, 10**6), mask, torch.zeros(mask.shape), torch.arange(ROWS))
+    if filtered:  # at most six tokens could be drawn, and the label is not always among them; else all could
+        batch.recorded_ids = torch.rand(ROWS, LENGTH, VOCAB, generator=generator).argsort(-1)[..., :6].int()
+        batch.recorded_logprobs = torch.full((ROWS, LENGTH, 6), -torch.inf)
+        batch.recorded_logprobs[..., :4] = -1.0
+        batch.supported = torch.rand(ROWS, LENGTH, generator=generator) < 0.7
     return hidden, weight, batch, torch.randn(ROWS, LENGTH, generator=generator, dtype=F64)
 
 
@@ -60,19 +69,29 @@ def further(padded: int, batch: MicroBatch) -> tuple[Tensor, Tensor]:
     labels = batch.labels.masked_fill(~batch.mask, 0)[..., None]
     take = (torch.rand(ROWS, LENGTH, 1, generator=generator) < 1 / 3) & (others != labels).all(-1, keepdim=True)
     others = torch.where(torch.arange(3) == 1, torch.where(take, labels, others), others)
+    others = others if batch.recorded_ids is None else batch.recorded_ids[..., :3].long()
     return others, torch.randn(ROWS, LENGTH, 3, generator=generator, dtype=F64)
 
 
 def all_cases(padded: int) -> list[list[tuple[Tensor, ...]]]:
     with layout(tp=dist.get_world_size()) as parallel:
-        return [[shard_results(parallel, padded, *case[:3], *sizes) for sizes in BLOCKS] for case in CASES]
+        return [
+            [shard_results(parallel, padded, number < FILTERED, *case[:3], *sizes) for sizes in BLOCKS]
+            for number, case in enumerate(CASES)
+        ]
 
 
 def shard_results(
-    parallel: Parallel, padded: int, dtype: torch.dtype, of_logits: torch.dtype, scale: float, *sizes: int
+    parallel: Parallel,
+    padded: int,
+    filtered: bool,
+    dtype: torch.dtype,
+    of_logits: torch.dtype,
+    scale: float,
+    *sizes: int,
 ) -> tuple[Tensor, ...]:
     """Log-probs, entropy, energy, gradients of the hidden states and this rank's rows of the weight, further tokens."""
-    hidden, weight, batch, weights = inputs(padded, dtype, scale)
+    hidden, weight, batch, weights = inputs(padded, dtype, scale, filtered)
     hidden.requires_grad_()
     shard = nn.Parameter(weight.chunk(parallel.tp_size)[parallel.tp_rank].clone())
     head = LMHead(shard, VOCAB, parallel, Tap(), of_logits, *sizes)
@@ -88,12 +107,18 @@ def shard_results(
     return *itertools.islice(values, 3), hidden.grad, shard.grad, *values
 
 
-def reference(padded: int, dtype: torch.dtype, scale: float) -> tuple[Tensor, ...]:
+def reference(padded: int, dtype: torch.dtype, scale: float, filtered: bool) -> tuple[Tensor, ...]:
     """The same over the real vocabulary in fp64, by torch."""
-    hidden, weight, batch, weights = inputs(padded, dtype, scale)
+    hidden, weight, batch, weights = inputs(padded, dtype, scale, filtered)
     x, w = hidden.double().requires_grad_(), weight.double().requires_grad_()
-    whole = ((x @ w.t())[..., :VOCAB] / TEMPERATURE).log_softmax(-1)
     labels = batch.labels.masked_fill(~batch.mask, 0)
+    scores = (x @ w.t())[..., :VOCAB] / TEMPERATURE
+    if filtered:
+        assert batch.recorded_ids is not None and batch.supported is not None
+        possible = torch.zeros(scores.shape, dtype=torch.bool).scatter_(-1, batch.recorded_ids[..., :4].long(), True)
+        possible.scatter_(-1, labels[..., None], True)
+        scores = scores.masked_fill(~possible & batch.supported[..., None], -1e300)
+    whole = scores.log_softmax(-1)
     chosen = whole.gather(-1, labels[..., None])[..., 0] * batch.mask
     others, of_others = further(padded, batch)
     at_others = whole.gather(-1, others) * batch.mask[..., None]
@@ -110,7 +135,7 @@ def reference(padded: int, dtype: torch.dtype, scale: float) -> tuple[Tensor, ..
 def test_equal_to_log_softmax(world_size: int, padded: int) -> None:
     ranks = run_ranks(all_cases, world_size, padded)
     for case, (dtype, _, scale, rtol) in enumerate(CASES):
-        expected = reference(padded, dtype, scale)
+        expected = reference(padded, dtype, scale, case < FILTERED)
         for sizes in range(len(BLOCKS)):
             results = [rank[case][sizes] for rank in ranks]
             check(results, expected, dtype, rtol)
