@@ -80,7 +80,7 @@ def oracle_gradient(
 
 
 def oracle_logprobs(weights: Weights, config: DenseShape, sample: Sample, temperature: float = 1.0) -> Tensor:
-    """log pi of each response token that the policy wrote, [sample.length]; by the sample's routes and support if any."""
+    """log pi of each token that the policy wrote, [sample.length]; by the sample's routes and recorded tokens."""
     tokens = torch.tensor((*sample.prompt_ids, *sample.response_ids))
     routes = None if sample.routes is None else torch.tensor(sample.routes, dtype=torch.int64)
     logits = oracle_logits(weights, config, tokens, routes)[:-1]  # position j predicts token j + 1

@@ -18,6 +18,8 @@ from oblr_megatron.checkpoint.hf import load_hf_weights
 from oblr_megatron.config import ModelConfig
 from oblr_megatron.data.packing import pack
 from oblr_megatron.gradient.loss_fn import score_loss
+from oblr_megatron.gradient.ratios import RatioFn, ScoreWeights
+from oblr_megatron.model.lm_head import TokenScores
 from oblr_megatron.model.parallel import Parallel
 from oblr_megatron.model.policy import Policy, build_policy
 from oblr_megatron.norms.oracle import oracle_gradient, oracle_logprobs
@@ -66,9 +68,13 @@ def batches_of(samples: Sequence[Sample], *, pad_multiple: int = 1) -> list[Micr
     return batches
 
 
-def token_ratios(logprobs: Tensor, batch: MicroBatch) -> tuple[Tensor, Tensor]:
-    """The run's own truncated importance ratios."""
-    return truncated_ratios(logprobs, batch.rollout_logprobs, batch.mask, level="token", cap=CAP)
+def _capped(scores: TokenScores, batch: MicroBatch) -> ScoreWeights:
+    rho, cut = truncated_ratios(scores.logprobs.detach(), batch.rollout_logprobs, batch.mask, level="token", cap=CAP)
+    return ScoreWeights(rho, None, lambda: cut)
+
+
+token_ratios = RatioFn(_capped, center=False)
+"""The run's own truncated importance ratios."""
 
 
 def load_policy(path: Path, parallel: Parallel, *, dtype: str = "float64") -> Policy:

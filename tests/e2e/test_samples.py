@@ -23,7 +23,7 @@ from safetensors.torch import load_file, save_file
 from transformers import Qwen3ForCausalLM
 
 from oblr_megatron.checkpoint.store import check_contents, checkpoints_of, read_manifest
-from oblr_megatron.engine.protocol import SamplingRequest
+from oblr_megatron.engine.protocol import TIES, SamplingRequest
 from oblr_megatron.engine.samples import to_sample
 from oblr_megatron.errors import RunError
 from oblr_megatron.rollout.colocated import ColocatedEngines
@@ -85,7 +85,7 @@ def test_padding_of_the_vocabulary_is_never_drawn_and_every_stop_token_ends(flat
 def test_logprobs_are_renormalised_over_what_the_filters_leave(flat) -> None:
     """top-k first, then top-p over the rest, both at the temperature; compared with transformers' logits."""
     engines, model = flat
-    request = SamplingRequest(group_size=8, temperature=TEMPERATURE, max_tokens=24, seed=2, top_p=TOP_P, top_k=TOP_K)
+    request = SamplingRequest(8, TEMPERATURE, 24, seed=2, top_p=TOP_P, top_k=TOP_K, recorded=TOP_K + TIES)
     samples = ask(engines, 12, request)
     worst = plain = 0.0
     for sample in samples:
@@ -93,6 +93,10 @@ def test_logprobs_are_renormalised_over_what_the_filters_leave(flat) -> None:
         kept = filtered(unfiltered)
         ids = torch.tensor(sample.response_ids)[:, None]
         found = torch.tensor(sample.logprobs, dtype=torch.float64)
+        assert sample.recorded is not None
+        for row, recorded in zip(kept, sample.recorded, strict=True):  # the tokens that each draw could take
+            possible = recorded[recorded["logprob"] > -torch.inf]
+            assert len(possible) < len(recorded) and {*possible["id"]} == {*(row > -torch.inf).nonzero()[:, 0].tolist()}
         worst = max(worst, (kept.gather(-1, ids)[:, 0] - found).abs().max().item())
         plain = max(plain, (unfiltered.gather(-1, ids)[:, 0] - found).abs().max().item())
     assert worst < 1e-4

@@ -187,10 +187,14 @@ def test_baselines_that_need_no_other_response(baseline: str) -> None:
         (["rollout.dynamic_sampling=true", "algo.baseline=none"], ["baseline 'none'"]),
         (["rollout.dynamic_sampling=true", "algo.baseline=rloo", "algo.kl_coefficient=0.1"], ["kl_coefficient"]),
         (["rollout.top_p=0.9"], ["top_p 0.9"]),
+        (["rollout.top_p=0.9", "rollout.top_k=20"], []),
         (["rollout.rejection=token"], ['rollout.rejection "token"']),
         (["algo.preset=gspo"], ["algo.updates_per_batch 4"]),
         (["algo.preset=gspo", "algo.updates_per_batch=1"], ["preset 'gspo' has no effect"]),
-        (["rollout.top_k=20", "rollout.dynamic_sampling=true", "algo.baseline=none"], ["baseline 'none'", "top_k 20"]),
+        (
+            ["rollout.top_k=2000", "rollout.dynamic_sampling=true", "algo.baseline=none"],
+            ["baseline 'none'", "top_k 2000"],
+        ),
     ],
 )
 def test_what_biases_the_gradient_is_said_in_one_line_each(overrides: list[str], said: list[str]) -> None:

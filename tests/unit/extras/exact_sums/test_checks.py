@@ -36,7 +36,7 @@ def config(*overrides: str) -> Config:
         ("parallel.tensor_model_parallel_size=2", "parallel.tensor_model_parallel_size"),
         ("rollout.tensor_parallel_size=2", "parallel.tensor_model_parallel_size"),
         ("rollout.top_p=0.9", "rollout.top_p"),
-        ("rollout.top_k=5", "rollout.top_p"),
+        ("rollout.top_k=2000", "rollout.top_p"),
         ("rollout.speculation=ngram", "rollout.speculation"),
         ("rollout.servers=http://a:1", "rollout.servers"),
         ("rollout.vllm.kv_cache_dtype=auto", "rollout.vllm"),
