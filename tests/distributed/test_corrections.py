@@ -19,7 +19,7 @@ from transformers import AutoConfig
 
 from oblr_megatron.algo.advantage import AdvantageRule
 from oblr_megatron.gradient.step_gradient import StepGradient
-from oblr_megatron.norms.oracle import oracle_gradient, oracle_logits, oracle_logprobs
+from oblr_megatron.norms.oracle import oracle_gradient, oracle_logits, oracle_logprobs, within_support
 from oblr_megatron.rollout.dynamic_sampling import Batch
 from oblr_megatron.rollout.waves import whole_step
 from oblr_megatron.types import RECORDED, Sample
@@ -75,14 +75,15 @@ def weights_of(logprobs: torch.Tensor, drawn: torch.Tensor, options: dict[str, A
 
 @cache
 def recorded_samples() -> list[Sample]:
-    """The samples with recorded tokens at random; most draws are among them, and some entries name no token."""
+    """The samples with recorded tokens at random; most draws are among them, and some rows are the whole support."""
     random, samples = np.random.default_rng(7), []
     for sample in make_samples():
         recorded = np.zeros((len(sample.response_ids), RECORDED_TOKENS), RECORDED)
         for row, token, logprob in zip(recorded, sample.response_ids, sample.logprobs, strict=True):
             row["id"] = random.permutation(VOCAB)[:RECORDED_TOKENS]
             row["logprob"] = np.log(random.dirichlet(np.ones(RECORDED_TOKENS)))
-            row["logprob"][-1] = -np.inf
+            if random.random() < 0.5:  # no other token could be drawn
+                row["logprob"][-2:] = -np.inf
             if random.random() < 0.8 and token not in row["id"]:
                 row["id"][1] = token
             row["logprob"][row["id"] == token] = logprob
@@ -97,10 +98,11 @@ def centred_gradient(
     leaves = {name: weight.clone().requires_grad_() for name, weight in weights.items()}
     logits = oracle_logits(leaves, hf_config, torch.tensor((*sample.prompt_ids, *sample.response_ids)))
     own = range(len(sample.response_ids)) if not sample.mask else np.flatnonzero(sample.mask)
+    response = within_support(logits[len(sample.prompt_ids) - 1 : -1], sample)
     score, at = logits.sum() * 0, iter(rho)
     for place in own:
         row, token = sample.recorded[place], sample.response_ids[place]
-        logpi = (logits[len(sample.prompt_ids) - 1 + place] / 0.8).log_softmax(-1)
+        logpi = (response[place] / 0.8).log_softmax(-1)
         known = [(int(one["id"]), float(one["logprob"])) for one in row if one["logprob"] > -np.inf]
         weight = next(at)
         if token in dict(known):
