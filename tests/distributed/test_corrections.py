@@ -165,7 +165,7 @@ def steps(
                     config = config.model_copy(update={"rollout": rollout, "algo": algo})
                     policy = policy_of(path, parallel, config)
                     step = StepGradient(policy, config).begin(1)
-                    batch = whole_step(Batch([], recorded_samples() if algo.center else make_samples(), scored()))
+                    batch = whole_step(Batch([], recorded_samples(), scored()))
                     step.add(batch, AdvantageRule(scored(), config))
                     (stats,) = step.updates()
                     gradient = {name: parameter.main_grad.clone() for name, parameter in policy.named_parameters()}

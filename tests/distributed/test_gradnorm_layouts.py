@@ -16,10 +16,13 @@ import pytest
 import torch
 import torch.distributed as dist
 
+from oblr_megatron.gradient.ratios import RatioFn, ScoreWeights
+from oblr_megatron.model.lm_head import TokenScores
 from oblr_megatron.model.optimizer import grad_sq_norm
 from oblr_megatron.model.parallel import Parallel
 from oblr_megatron.model.policy import Policy
 from oblr_megatron.model.step import reduce_model_parallel_grads, run_schedule
+from oblr_megatron.types import MicroBatch
 from tests.distributed.gradnorm_cases import (
     RTOL,
     TEMPERATURE,
@@ -159,10 +162,13 @@ def variants(path: Path) -> dict[str, torch.Tensor]:
     return results
 
 
-def broken_ratios(logprobs: torch.Tensor, batch: object) -> tuple[torch.Tensor, torch.Tensor]:
-    """Ratio 1, and NaN for sample 2."""
-    ratios = torch.ones_like(logprobs)
-    return (ratios * torch.nan if batch.sample_index.item() == 2 else ratios), torch.zeros(())
+def _with_nan(scores: TokenScores, batch: MicroBatch) -> ScoreWeights:
+    ratios = torch.ones_like(scores.logprobs.detach())
+    return ScoreWeights(ratios * torch.nan if batch.sample_index.item() == 2 else ratios, None, lambda: torch.zeros(()))
+
+
+broken_ratios = RatioFn(_with_nan, center=False)
+"""Ratio 1, and NaN for sample 2."""
 
 
 def by_megatrons_reductions(policy: Policy) -> torch.Tensor:
