@@ -29,7 +29,6 @@ OPTIONS: dict[str, Any] = {
     "disable_log_stats": False,
     "block_size": 32,
     "kv_cache_dtype": "fp8",
-    "max_logprobs": 20,
     "cudagraph_capture_sizes": [1, 2, 4],
     "compilation_config": {"mode": 0, "custom_ops": ["none"]},
 }
