@@ -98,5 +98,6 @@ def _recorded(logprobs: Any, tokens: int) -> NDArray[np.void]:
     if len(logprobs.token_ids) % tokens or len({*np.diff(logprobs.start_indices).tolist()}) > 1:
         raise RunError(f"the engine returned {len(logprobs.token_ids)} log-probs for {tokens} tokens")
     table = np.zeros((tokens, len(logprobs.token_ids) // tokens), RECORDED)
-    table["id"].flat, table["logprob"].flat = logprobs.token_ids, logprobs.logprobs
+    table["id"] = np.reshape(logprobs.token_ids, table.shape)
+    table["logprob"] = np.reshape(logprobs.logprobs, table.shape)
     return table[:, 1:].copy()

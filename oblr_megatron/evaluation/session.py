@@ -11,7 +11,6 @@ from typing import TYPE_CHECKING
 
 from oblr_megatron.checkpoint.hf_dir import HFDir, check_hf_dir
 from oblr_megatron.checkpoint.other_formats import MERGE
-from oblr_megatron.checkpoint.peft_dir import AdapterDir, check_adapter_dir
 from oblr_megatron.checks.layout import num_experts
 from oblr_megatron.checks.lengths import check_positions
 from oblr_megatron.checks.machine import build_problem, check_head_size, refuse
@@ -30,6 +29,7 @@ from oblr_megatron.rewards.registry import check_reward, check_rows
 if TYPE_CHECKING:
     import argparse
 
+    from oblr_megatron.checkpoint.peft_dir import AdapterDir
     from oblr_megatron.config import Config
     from oblr_megatron.types import Prompt
 
@@ -58,7 +58,11 @@ def check(options: argparse.Namespace) -> EvalTask:
         UserError: the first problem found.
     """
     model = check_hf_dir(options.model, quantized=True)
-    adapter = None if options.adapter is None else check_adapter_dir(options.adapter, model)
+    adapter = None
+    if options.adapter is not None:
+        from oblr_megatron.checkpoint.peft_dir import check_adapter_dir  # imports torch
+
+        adapter = check_adapter_dir(options.adapter, model)
     if adapter is not None and num_experts(model.config):
         raise UserError("engines take no adapters of a mixture", where=str(options.adapter), fix=MERGE)
     config = config_of(options, model, {} if options.k is None else {"evaluate.samples_per_prompt": options.k})

@@ -106,8 +106,8 @@ class LMHead:
         def placed(v: Tensor) -> Tensor:
             return v.new_zeros(len(flat), *v.shape[1:]).index_copy(0, index, v).view(*shape, *v.shape[1:])
 
-        logprobs, *rest = map(placed, values)
-        return TokenScores(logprobs[..., 0], *rest, others=None if others is None else logprobs[..., 1:])
+        logprobs, entropies, energies = map(placed, values)
+        return TokenScores(logprobs[..., 0], entropies, energies, None if others is None else logprobs[..., 1:])
 
     def logits(self, hidden: Tensor) -> Tensor:
         """[.., h] -> [.., Vp / tp] at once, for a few tokens; without gradient."""

@@ -84,6 +84,8 @@ def _training(step: int, num_steps: int, progress: float, shrink: float, draw: n
         "moe/route_mismatch_fraction": 0.02,
         "rollout/logprob_abs_diff": 1.6e-6 * math.exp(noise(0.15)) * (1 + progress),
         "rollout/truncated_ratio_fraction": 0.0,
+        "rollout/unrecorded_fraction": 0.0,
+        "rollout/weight_mean": 1.0,
         "rollout_corr/rollout_rs_masked_fraction": 0.0,
         "rollout_corr/rollout_rs_seq_masked_fraction": 0.02,
         "rollout_corr/kl": 1e-5,

@@ -337,6 +337,7 @@ def test_buffers_go_back_before_engines_wake_where_they_take_turns(
     parts = make_run(tmp_path)
     parts.config = parts.config.model_copy(update={"rollout": RolloutConfig(**rollout)})
     parts.step_gradient = SimpleNamespace(release=lambda: said.append("release"))
+    parts._weights = lambda: None
     parts.sampling.parallel = SimpleNamespace(device=torch.device(device))
     parts.sampling.engines = SimpleNamespace(push=lambda *_: said.append("push"))
     parts.optimizer = SimpleNamespace(offload=lambda: said.append("offload"))

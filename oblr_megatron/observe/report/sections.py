@@ -182,10 +182,17 @@ ENERGY = chart(
 MISMATCH = chart(
     "Trainer against vLLM",
     "Mean absolute difference between the trainer's and vLLM's log-probabilities of the sampled tokens. Rounding "
-    "causes about 1e-6 in float32 and 1e-2 in bfloat16. The strip shows the share of importance ratios cut at the cap.",
+    "causes about 1e-6 in float32 and 1e-2 in bfloat16. The strip shows the share of importance ratios cut at the "
+    "cap, the share of tokens that algo.center leaves out, and the mean weight.",
     "A sudden rise by orders of magnitude (vLLM serves other weights than the trainer's), or growth from step to step.",
     panel("nats", Curve("rollout/logprob_abs_diff", "mean difference"), log=True),
-    strip("", Curve("rollout/truncated_ratio_fraction", "ratios cut", colour=2), include=(0.0, 0.01)),
+    strip(
+        "",
+        Curve("rollout/truncated_ratio_fraction", "ratios cut", colour=2),
+        Curve("rollout/unrecorded_fraction", "not recorded", colour=3),
+        Curve("rollout/weight_mean", "mean weight", colour=4),
+        include=(0.0, 0.01),
+    ),
 )
 
 REJECTION = chart(

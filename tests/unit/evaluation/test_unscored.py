@@ -158,7 +158,7 @@ class Command:
         self._monkeypatch, self.out = monkeypatch, root / "out"
         rows = root / "s.jsonl"
         rows.write_text("".join(json.dumps({"question": f"t{n}", "answer": f"t{n}"}) + "\n" for n in range(3)))
-        given = {"config": None, "k": 2, "out": self.out, "json": None, "model": model}
+        given = {"config": None, "k": 2, "out": self.out, "json": None, "model": model, "adapter": None}
         lengths = ["data.max_prompt_tokens=24", "rollout.max_response_tokens=40", "reward.name=exact_match"]
         keys = [f"{key}={value}" for key, value in SMALL.items() if "samples" not in key]
         self._options = cast(Any, SimpleNamespace(**given, data=[str(rows)], overrides=[*lengths, *keys]))
@@ -168,7 +168,7 @@ class Command:
         engine = Echo()
 
         @contextmanager
-        def opened(config: Config) -> Iterator[tuple[Echo, Reward]]:
+        def opened(config: Config, adapter: object) -> Iterator[tuple[Echo, Reward]]:
             yield engine, Failing(*late)
 
         self._monkeypatch.setattr(session, "opened", opened)
