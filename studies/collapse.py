@@ -1,7 +1,7 @@
 """`oblr-megatron study collapse`: training against an engine with rounded weights, with and without score centering.
 
-The engine samples from a copy of the policy whose matrices are rounded to a few bits, a scale a row, at every step. The
-trainer differentiates the policy itself. Everything else is a plain run: the toy model, a task's prompts and rewards, a
+At every step the engine gets a rounded copy of the policy: matrices of a few bits, one scale for each row. The trainer
+differentiates the policy itself. Everything else is a plain run: the toy model, a task's prompts and rewards, a
 baseline, Adam. `--baseline mean` subtracts the average of earlier rewards. `none` takes r - 1 for A, so that A is never
 positive, and a mean score that is not 0 pushes in one direction. Arms differ in the weights and in `algo.center`:
 
@@ -19,8 +19,8 @@ import math
 import statistics
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
-from functools import partial
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -166,13 +166,13 @@ def run(options: argparse.Namespace) -> int:
         for seed in range(options.seeds)
     ]
     sizes = {"steps": options.steps, "num_prompts": options.prompts, "group_size": options.group}
-    trained_by = partial(trained, start=start, lr=options.lr, baseline=options.baseline, **sizes)
+    more: dict[str, Any] = {"lr": options.lr, "baseline": options.baseline} | sizes
     print(
         "bits  rho  centre  seed  reward first, best, last  own accuracy  |log pi - log mu| first, last  entropy last"
     )
     with (options.out / "curves.jsonl").open("a", encoding="utf-8") as file:
         for arm in arms:
-            curve = trained_by(arm)
+            curve = trained(arm, start, **more)
             file.write(json.dumps(asdict(curve)) + "\n")
             print(line(curve), flush=True)
     return EXIT_OK

@@ -12,11 +12,12 @@ from torch import Tensor
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
 from oblr_megatron.checkpoint.peft_dir import write_adapter
-from oblr_megatron.weights.adapter import PREFIX, TARGETS, A, AdapterShape, B, adapter_table
+from oblr_megatron.families import MATRICES
+from oblr_megatron.weights.adapter import PREFIX, A, AdapterShape, B, adapter_table
 from oblr_megatron.weights.export import TensorMeta
 from oblr_megatron.weights.names import read_shape
 
-ALL = TARGETS
+ALL = MATRICES
 
 
 class Adapter:

@@ -15,7 +15,7 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import Tensor
@@ -26,7 +26,8 @@ from oblr_megatron.checkpoint.safetensors_header import DTYPE_BYTES, read_header
 from oblr_megatron.checkpoint.safetensors_io import TensorReader, open_tensors, write_file
 from oblr_megatron.checkpoint.store import check_absent, check_space, sync
 from oblr_megatron.errors import UserError
-from oblr_megatron.weights.adapter import PREFIX, TARGETS, A, AdapterShape, B, adapter_shapes
+from oblr_megatron.families import MATRICES
+from oblr_megatron.weights.adapter import PREFIX, A, AdapterShape, B, adapter_shapes
 from oblr_megatron.weights.export import TensorMeta
 from oblr_megatron.weights.names import ModelShape
 
@@ -130,7 +131,7 @@ def check_adapter_dir(path: Path, base: HFDir) -> AdapterDir:
     _, entries = read_header(file)
     shapes = {name: tuple(entry["shape"]) for name, entry in entries.items()}
     targets = {name.removesuffix(A).removesuffix(B).rpartition(".")[2] for name in shapes}
-    shape = AdapterShape(rank, tuple(target for target in TARGETS if target in targets))
+    shape = AdapterShape(rank, tuple(target for target in MATRICES if target in targets))
     expected = adapter_shapes(ModelShape.of(base.config), shape)
     for name, size in shapes.items():
         partner = name.removesuffix(A) + B if name.endswith(A) else name.removesuffix(B) + A
@@ -142,7 +143,7 @@ def check_adapter_dir(path: Path, base: HFDir) -> AdapterDir:
             raise UserError(what, where=str(file), fix="give the base model that the adapter was trained on")
     if not shapes:
         raise UserError("the file has no tensors", where=str(file), fix="save the adapter again")
-    scale = alpha / (math.sqrt(rank) if config.get("use_rslora") else rank)
+    scale = cast("float", alpha) / (math.sqrt(rank) if config.get("use_rslora") else rank)
     dtypes = {name: entry["dtype"] for name, entry in entries.items()}
     held = HFDir(path, config, (TENSORS,), shapes, tied=False, num_bytes=file.stat().st_size, dtypes=dtypes)
     return AdapterDir(path, base, shape, scale, held)

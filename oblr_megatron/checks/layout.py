@@ -5,12 +5,13 @@
 
 from __future__ import annotations
 
+import json
 import socket
 from collections.abc import Iterator, Mapping
 from typing import TYPE_CHECKING, Any
 
 from oblr_megatron.errors import Problem, UserError
-from oblr_megatron.families import LLAMA3_ROPE, family_of
+from oblr_megatron.families import LLAMA3_ROPE, OF_ATTENTION, OF_MLP, family_of
 
 if TYPE_CHECKING:
     from oblr_megatron.config import Config, ParallelConfig
@@ -38,19 +39,22 @@ def check_layout(hf_config: Mapping[str, Any], config: Config, world_size: int) 
 
 
 def check_adapters(hf_config: Mapping[str, Any], config: Config) -> None:
-    """Refuse targets of model.lora that cannot be adapted in this model and layout."""
-    lora, tp = config.model.lora, config.parallel.tensor_model_parallel_size
-    groups, where = hf_config["num_key_value_heads"], "config: model.lora.targets"
-    of_experts = [target for target in lora.targets if target in ("gate_proj", "up_proj", "down_proj")]
-    if lora.rank and of_experts and num_experts(hf_config):
+    """Refuse adapters (model.lora) that this model or layout cannot have."""
+    lora, where = config.model.lora, "config: model.lora.targets"
+    if not lora.rank:
+        return
+    of_experts = [target for target in lora.targets if target in OF_MLP]
+    if num_experts(hf_config) and of_experts:
         what = f"adapters of experts ({', '.join(of_experts)}) are not supported"
-        raise UserError(what, where=where, fix='set model.lora.targets to ["q_proj", "k_proj", "v_proj", "o_proj"]')
-    if lora.rank and num_experts(hf_config) and config.rollout.lora == "adapter":
-        what, where = "engines take no adapters of a mixture", "config: rollout.lora"
-        raise UserError(what, where=where, fix='set rollout.lora to "merged"')
-    if lora.rank and groups % tp and set(lora.targets) & {"q_proj", "k_proj", "v_proj"}:
+        fix = f"set model.lora.targets to {json.dumps(OF_ATTENTION)}"
+        raise UserError(what, where=where, fix=fix)
+    if num_experts(hf_config) and config.rollout.lora == "adapter":
+        what, fix = "engines take no adapters of a mixture", 'set rollout.lora to "merged"'
+        raise UserError(what, where="config: rollout.lora", fix=fix)
+    groups, tp = hf_config["num_key_value_heads"], config.parallel.tensor_model_parallel_size
+    if groups % tp and set(lora.targets) & {"q_proj", "k_proj", "v_proj"}:
         what = f"adapters of q, k and v: {groups} groups of heads cannot be shared whole by {tp} ranks"
-        fix = f"set parallel.tensor_model_parallel_size to a divisor of {groups} or adapt others"
+        fix = f"set parallel.tensor_model_parallel_size to a divisor of {groups}, or leave these three out"
         raise UserError(what, where=where, fix=fix)
 
 

@@ -32,7 +32,7 @@ _REASONS: dict[str, str] = {
     "is set by rollout.speculation": "speculative_config spec_method spec_model spec_tokens scheduler_cls",
     "is set by model.moe_routing_replay": "enable_return_routed_experts aux_output_config",
     "the trainer needs log-probs of the distribution that is sampled from": "logprobs_mode",
-    "is set by algo.center_tokens": "max_logprobs",
+    "a run asks for as many log-probs as it needs": "max_logprobs",
     "pushes choose their transport": "weight_transfer_config",
     "it carries our own settings": "additional_config",
     "pushes and read-back need our worker": "worker_cls worker_extension_cls",

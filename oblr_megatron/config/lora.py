@@ -9,19 +9,17 @@ from pydantic import AfterValidator, Field
 
 from oblr_megatron.config.section import Section
 from oblr_megatron.errors import Problem
+from oblr_megatron.families import MATRICES
 
 if TYPE_CHECKING:
     from oblr_megatron.config import Config
 
-TARGETS = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")
-"""Matrices of a layer by Hugging Face's names."""
-
 
 def _targets(targets: tuple[str, ...]) -> tuple[str, ...]:
-    unknown = [target for target in targets if target not in TARGETS]
+    unknown = [target for target in targets if target not in MATRICES]
     if unknown or not targets:
-        raise ValueError(f"{unknown[0] if unknown else 'nothing'!r} is none of {', '.join(TARGETS)}")
-    return tuple(target for target in TARGETS if target in targets)
+        raise ValueError(f"{unknown[0] if unknown else 'nothing'!r} is none of {', '.join(MATRICES)}")
+    return tuple(target for target in MATRICES if target in targets)
 
 
 class LoraConfig(Section):
@@ -32,29 +30,23 @@ class LoraConfig(Section):
     """Rows of A and columns of B. 0: no adapters, all weights are trained."""
     alpha: float = Field(32.0, gt=0)
     """Scale of the adapters, divided by rank."""
-    targets: Annotated[tuple[str, ...], AfterValidator(_targets)] = TARGETS
+    targets: Annotated[tuple[str, ...], AfterValidator(_targets)] = MATRICES
     """Adapted matrices of each layer. By default all seven; for a mixture of experts name those of the attention."""
 
 
 def lora_problems(config: Config) -> Iterator[Problem]:
     """Options that do not work with adapters."""
-    reason = ""
-    if not config.model.lora.rank:
-        return
-    if config.model.transformer_impl == "transformer_engine":
-        reason = 'transformer_impl "transformer_engine": set it to "local"'
-    elif config.model.fp8 != "none":
-        reason = 'model.fp8: set it to "none"'
-    elif config.model.batch_invariant:
-        reason = "model.batch_invariant: set it to false"
-    elif config.rollout.quantization != "none":
-        reason = 'rollout.quantization: set it to "none"'
-    elif config.rollout.lora == "adapter" and config.rollout.speculation != "none":
-        reason = 'rollout.speculation if adapters are pushed: set rollout.lora to "merged"'
-    elif config.parallel.overlap_grad_reduce:
-        reason = "parallel.overlap_grad_reduce: set it to false"
-    elif config.model.router_losses:
-        reason = "a router loss, because adapters leave the routers as they are: set its coefficient to 0"
-    if reason:
-        what, _, fix = reason.partition(": ")
-        yield f"model.lora does not support {what}", fix
+    model, rollout = config.model, config.rollout
+    drafts = rollout.lora == "adapter" and rollout.speculation != "none"
+    te, losses = model.transformer_impl == "transformer_engine", bool(model.router_losses)
+    for used, what, fix in (
+        (te, 'transformer_impl "transformer_engine"', 'model.transformer_impl to "local"'),
+        (model.fp8 != "none", "model.fp8", 'it to "none"'),
+        (model.batch_invariant, "model.batch_invariant", "it to false"),
+        (rollout.quantization != "none", "rollout.quantization", 'it to "none"'),
+        (drafts, "rollout.speculation if adapters are pushed", 'rollout.lora to "merged"'),
+        (config.parallel.overlap_grad_reduce, "parallel.overlap_grad_reduce", "it to false"),
+        (losses, "a router loss, because adapters leave the routers as they are", "its coefficient to 0"),
+    ):
+        if model.lora.rank and used:
+            yield f"model.lora does not support {what}", f"set {fix}"

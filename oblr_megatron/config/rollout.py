@@ -45,7 +45,7 @@ def _urls(servers: tuple[str, ...]) -> tuple[str, ...]:
 
 
 LARGEST_SUPPORT = 1024
-"""Largest top_k whose tokens are stored with the samples: 8 KB for each token of a response."""
+"""Samples store the tokens of each draw up to this top_k: 8 KB a response token."""
 
 
 class RolloutConfig(Section):

@@ -53,9 +53,7 @@ class SamplingRequest:
     top_p: float = 1.0
     top_k: int = -1  # -1: no filter
     routes: bool = False  # whether samples hold the experts that the engine took (`EngineSpec.routes`)
-    recorded: int = (
-        0  # most likely tokens that samples hold for each draw (`Sample.recorded`), if the model has so many
-    )
+    recorded: int = 0  # most likely tokens that samples hold for each draw (`Sample.recorded`)
 
     def __post_init__(self) -> None:
         where = "sampling request"

@@ -59,7 +59,7 @@ class RatioFn:
         return self.weights(scores, batch)
 
     def others(self, batch: MicroBatch) -> Tensor | None:
-        """The further tokens whose scores it needs, [b, t, k]."""
+        """Tokens besides the label that need scores, [b, t, k]."""
         return batch.recorded_ids if self.center else None
 
 

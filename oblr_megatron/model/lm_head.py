@@ -299,7 +299,7 @@ class HeadFactors:
         ids, known = (part[tokens] for part in self._support)
         inside = (ids >= first) & (ids < first + scores.shape[1])
         excluded = known[:, None].repeat(1, scores.shape[1] + 1)  # the last column takes what lies outside
-        excluded.scatter_(1, torch.where(inside, ids - first, scores.shape[1]).long(), False)
+        excluded.scatter_(1, torch.where(inside, ids - first, scores.shape[1]), False)
         return scores.masked_fill_(excluded[:, :-1], value)
 
     def _labels_in(self, rows: slice) -> tuple[Tensor, Tensor]:

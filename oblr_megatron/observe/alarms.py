@@ -12,6 +12,7 @@ last EDGE values of each metric and a few counters, so the cost of a step does n
 from __future__ import annotations
 
 import json
+import math
 import statistics
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import asdict, dataclass, fields
@@ -66,9 +67,15 @@ def _mismatch(window: Window) -> str:
     )
 
 
+def _recent(window: Window, name: str) -> float:
+    """Median of a metric's last five values; NaN before there are five."""
+    course = window.courses[name]
+    return statistics.median(list(course.recent)[-5:]) if course.count >= 5 else math.nan
+
+
 def _weights(window: Window) -> str:
-    course = window.courses["rollout/weight_mean"]
-    if course.count < 5 or (mean := statistics.median(list(course.recent)[-5:])) > LIGHT:
+    mean = _recent(window, "rollout/weight_mean")
+    if not mean <= LIGHT:
         return ""
     return (
         f"The importance weights are {number(mean, 2)} on average, so the gradient is that much shorter; "
@@ -77,8 +84,8 @@ def _weights(window: Window) -> str:
 
 
 def _unrecorded(window: Window) -> str:
-    course = window.courses["rollout/unrecorded_fraction"]
-    if course.count < 5 or (share := statistics.median(list(course.recent)[-5:])) < LOST:
+    share = _recent(window, "rollout/unrecorded_fraction")
+    if not share >= LOST:
         return ""
     return (
         f"algo.center leaves out {share:.1%} of the tokens, because the engine did not record them; raise "

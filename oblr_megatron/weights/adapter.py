@@ -13,6 +13,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any, NamedTuple
 
+from oblr_megatron.families import MATRICES
 from oblr_megatron.weights.names import Entry, ModelShape, table
 
 if TYPE_CHECKING:
@@ -20,7 +21,6 @@ if TYPE_CHECKING:
 
     from oblr_megatron.weights.manifest import Source
 
-TARGETS = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")
 PREFIX, A, B = "base_model.model.", ".lora_A.weight", ".lora_B.weight"
 
 
@@ -35,8 +35,8 @@ class AdapterShape:
     def of(cls, text: str) -> AdapterShape:
         """From its `str`; a ValueError if it has another form. Example: "16:q_proj,v_proj"."""
         rank, _, targets = text.partition(":")
-        if not rank.isdecimal() or int(rank) == 0 or not set(targets.split(",")) <= set(TARGETS):
-            raise ValueError(f"{text!r} is not RANK:TARGETS with targets of {', '.join(TARGETS)}")
+        if not rank.isdecimal() or int(rank) == 0 or not set(targets.split(",")) <= set(MATRICES):
+            raise ValueError(f"{text!r} is not RANK:TARGETS with targets of {', '.join(MATRICES)}")
         return cls(int(rank), tuple(targets.split(",")))
 
     def __str__(self) -> str:

@@ -16,7 +16,8 @@ from torch import Tensor
 from oblr_megatron.checkpoint.hf import export_adapter
 from oblr_megatron.checkpoint.hf_dir import check_hf_dir
 from oblr_megatron.checkpoint.peft_dir import TENSORS, check_adapter_dir
-from oblr_megatron.weights.adapter import PREFIX, TARGETS, A, AdapterShape, B
+from oblr_megatron.families import MATRICES
+from oblr_megatron.weights.adapter import PREFIX, A, AdapterShape, B
 from oblr_megatron.weights.export import MegatronWeights
 from oblr_megatron.weights.export_adapter import MegatronAdapter
 from oblr_megatron.weights.manifest import manifest_of
@@ -26,7 +27,7 @@ from tests.distributed.passes import load_policy
 from tests.tiny import make_hf_dir
 
 LAYOUTS = {1: [{}], 2: [{"tp": 2}, {"pp": 2}, {"tp": 2, "sp": True}], 4: [{"tp": 2, "pp": 2}]}
-SHAPES = [AdapterShape(LORA["rank"], TARGETS), AdapterShape(LORA["rank"], ("k_proj", "down_proj"))]
+SHAPES = [AdapterShape(LORA["rank"], MATRICES), AdapterShape(LORA["rank"], ("k_proj", "down_proj"))]
 
 
 @pytest.mark.parametrize("world_size", [1, 2, 4])

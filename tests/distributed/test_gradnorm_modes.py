@@ -370,7 +370,7 @@ def test_packing_recomputation_and_interleaving(
     ("world_size", "everyday"), [(2, True), *(pytest.param(n, False, marks=pytest.mark.nightly) for n in ADAPTED)]
 )
 def test_every_mode_of_adapters(models: dict[str, str], world_size: int, everyday: bool) -> None:
-    """A and B beside every matrix; the rest of the model has no gradient."""
+    """Every matrix has a trained pair A, B; the rest of the model has no gradient."""
     cases = dict(list(ADAPTED[world_size].items())[:1]) if everyday else ADAPTED[world_size]
     layouts = {name: (sizes, options | {"lora": LORA}) for name, (sizes, options) in cases.items()}
     model = models["tied" if everyday else "deep"]

@@ -20,12 +20,13 @@ from torch import Tensor
 
 from oblr_megatron.config import WeightsConfig
 from oblr_megatron.data.packing import one_per_microbatch
+from oblr_megatron.families import MATRICES
 from oblr_megatron.model.lora.adapters import is_adapter
 from oblr_megatron.model.policy import Policy
 from oblr_megatron.model.step import run_schedule
 from oblr_megatron.rollout.colocated import ColocatedEngines
 from oblr_megatron.types import MicroBatch, Sample
-from oblr_megatron.weights.adapter import TARGETS, AdapterShape, AdapterWeights
+from oblr_megatron.weights.adapter import AdapterShape, AdapterWeights
 from oblr_megatron.weights.export import MegatronWeights
 from oblr_megatron.weights.export_adapter import MegatronAdapter
 from tests.distributed.adapters import LORA, SCALE, fill
@@ -117,7 +118,7 @@ def test_logprobs_of_pushed_adapters_are_the_trainers(tmp_path: Path) -> None:
 def push_adapters_from_all_layouts(path: Path, run_dir: Path) -> list[dict[str, Any]]:
     """As `push_from_all_layouts`, of adapters alone into the engine's slot."""
     results: list[dict[str, Any]] = []
-    shape, engines = AdapterShape(LORA["rank"], TARGETS), None
+    shape, engines = AdapterShape(LORA["rank"], MATRICES), None
     for sizes in LAYOUTS:
         with layout(**sizes) as parallel:
             if engines is None:

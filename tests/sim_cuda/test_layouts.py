@@ -1,7 +1,7 @@
 """Whole runs by replay on the simulated device agree with the same runs on the CPU.
 
-The command, its ranks, the step loop, checkpoints and the backend called nccl run as on GPUs, in bf16. Both sides round
-at different places, so that they agree within bf16's noise.
+The command, its ranks, the step loop, checkpoints and the backend called nccl run as on GPUs, in fp32. In bf16 the two
+sides round at different places, and metrics whose terms cancel differ by a tenth.
 
 Not covered: engines and pushes, Transformer Engine, real NCCL.
 """
@@ -29,9 +29,7 @@ CASES: dict[str, tuple[int, str, list[str]]] = {
     "packed": (1, "bookkeep", ["parallel.packing=packed", "parallel.micro_batch_tokens=200"]),
     "penalty": (1, "two_pass", ["algo.kl_coefficient=0.01", "parallel.micro_batch_tokens=200"]),
 }
-CLOSE = 1e-2, 1e-3  # of a metric, or of this if it is smaller
-OF_DIFFERENCES = 0.3, 1e-2  # of a metric whose terms nearly cancel, or of a ratio to one
-DIFFERENCES = ("loss", "snr/")
+CLOSE = 2e-3  # of a metric, or of 1e-3 if it is smaller
 BY_NAME = ("timing", "perf", "time", "memory")
 
 
@@ -40,13 +38,12 @@ def arguments(tmp_path_factory: pytest.TempPathFactory) -> list[str]:
     """Of a run on saved samples and a tiny model, both in one directory."""
     sizes = {"prompts": 4, "group": 2, "tokens": 40, "steps": 2}
     more = ("model.transformer_impl=local", "checkpoint.every_steps=2")
-    return prepare(tmp_path_factory.mktemp("run"), tiny=True, dtype="bfloat16", **sizes, more=more)
+    return prepare(tmp_path_factory.mktemp("run"), tiny=True, dtype="float32", **sizes, more=more)
 
 
-def close(name: str, found: float, wanted: float) -> bool:
+def close(found: float, wanted: float) -> bool:
     """Whether a metric agrees; NaN with NaN."""
-    share, least = OF_DIFFERENCES if name.startswith(DIFFERENCES) else CLOSE
-    return (math.isnan(found) and math.isnan(wanted)) or abs(found - wanted) <= share * max(abs(wanted), least)
+    return (math.isnan(found) and math.isnan(wanted)) or abs(found - wanted) <= CLOSE * max(abs(wanted), 1e-3)
 
 
 def metrics(arguments: list[str], run_dir: Path, ranks: int, env: dict[str, str]) -> list[dict[str, Any]]:
@@ -69,4 +66,4 @@ def test_a_run_agrees_with_that_on_a_cpu(arguments: list[str], tmp_path: Path, c
     assert len(made) == len(wanted) == 2
     for own, other in zip(made, wanted, strict=True):
         assert own.keys() == other.keys()
-        assert not {name: (own[name], other[name]) for name in own if not close(name, own[name], other[name])}
+        assert not {name: (own[name], other[name]) for name in own if not close(own[name], other[name])}

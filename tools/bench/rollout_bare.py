@@ -46,7 +46,8 @@ def main(work_file: str, like: str) -> None:
 
 def _parameters(work: Work, like: str, position: int) -> Any:
     if like == "ours":
-        return sampling_params(SamplingRequest(work.group_size, TEMPERATURE, work.max_tokens, SEED), position)
+        request = SamplingRequest(work.group_size, TEMPERATURE, work.max_tokens, SEED)
+        return sampling_params(request, position, vocab_size=0)  # it matters where tokens are recorded
     return vllm.SamplingParams(n=work.group_size, temperature=TEMPERATURE, max_tokens=work.max_tokens, logprobs=0)
 
 

@@ -59,7 +59,7 @@ def _anywhere(hf_config: Mapping[str, Any], config: Config) -> Iterator[Refusal]
             "set it and rollout.tensor_parallel_size to 1; pipeline and data parallelism keep the bits",
         )
     if (rollout.top_p < 1 or rollout.top_k > 0) and not config.replays_support:
-        what = "a filter whose tokens are not recorded: the engine renormalises its log-probs, the trainer does not"
+        what = "a filter without recorded tokens: the engine renormalises its log-probs, the trainer does not"
         yield what, "rollout.top_p", "set rollout.top_k to 1 to 1,024, or rollout.top_p to 1 and rollout.top_k to -1"
     if rollout.speculation != "none":
         yield "speculation: it is not known to keep the bits", "rollout.speculation", 'set it to "none"'

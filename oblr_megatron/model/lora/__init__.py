@@ -1,4 +1,4 @@
-"""LoRA (arXiv 2106.09685): adapters A and B beside frozen linear layers of megatron-core or Transformer Engine.
+"""LoRA (arXiv 2106.09685): frozen linear layers of megatron-core, each with a trained pair A, B.
 
     y = W x + (alpha / rank) B (A x)              W [out, in] is frozen;  A [rank, in],  B [out, rank], B = 0 at first
 

@@ -140,7 +140,7 @@ class Adapters(MegatronModule):
 
 
 def attach(model: GPTModel, lora: LoraConfig) -> None:
-    """Freeze a model chunk and put adapters beside its layers, with values to be set by `initialize`."""
+    """Freeze a model chunk and add adapters to its layers; `initialize` sets their values."""
     config = model.config
     for parameter in model.parameters():
         parameter.requires_grad_(False)

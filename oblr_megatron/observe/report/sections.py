@@ -23,7 +23,7 @@ def sections(history: RunHistory) -> dict[str, list[Chart]]:
         "Signal, noise and learning rate": [SHRINK, LEARNING_RATE, SIGNAL, batch_size(history), group_size(history)],
         "Baselines": [VARIANCE, every_baseline(history), *pools(history)],
         "Gradients, and agreement with vLLM": [
-            *(GRADIENT, CLIPPING, SAMPLE_NORMS, ENERGY, MISMATCH, REJECTION, SOURCES, SPECULATION),
+            *(GRADIENT, CLIPPING, SAMPLE_NORMS, ENERGY, MISMATCH, WEIGHTS, REJECTION, SOURCES, SPECULATION),
         ],
         "Cost": [TIME, RANKS, UTILIZATION, THROUGHPUT],
     }
@@ -182,17 +182,19 @@ ENERGY = chart(
 MISMATCH = chart(
     "Trainer against vLLM",
     "Mean absolute difference between the trainer's and vLLM's log-probabilities of the sampled tokens. Rounding "
-    "causes about 1e-6 in float32 and 1e-2 in bfloat16. The strip shows the share of importance ratios cut at the "
-    "cap, the share of tokens that algo.center leaves out, and the mean weight.",
+    "causes about 1e-6 in float32 and 1e-2 in bfloat16. The strip shows the share of importance ratios cut at the cap.",
     "A sudden rise by orders of magnitude (vLLM serves other weights than the trainer's), or growth from step to step.",
     panel("nats", Curve("rollout/logprob_abs_diff", "mean difference"), log=True),
-    strip(
-        "",
-        Curve("rollout/truncated_ratio_fraction", "ratios cut", colour=2),
-        Curve("rollout/unrecorded_fraction", "not recorded", colour=3),
-        Curve("rollout/weight_mean", "mean weight", colour=4),
-        include=(0.0, 0.01),
-    ),
+    strip("", Curve("rollout/truncated_ratio_fraction", "ratios cut", colour=2), include=(0.0, 0.01)),
+)
+
+WEIGHTS = chart(
+    "Weights of the scores",
+    "Mean importance weight of the sampled tokens, after the cap, rejection and centering; 1 without mismatch. The "
+    "strip shows the share of tokens that algo.center leaves out.",
+    "A mean far below 1: the gradient is that much shorter. A share above 2%: raise algo.center_tokens.",
+    panel("", Curve("rollout/weight_mean", "mean weight"), include=(1.0,)),
+    strip("", Curve("rollout/unrecorded_fraction", "not recorded", colour=2), include=(0.0, 0.01)),
 )
 
 REJECTION = chart(

@@ -34,7 +34,7 @@ NVTE_Fused_Attn_Backend = IntEnum(
 
 
 class _Names(type):
-    """An enumeration whose values are their names."""
+    """An enum; each value equals its name."""
 
     def __getattr__(cls, name: str) -> str:
         if name.startswith("__"):

@@ -118,7 +118,7 @@ def numbers(text: str) -> list[float]:
 def test_every_chart_and_every_metric_is_there(tmp_path):
     page = page_of(tmp_path, synthetic_records(150))
     titles = [chart.title for section in sections(load_history(tmp_path / "run")).values() for chart in section]
-    assert page.texts("h3") == titles and len(titles) == 26
+    assert page.texts("h3") == titles and len(titles) == 27
     assert "Held-out accuracy: sums" in titles
     assert len(page.all("span", "alarming")) == len(page.all("figcaption")) == len(titles)
     assert page.missing() == set() and page.no_alarm()
@@ -188,7 +188,7 @@ def test_one_step(tmp_path):
     page = page_of(tmp_path, synthetic_records(1, evaluate_every=0), config=CONFIG | {"num_steps": 1})
     assert page.tiles()["steps"] == ("1", "of 1, finished")
     assert page.missing() == {"Held-out accuracy"}
-    assert len(page.all("h3")) == 25
+    assert len(page.all("h3")) == 26
 
 
 def test_only_an_evaluation_so_far(tmp_path):
@@ -220,14 +220,14 @@ def test_a_family_of_metrics_may_be_missing(tmp_path, missing):
     page = page_of(tmp_path, records)
     (table,) = page.all("table", "metrics")
     assert missing not in {row.findtext("th").partition("/")[0] for row in table.findall("./tbody/tr")}
-    assert len(page.all("h3")) + len(page.missing()) == 26 - (
+    assert len(page.all("h3")) + len(page.missing()) == 27 - (
         missing in ("actor", "environment", "moe", "pool", "rollout", "rollout_corr")
     )
 
 
 def test_only_steps(tmp_path):
     page = page_of(tmp_path, [{"step": 1}, {"step": 2}])
-    assert not page.all("h3") and len(page.missing()) == 20
+    assert not page.all("h3") and len(page.missing()) == 21
 
 
 @pytest.mark.parametrize("value", [None, 0, 0.0, -1.0, 1e-300, 1e300])
@@ -261,7 +261,7 @@ def test_single_nulls_leave_gaps(tmp_path):
 
 def test_a_long_run_stays_a_small_file(tmp_path):
     page = page_of(tmp_path, synthetic_records(10_000, evaluate_every=500), config=CONFIG | {"num_steps": 10_000})
-    assert len(page.text) < 54_000 * len(page.all("h3")), "bytes a chart"
+    assert len(page.text) < 52_000 * len(page.all("h3")), "bytes a chart"
     assert all(len(path.get("d")) < 25_000 for path in page.all("path"))
 
 
@@ -284,7 +284,7 @@ def test_the_fullest_ranks_are_drawn(tmp_path):
 def test_the_pointers_data_match_the_legend(tmp_path):
     page = page_of(tmp_path, synthetic_records(90))
     plots, resting = page.all("div", "plot"), [value for _, value in page.legend()]
-    assert len(plots) == 60 and {plot.get("data-last") for plot in plots} == {"90"}
+    assert len(plots) == 62 and {plot.get("data-last") for plot in plots} == {"90"}
     curves = [curve for plot in plots for curve in json.loads(plot.get("data-curves"))]
     assert len(curves) == len(resting)
     for curve in curves:

@@ -11,10 +11,10 @@ from typing import Any
 import pytest
 import torch
 
+from oblr_megatron.families import MATRICES
 from oblr_megatron.model.published import published
 from oblr_megatron.weights.adapter import (
     PREFIX,
-    TARGETS,
     A,
     AdapterShape,
     AdapterWeights,
@@ -30,8 +30,8 @@ LAYER = PREFIX + "model.layers.0."
 
 
 def test_every_target_has_a_pair_next_to_its_matrix() -> None:
-    shapes = adapter_shapes(SHAPE, AdapterShape(3, TARGETS))
-    assert len(shapes) == 2 * 2 * len(TARGETS)
+    shapes = adapter_shapes(SHAPE, AdapterShape(3, MATRICES))
+    assert len(shapes) == 2 * 2 * len(MATRICES)
     weights = {name: size for item in table(SHAPE) for name, size in zip(item.hf, item.shapes, strict=True)}
     for name, (rank, columns) in ((name, size) for name, size in shapes.items() if name.endswith(A)):
         rows, other = shapes[name.removesuffix(A) + B]
@@ -54,7 +54,7 @@ def test_every_target_has_a_pair_next_to_its_matrix() -> None:
     ],
 )
 def test_the_part_of_each_worker(name: str, workers: int, expected: list[Any]) -> None:
-    (one,) = (one for one in adapter_table(SHAPE, AdapterShape(3, TARGETS)) if one.name == LAYER + name)
+    (one,) = (one for one in adapter_table(SHAPE, AdapterShape(3, MATRICES)) if one.name == LAYER + name)
     tensor = torch.arange(prod(one.shape)).view(one.shape)
     for worker, place in enumerate(expected):
         assert torch.equal(worker_part(one.item, one.part, tensor, SHAPE, worker, workers), tensor[place])
@@ -64,7 +64,7 @@ def test_the_part_of_each_worker(name: str, workers: int, expected: list[Any]) -
 def test_a_push_of_rank_16_has_at_most_2_percent_of_the_weights(model: str) -> None:
     shape = ModelShape.of(published(model))
     whole = sum(prod(size) for item in table(shape) for size in item.shapes)
-    assert 0 < sum(map(prod, adapter_shapes(shape, AdapterShape(16, TARGETS)).values())) <= 0.02 * whole
+    assert 0 < sum(map(prod, adapter_shapes(shape, AdapterShape(16, MATRICES)).values())) <= 0.02 * whole
 
 
 @pytest.mark.parametrize("text", ["16:q_proj,v_proj", "1:down_proj"])
