@@ -17,6 +17,7 @@ import argparse
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
+from pathlib import Path
 
 import torch
 from torch import Tensor
@@ -143,12 +144,16 @@ def lines(rows: list[Row]) -> list[str]:
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the options."""
+    parser.add_argument("--out", type=Path, metavar="DIR", help="also write the table to DIR/bias.md")
     parser.add_argument("--seed", type=int, default=0, help="of the policy, the sampler and the rewards")
     parser.set_defaults(function=run)
 
 
 def run(options: argparse.Namespace) -> int:
     """Print the table."""
-    print(f"drift / error; cap {CAP:g}, band {BAND[0]:g} to {BAND[1]:g}")
-    print("\n".join(lines(table(options.seed))))
+    rows = "\n".join(lines(table(options.seed)))
+    print(f"drift / error; cap {CAP:g}, band {BAND[0]:g} to {BAND[1]:g}\n{rows}")
+    if options.out is not None:
+        options.out.mkdir(parents=True, exist_ok=True)
+        (options.out / "bias.md").write_text(rows + "\n", encoding="utf-8")
     return EXIT_OK

@@ -229,7 +229,7 @@ def with_config(run_dir: Path, copy: Path, section: str, values: dict[str, Any],
     """A copy of the run's checkpoint of step 4 with other facts, and other values in a section of its configuration."""
     shutil.copytree(run_dir / "checkpoints" / "step_00000004", copy)
     found = store.read_manifest(copy)
-    found.state |= facts
+    found.state.update(facts)
     found.state["config"][section] |= values
     (copy / store.MANIFEST).write_bytes(store._render(found))
     return copy
