@@ -210,12 +210,14 @@ class Curves:
         from oblr_megatron.config import validated
         from studies.toy_trainer import ToyConfig
 
-        plan = self.plan
+        plan, recipe = self.plan, None
+        if key.task in plan.recipes:
+            recipe = merged(read_recipe(key.task, plan.recipes[key.task]).table, {"model": plan.arms[key.arm].model})
         table = {
             "task": key.task,
             "skill": plan.skill,
             "start_dir": str(self.starts[key.task]),
-            "recipe": read_recipe(key.task, plan.recipes[key.task]).table if key.task in plan.recipes else None,
+            "recipe": recipe,
             "run_dir": str(run_dir),
             "seed": key.seed,
             "num_steps": plan.num_steps,

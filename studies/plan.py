@@ -120,6 +120,8 @@ class Arm(Overrides):
     """Sweep grid of this arm; by default the plan's."""
     shapes: Shapes | None = None
     """Shapes of this arm; by default the plan's."""
+    model: dict[str, Any] = Field({})
+    """Keys of [model] of a recipe, e.g. lora.rank = 16. Backend "train" only."""
     more_samples: int = Field(1, ge=1)
     """Above 1: a positive control. Its steps have this many times the samples of the other arms' steps."""
     norm_source: Literal["exact", "logit", "length"] = "exact"
@@ -269,8 +271,12 @@ def _check(plan: Plan, where: str) -> None:
         )
     for name in sorted(plan.recipes.keys() - set(plan.tasks)):
         raise UserError(f"recipe {name!r} is not a task of the plan", where=where, fix="add it to the plan's tasks")
-    for name in plan.arms:
+    for name, arm in plan.arms.items():
         _check_arm(plan, name, f"{where}: arms.{name}")
+        if arm.model and not (arm.backend == "train" and plan.recipes.keys() >= set(arm.tasks or plan.tasks)):
+            what = f"model {arm.model} with backend {arm.backend!r}, or of a task that is no recipe"
+            fix = 'set backend to "train" and tasks to recipes, or leave model out'
+            raise UserError(what, where=f"{where}: arms.{name}", fix=fix)
 
 
 def _check_arm(plan: Plan, name: str, where: str) -> None:

@@ -30,10 +30,11 @@ def test_both_backends_start_with_the_same_greedy_accuracy_and_finished_runs_are
         return result.stdout
 
     first, again = study(), study()
-    assert "words main: 2 of 2 runs to do" in first and "words main: 0 of 2 runs to do" in again
-    places = ("pooled/4x4/lr0.001/seed0/train", "trl_grpo/4x4/lr0.001/seed0")
-    ours, trl = (read_metrics(tmp_path / "out/words" / place) for place in places)
+    assert "words main: 3 of 3 runs to do" in first and "words main: 0 of 3 runs to do" in again
+    places = ("pooled/4x4/lr0.001/seed0/train", "lora/4x4/lr0.001/seed0/train", "trl_grpo/4x4/lr0.001/seed0")
+    ours, lora, trl = (read_metrics(tmp_path / "out/words" / place) for place in places)
     assert [record["step"] for record in ours] == [record["step"] for record in trl] == [0, 1, 2]
+    assert lora[0]["eval/words/accuracy"] == ours[0]["eval/words/accuracy"]
     assert ours[0]["eval/words/accuracy"] == pytest.approx(trl[0]["eval/words/accuracy"]) != 0
     assert ours[0]["eval/words/mean_at_k"] == pytest.approx(trl[0]["eval/words/mean_at_k"], abs=0.3)
     assert ours[1]["grad_norm"] > 0 < trl[1]["grad_norm"]

@@ -155,6 +155,9 @@ words = "{recipe}"
 algo.schedule = "constant"
 [arms.pooled]
 backend = "train"
+[arms.lora]
+backend = "train"
+model.lora.rank = 4
 [arms.trl_grpo]
 peer = true
 backend = "trl_grpo"

@@ -80,7 +80,8 @@ def test_the_example_plans() -> None:
     assert {arm.backend for arm in plans["pooled_stack"].arms.values()} == {"toy", "train", "trl_grpo", "trl_rloo"}
     real = plans["smollm2"]
     assert set(real.recipes) == set(real.tasks) and real.arms["tempered"].algo["norm_power"] == 0.25
-    assert all(len(real.shapes_of(arm)) == 2 and len(real.grid(arm)) == 3 for arm in real.arms)
+    assert all(len(real.shapes_of(arm)) == 2 for arm in real.arms if arm != "lora")
+    assert all(len(real.grid(arm)) == 3 for arm in real.arms) and real.arms["lora"].model == {"lora": {"rank": 16}}
     tempered = plans["tempered"]
     assert len(tempered.seeds) == 10 and len(tempered.sweep_seeds) == 3 and len(tempered.tasks) == 11
     peers = {name for name in tempered.arms_on("mixed") if tempered.arms[name].peer}
@@ -110,6 +111,7 @@ def test_the_example_plans() -> None:
         (HEAD + ARMS + "[arms.x]\ncontrol = 'shuffled'\nrates_of = 'control'", ["rates_of 'control'"]),
         (HEAD + ARMS + "rival = 'otb'", ["rival 'otb'", "algo.baseline 'rloo'", '"none"']),
         (HEAD + ARMS + "[recipes]\nsums = 'x.toml'", ["backend 'toy' cannot train the recipe 'sums'", "arms.ours"]),
+        (HEAD + ARMS + "backend = 'train'\nmodel.lora.rank = 4", ["'rank': 4", "is no recipe", "arms.rloo"]),
         (HEAD + ARMS + "[recipes]\nother = 'x.toml'", ["recipe 'other' is not a task of the plan"]),
         (HEAD, ["'arms' is missing"]),
         (HEAD.replace("ours", "his") + ARMS, ["reference 'his'", "ours, paper"]),

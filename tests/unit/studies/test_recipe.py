@@ -42,7 +42,7 @@ def recipe(tmp_path: Path) -> Path:
 
 
 def test_a_run_needs_the_start_alone(recipe: Path, tmp_path: Path) -> None:
-    toy = config_of(recipe, tmp_path, "pooled")
+    toy = config_of(recipe, tmp_path, "lora")
     for name in ("model", "rows.jsonl", "kept.jsonl"):
         (tmp_path / name).rename(tmp_path / f"moved-{name}")
     run, start = parse_config(json.loads(json.dumps(train_table(toy)))), tmp_path / "out/start/words"
@@ -53,6 +53,7 @@ def test_a_run_needs_the_start_alone(recipe: Path, tmp_path: Path) -> None:
     assert (run.num_steps, run.num_prompts, run.group_size, run.optimizer.lr) == (2, 4, 4, 1e-3)
     assert (run.rollout.max_response_tokens, run.data.max_prompt_tokens, run.evaluate.samples_per_prompt) == (6, 8, 2)
     assert run.reward.name.endswith("reward.py:ones") and not run.checkpoint.export_hf
+    assert (run.model.dtype, run.model.lora.rank) == ("float32", 4)
     assert prepare_recipe("words", recipe, start.parent) == start
 
 
