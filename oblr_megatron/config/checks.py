@@ -136,10 +136,9 @@ def biases(config: Config) -> Iterator[str]:
             f'gradient under {cause}; algo.baseline = "optimal" or "rloo" without a KL penalty has none there'
         )
     if rollout.replay is None and (rollout.top_p < 1 or rollout.top_k > 0) and not config.replays_support:
-        remedy = "leave the filters off" if rollout.environment.function else "a top_k of 1 to 1,024 has no bias"
         yield (
             f"rollout.top_p {rollout.top_p:g} and top_k {rollout.top_k} bias the gradient: tokens outside the filter "
-            f"are never drawn, so the mean score is not 0; {remedy}"
+            f"are never drawn, so the mean score is not 0; a top_k of 1 to 1,024 has no bias"
         )
 
 
@@ -349,9 +348,6 @@ def _centering(config: Config) -> Iterator[Problem]:
     if algo.updates_per_batch > 1:
         what = f"algo.center with algo.updates_per_batch {algo.updates_per_batch}: clipping depends on the advantage"
         yield what, "set algo.updates_per_batch to 1, or algo.center to false"
-    if rollout.environment.function:
-        what = "algo.center with rollout.environment is not supported: a turn does not carry the engine's other tokens"
-        yield what, "set algo.center to false"
 
 
 def _on_policy_only(config: Config, what: str) -> Iterator[Problem]:

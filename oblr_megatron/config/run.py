@@ -102,7 +102,7 @@ class Config(Section):
     @property
     def replays_support(self) -> bool:
         """Whether samples hold the tokens that each draw could take, so that the trainer renormalises over them."""
-        return 0 < self.rollout.top_k <= LARGEST_SUPPORT and not self.rollout.environment.function
+        return 0 < self.rollout.top_k <= LARGEST_SUPPORT
 
     @property
     def stashes(self) -> bool:

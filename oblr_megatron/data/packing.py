@@ -241,7 +241,7 @@ def _recorded(
     supported, start = np.zeros(len(laid_out), bool), 0
     for index, width in zip(group, widths, strict=True):
         sample = samples[index]
-        assert sample.recorded is not None or not sample.response_ids, "some samples have recorded tokens, others none"
+        assert sample.recorded is not None or not sample.length, "some samples have recorded tokens, others none"
         if sample.recorded is not None:
             first = start + len(sample.prompt_ids) - 1  # the position that predicts the response's first token
             places = slice(first, first + len(sample.response_ids))

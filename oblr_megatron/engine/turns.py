@@ -8,8 +8,10 @@ engine.end_turns()
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-from typing import Literal
+from dataclasses import dataclass, field
+from typing import Any, Literal
+
+from numpy.typing import NDArray
 
 from oblr_megatron.engine.http_messages import ended_of
 from oblr_megatron.types import Sample
@@ -23,11 +25,12 @@ class Turn:
     logprobs: tuple[float, ...]
     text: str  # without special tokens
     finish_reason: Literal["stop", "length"]
+    recorded: NDArray[Any] | None = field(default=None, compare=False, repr=False)  # as `Sample.recorded`
 
     @classmethod
     def of(cls, sample: Sample) -> Turn:
         """The response of an engine's sample."""
-        return cls(sample.response_ids, sample.logprobs, sample.text, ended_of(sample))
+        return cls(sample.response_ids, sample.logprobs, sample.text, ended_of(sample), sample.recorded)
 
 
 Answered = list[tuple[int, Turn]]

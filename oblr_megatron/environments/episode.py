@@ -5,13 +5,16 @@ from __future__ import annotations
 import operator
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+import numpy as np
+from numpy.typing import NDArray
 
 from oblr_megatron.data.chat import with_chat_template
 from oblr_megatron.engine.turns import Turn
 from oblr_megatron.environments.messages import Begin, Ended, SampleCall
 from oblr_megatron.processes.calls import score_of
-from oblr_megatron.types import FinishReason
+from oblr_megatron.types import RECORDED, FinishReason
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -27,6 +30,13 @@ class LimitError(Exception):
 
 class NonsenseError(ValueError):
     """A function returned something that cannot be trained on."""
+
+
+class Draw(NamedTuple):
+    """A token that the policy drew. Example: Draw(-0.25, None)"""
+
+    logprob: float
+    recorded: NDArray[Any] | None  # its row of `Sample.recorded`
 
 
 @dataclass(slots=True)
@@ -128,21 +138,23 @@ class EpisodeEngine:
         ended = str(self.tokenizer.decode(list(after.ids[-1:]))) if after.finish_reason == "stop" else ""
         return self.encode(observation_text(self.tokenizer, messages, ended, self.template_options))
 
-    def written(self, tokens: Sequence[int]) -> dict[int, list[float]]:
-        """Places in `tokens` where the engine drew exactly this token after exactly the tokens before: log-probs.
+    def written(self, tokens: Sequence[int]) -> dict[int, list[Draw]]:
+        """Places in `tokens` where the engine drew exactly this token after exactly the tokens before.
 
         Several turns may have drawn it, and batching changes a log-prob's last digits.
         """
         whole = (*self.begin.prompt.token_ids, *tokens)
         first = len(self.begin.prompt.token_ids)
-        drawn: dict[int, list[float]] = {}
+        drawn: dict[int, list[Draw]] = {}
         for asked, turn in self.turns:
             if len(asked) < first or whole[: len(asked)] != asked:
                 continue
-            for place, (token, logprob) in enumerate(zip(turn.ids, turn.logprobs, strict=True), start=len(asked)):
+            rows = [None] * len(turn.ids) if turn.recorded is None else turn.recorded
+            draws = zip(turn.ids, turn.logprobs, rows, strict=True)
+            for place, (token, logprob, row) in enumerate(draws, start=len(asked)):
                 if place >= len(whole) or whole[place] != token:
                     break
-                drawn.setdefault(place - first, []).append(logprob)
+                drawn.setdefault(place - first, []).append(Draw(logprob, row))
         return drawn
 
 
@@ -190,21 +202,22 @@ def ended(engine: EpisodeEngine, returned: object) -> Ended:
         raise NonsenseError(f"{len(tokens)} tokens, {len(mask)} values of the mask, {len(episode.logprobs)} log-probs")
     if len(tokens) > engine.begin.max_tokens:
         raise NonsenseError(f"{len(tokens)} tokens; rollout.max_response_tokens is {engine.begin.max_tokens}")
-    drawn = engine.written(tokens)
-    logprobs = [0.0] * len(tokens)
+    drawn, chosen = engine.written(tokens), {}
     for place, (own, given) in enumerate(zip(mask, episode.logprobs, strict=True)):
         if not own:
             continue
         if place not in drawn:
             raise NonsenseError(f"token {place} is marked as the policy's, but the engine did not draw it there")
-        _, logprobs[place] = min((abs(logprob - given), logprob) for logprob in drawn[place])
-        if not abs(logprobs[place] - given) <= ROUNDING:
-            raise NonsenseError(f"the log-prob of token {place} is {given!r:.40}; the engine's was {logprobs[place]:g}")
+        draw = chosen[place] = min(drawn[place], key=lambda draw, given=given: abs(draw.logprob - given))
+        if not abs(draw.logprob - given) <= ROUNDING:
+            raise NonsenseError(f"the log-prob of token {place} is {given!r:.40}; the engine's was {draw.logprob:g}")
     reward = None
     if episode.reward is not None and (reward := score_of(episode.reward).value) is None:
         raise NonsenseError(f"the reward {episode.reward!r:.40} is not a finite number")
     reason: FinishReason = "length" if _cut(engine, tokens) else "stop"
-    return Ended(engine.begin.number, tokens, tuple(logprobs), mask, _encodable(episode.text), reason, reward)
+    logprobs, recorded = _laid_out(chosen, len(tokens))
+    text = _encodable(episode.text)
+    return Ended(engine.begin.number, tokens, logprobs, mask, text, reason, reward, recorded=recorded)
 
 
 def cut(engine: EpisodeEngine) -> Ended:
@@ -215,10 +228,23 @@ def cut(engine: EpisodeEngine) -> Ended:
         return Ended(engine.begin.number, finish_reason="length")
     asked, last = max(own, key=lambda pair: len(pair[0]) + len(pair[1].ids))
     tokens = (*asked, *last.ids)[len(prompt) :]
-    drawn = engine.written(tokens)
-    mask = tuple(place in drawn for place in range(len(tokens)))
-    logprobs = tuple(drawn[place][-1] if own else 0.0 for place, own in enumerate(mask))
-    return Ended(engine.begin.number, tokens, logprobs, mask, last.text, "length")
+    chosen = {place: draws[-1] for place, draws in engine.written(tokens).items()}
+    mask = tuple(place in chosen for place in range(len(tokens)))
+    logprobs, recorded = _laid_out(chosen, len(tokens))
+    return Ended(engine.begin.number, tokens, logprobs, mask, last.text, "length", recorded=recorded)
+
+
+def _laid_out(chosen: Mapping[int, Draw], count: int) -> tuple[tuple[float, ...], NDArray[Any] | None]:
+    """Log-probs and recorded tokens of `count` places. Those of the environment have 0, and name no token."""
+    logprobs = tuple(chosen[place].logprob if place in chosen else 0.0 for place in range(count))
+    rows = {place: draw.recorded for place, draw in chosen.items() if draw.recorded is not None}
+    if not rows:
+        return logprobs, None
+    recorded = np.zeros((count, len(next(iter(rows.values())))), RECORDED)
+    recorded["logprob"] = -np.inf
+    for place, row in rows.items():
+        recorded[place] = row
+    return logprobs, recorded
 
 
 def checked_ids(ids: Sequence[int], vocab_size: int, what: str) -> tuple[int, ...]:

@@ -19,7 +19,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator, Sequence, Set
 from contextlib import suppress
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any
 
 from oblr_megatron.checks.run_dir import LOGS
@@ -252,10 +252,8 @@ class EpisodeHost:
     def _request(self, batch: _Batch, call: SampleCall) -> PromptRequest:
         number, batch.requests = batch.requests, batch.requests + 1
         batch.waiting[number] = (call.number, call.call)
-        options, seed = batch.request, batch.running[call.number].begin.seed
-        request = SamplingRequest(
-            1, options.temperature, call.max_tokens, seed, top_p=options.top_p, top_k=options.top_k
-        )
+        seed = batch.running[call.number].begin.seed
+        request = replace(batch.request, group_size=1, max_tokens=call.max_tokens, seed=seed)
         return PromptRequest(number, call.ids, request, position=call.call, stop=call.stop)
 
     def _all_wait(self, batch: _Batch) -> bool:
@@ -382,4 +380,5 @@ def to_sample(group: int, begin: Begin, ended: Ended, version: int) -> Sample:
         version=version,
         mask=ended.mask,
         environment_reward=ended.reward,
+        recorded=ended.recorded,
     )

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from typing import Any
+
+from numpy.typing import NDArray
 
 from oblr_megatron.engine.turns import Turn
 from oblr_megatron.types import FinishReason, Prompt
@@ -60,3 +63,4 @@ class Ended:
     finish_reason: FinishReason = "stop"
     reward: float | None = None
     error: str = ""  # why it failed or was late
+    recorded: NDArray[Any] | None = field(default=None, compare=False, repr=False)  # as `Sample.recorded`

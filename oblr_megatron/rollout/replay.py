@@ -170,12 +170,13 @@ def _problems(saved: SavedStep, config: Config, vocab_size: int, model: str) -> 
             "model.moe_routing_replay is true, but the samples were saved without the engine's routes",
             "save them with model.moe_routing_replay=true, or set it to false",
         )
-    if config.replays_support and any(sample.recorded is None for sample in samples):
+    unrecorded = any(sample.recorded is None and sample.length for sample in samples)  # a failed episode has no tokens
+    if config.replays_support and unrecorded:
         yield (
             f"rollout.top_k is {config.rollout.top_k}, but the samples were saved without the tokens that it left",
             "save them with the same top_k, or set rollout.top_k to -1",
         )
-    if config.algo.center and any(sample.recorded is None for sample in samples):
+    if config.algo.center and unrecorded:
         yield (
             "algo.center is true, but the samples were saved without the engine's most likely tokens",
             "save them with algo.center=true, or set it to false",

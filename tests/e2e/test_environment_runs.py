@@ -37,8 +37,9 @@ RUN = {
 
 
 def test_two_ranks_and_their_replay(tmp_path: Path, overrides: Overrides) -> None:
+    """Under a filter, with centering: turns hold the tokens that their draws could take."""
     a, b = tmp_path / "a", tmp_path / "b"
-    options = RUN | {"num_steps": 3, "rollout__num_engines": 2}
+    options = RUN | {"num_steps": 3, "rollout__num_engines": 2, "rollout__top_k": 8, "algo__center": "true"}
     result = forked(2, [*overrides(a, **options), "--save-rollouts"])
     assert result.returncode == 0, result.stderr[-3000:]
     assert "out of order" in result.stderr, "the first failure of an engine's episodes is shown"

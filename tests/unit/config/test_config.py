@@ -187,7 +187,7 @@ def test_baselines_that_need_no_other_response(baseline: str) -> None:
         (["rollout.dynamic_sampling=true", "algo.baseline=none"], ["baseline 'none'"]),
         (["rollout.dynamic_sampling=true", "algo.baseline=rloo", "algo.kl_coefficient=0.1"], ["kl_coefficient"]),
         (["rollout.top_p=0.9"], ["top_p 0.9"]),
-        (["rollout.top_p=0.9", "rollout.top_k=20"], []),
+        (["rollout.top_p=0.9", "rollout.top_k=20", "rollout.environment=m:f"], []),
         (["rollout.rejection=token"], ['rollout.rejection "token"']),
         (["algo.preset=gspo"], ["algo.updates_per_batch 4"]),
         (["algo.preset=gspo", "algo.updates_per_batch=1"], ["preset 'gspo' has no effect"]),
@@ -393,7 +393,6 @@ def test_overlap_refuses_what_it_cannot_be_exact_with(overrides: list[str], name
         ("rollout.rejection=sequence", "later tokens"),
         ("rollout.rejection=geometric", "later tokens"),
         ("algo.preset=dapo", "depends on the advantage"),
-        ("rollout.environment=m:f", "rollout.environment"),
     ],
 )
 def test_centering_refuses_weights_that_no_prefix_determines(override: str, named: str) -> None:

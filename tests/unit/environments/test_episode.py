@@ -21,12 +21,19 @@ from oblr_megatron.environments.episode import Episode, EpisodeEngine, LimitErro
 from oblr_megatron.environments.host import to_sample
 from oblr_megatron.environments.messages import Begin, SampleCall
 from oblr_megatron.rollout.step_file import SavedStep, read_step, write_step
-from oblr_megatron.types import Prompt
+from oblr_megatron.types import RECORDED, Prompt
 from tests.tiny import make_tokenizer
 
 PROMPT = Prompt(row=0, id="p", text="", token_ids=(5, 9), answer="", source="")
-FIRST = Turn((7, 8), (-0.5, -0.25), "t7t8", "stop")
-SECOND = Turn((3,), (-1.5,), "t3", "stop")
+NONE = -math.inf
+
+
+def rows(*recorded: list[tuple[int, float]]) -> np.ndarray:
+    return np.array([*recorded], RECORDED)
+
+
+FIRST = Turn((7, 8), (-0.5, -0.25), "t7t8", "stop", rows([(7, -0.5), (1, -0.9)], [(8, -0.25), (2, NONE)]))
+SECOND = Turn((3,), (-1.5,), "t3", "stop", rows([(4, -0.2), (3, -1.5)]))
 
 
 def engine_of(*turns: Turn, max_tokens: int = 10, max_turns: int = 8) -> EpisodeEngine:
@@ -66,6 +73,13 @@ def test_an_episode_becomes_a_sample() -> None:
     assert (found.text, found.finish_reason, found.reward) == ("t3", "stop", 0.5)
     as_tuple = ended(engine, (np.array([7, 8, 11, 12, 3]), torch.tensor([1, 1, 0, 0, 1]), episode.logprobs, 0.5))
     assert as_tuple == found
+    other = [(0, NONE), (0, NONE)]  # no token of the environment is drawn
+    wanted = rows([(7, -0.5), (1, -0.9)], [(8, -0.25), (2, NONE)], other, other, [(4, -0.2), (3, -1.5)])
+    for one in (found, as_tuple, cut(engine)):
+        assert one.recorded is not None and one.recorded.tobytes() == wanted.tobytes()
+    shortened = ended(engine, ([7, 8, 11, 12, 3], [False] * 4 + [True], [0.0] * 4 + [-1.5])).recorded
+    assert shortened is not None and shortened.tolist() == [other] * 4 + [[*map(tuple, wanted[-1].tolist())]]
+    assert ended(engine, ([11], [False], [0.0])).recorded is None
 
 
 def test_a_turn_may_be_left_out_of_training_or_shortened() -> None:
@@ -121,12 +135,18 @@ def test_nonsense(returned: object, reason: str) -> None:
 
 def test_log_probs_of_candidates_that_share_tokens() -> None:
     """Batching changes the last digits of a log-prob. Each candidate may be returned, with its own."""
-    candidates = Turn((7, 1, 2), (-0.1, -0.2, -0.3), "A", "stop"), Turn((7, 1, 3), (-0.1001, -0.2, -0.4), "B", "stop")
+    tables = [rows(*([(token, logprob)] for token in (7, 1, 2))) for logprob in (-0.1, -0.1001)]
+    candidates = (
+        Turn((7, 1, 2), (-0.1, -0.2, -0.3), "A", "stop", tables[0]),
+        Turn((7, 1, 3), (-0.1001, -0.2, -0.4), "B", "stop", tables[1]),
+    )
     engine = engine_of(*candidates)
     for _ in candidates:
         asyncio.run(engine.generate(PROMPT.token_ids))
     for turn in candidates:
-        assert ended(engine, (turn.ids, [1, 1, 1], turn.logprobs)).logprobs == turn.logprobs
+        one = ended(engine, (turn.ids, [1, 1, 1], turn.logprobs))
+        assert one.logprobs == turn.logprobs and one.recorded is not None and turn.recorded is not None
+        assert one.recorded[0] == turn.recorded[0]
     with pytest.raises(NonsenseError):
         ended(engine, ([7], [1], [-0.10005]))
 
