@@ -76,7 +76,9 @@ def _show(result: DryRun, unchecked: Sequence[str]) -> int:
     print(result.model)
     norms = "" if result.config.rollout.only else f"; norms: {result.config.gradnorm.mode}"
     print(f"{result.world_size} ranks, each on {result.device.text}{norms}")
-    print(f"{models.total:,} parameters; models built: {len(models.holdings)}, with megatron-core's own layers")
+    trained = "" if models.trained == models.total else f", {models.trained:,} trained in adapters"
+    built = f"models built: {len(models.holdings)}, with megatron-core's own layers"
+    print(f"{models.total:,} parameters{trained}; {built}")
     if result.idle:
         print(result.idle)
     console = Console()

@@ -76,8 +76,8 @@ def _check_counts(hf_config: Mapping[str, Any], config: Config, models: Models) 
     assert models.total == expected, f"{models.total} parameters on all ranks, but {expected} in the model"
     for held in models.holdings:
         sizes = RankSizes.of(hf_config, config, held.position.pp)
-        counted = (sizes.dense_parameters, sizes.expert_parameters)
-        built = (held.dense, held.experts)
+        counted = (sizes.dense_parameters, sizes.expert_parameters, sizes.adapter_parameters)
+        built = (held.dense, held.experts, held.adapters)
         assert built == counted, f"rank {held.ranks[0]} holds {built} parameters, but the memory model has {counted}"
 
 

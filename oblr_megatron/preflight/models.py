@@ -12,6 +12,7 @@ from __future__ import annotations
 import warnings
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
+from math import prod
 from typing import Any
 
 from megatron.core.models.gpt import GPTModel
@@ -19,12 +20,15 @@ from megatron.core.models.gpt import GPTModel
 from oblr_megatron.checks.layout import num_experts
 from oblr_megatron.config import Config, ModelConfig, ParallelConfig
 from oblr_megatron.model import moe
+from oblr_megatron.model.lora.adapters import attach, is_adapter
 from oblr_megatron.model.optimizer import counted_here
 from oblr_megatron.model.parallel import Parallel, Position, positions
 from oblr_megatron.model.policy import build_model
 from oblr_megatron.model.transformer_config import HFConfig, hf_config_of, transformer_config_of
 from oblr_megatron.padding import padded_vocab_size
 from oblr_megatron.preflight.fake_ranks import standing_as
+from oblr_megatron.weights.adapter import AdapterShape, adapter_shapes
+from oblr_megatron.weights.names import ModelShape
 
 KERNELS_OFF = {"recompute_granularity": "none"}
 """Options without parameters that need kernels, which a login node may not have."""
@@ -44,19 +48,26 @@ class RankParameters:
     experts: int
     counted_dense: int  # dense elements that count here, not on another tensor-parallel rank or pipeline stage
     counted_experts: int
+    adapters: int  # elements of model.lora's adapters
 
     @property
     def parameters(self) -> int:
-        """Dense and expert elements."""
+        """Dense and expert elements, without adapters."""
         return self.dense + self.experts
+
+    @property
+    def trained(self) -> int:
+        """Elements with a gradient."""
+        return self.adapters or self.parameters
 
 
 @dataclass(frozen=True, slots=True)
 class Models:
-    """The models of all ranks. Example: Models(holdings=(RankParameters(...), ...), total=596049920)"""
+    """The models of all ranks. Example: Models(holdings=(RankParameters(...), ...), total=596049920, trained=...)"""
 
     holdings: tuple[RankParameters, ...]
-    total: int  # parameters of the model without vocabulary padding
+    total: int  # parameters of the model without vocabulary padding and adapters
+    trained: int  # parameters with a gradient
 
 
 def build_models(hf_config: Mapping[str, Any], config: Config, world_size: int) -> Models:
@@ -73,9 +84,10 @@ def build_models(hf_config: Mapping[str, Any], config: Config, world_size: int) 
     for ranks in _same_model(places, experts=bool(num_experts(hf_config))):
         with standing_as(ranks[0], world_size, config.parallel) as parallel:
             _check_position(parallel, places[ranks[0]])
-            dense, experts, counted_dense, counted_experts = _count(model, config, parallel)
-        holdings.append(RankParameters(places[ranks[0]], ranks, dense, experts, counted_dense, counted_experts))
-    return Models(tuple(holdings), _total(holdings, model, config))
+            holdings.append(RankParameters(places[ranks[0]], ranks, *_count(model, config, parallel)))
+    total, lora = _total(holdings, model, config), config.model.lora
+    adapters = adapter_shapes(ModelShape.of(hf_config), AdapterShape(lora.rank, lora.targets)).values()
+    return Models(tuple(holdings), total, sum(map(prod, adapters)) if lora.rank else total)
 
 
 def rank_positions(parallel: ParallelConfig, world_size: int) -> list[Position]:
@@ -107,16 +119,19 @@ def _check_position(parallel: Parallel, place: Position) -> None:
     assert own == expected, f"rank {parallel.rank} is at {own} by its groups, but was expected at {expected}"
 
 
-def _count(hf_config: HFConfig, config: Config, parallel: Parallel) -> tuple[int, int, int, int]:
-    """(dense, experts, counted dense, counted experts) of this rank."""
-    sizes = [0, 0, 0, 0]
+def _count(hf_config: HFConfig, config: Config, parallel: Parallel) -> tuple[int, int, int, int, int]:
+    """(dense, experts, counted dense, counted experts, adapters) of this rank."""
+    sizes = [0, 0, 0, 0, 0]
     for chunk in _chunks(hf_config, config.model, parallel, config.parallel):
-        for parameter in chunk.parameters():
+        for name, parameter in chunk.named_parameters():
+            if is_adapter(name):
+                sizes[4] += parameter.numel()
+                continue
             expert = moe.is_expert(parameter)
             sizes[expert] += parameter.numel()
             if expert or counted_here(parameter, parallel):
                 sizes[2 + expert] += parameter.numel()
-    return sizes[0], sizes[1], sizes[2], sizes[3]
+    return sizes[0], sizes[1], sizes[2], sizes[3], sizes[4]
 
 
 def _chunks(
@@ -130,7 +145,10 @@ def _chunks(
         warnings.filterwarnings("ignore", message="`sequence_parallel` is set to `True`")
         transformer_config = transformer_config_of(hf_config, local, parallel, options)
         for chunk in range(parallel.vp_size):
-            yield build_model(hf_config, transformer_config, local, parallel, padded, chunk)
+            model = build_model(hf_config, transformer_config, local, parallel, padded, chunk)
+            if config.lora.rank:
+                attach(model, config.lora)
+            yield model
 
 
 def _total(holdings: list[RankParameters], hf_config: HFConfig, config: Config) -> int:

@@ -18,11 +18,12 @@ GB = 1e9
 
 @dataclass(frozen=True, slots=True)
 class RankKind:
-    """Ranks with equal memory. Example: RankKind(stages=(0,), ranks=(0, 1), parameters=298043392, memory)"""
+    """Ranks with equal memory. Example: RankKind(stages=(0,), ranks=(0, 1), parameters=298043392, trained=..., ...)"""
 
     stages: tuple[int, ...]
     ranks: tuple[int, ...]
-    parameters: int
+    parameters: int  # without adapters
+    trained: int  # with a gradient
     memory: RankMemory
 
 
@@ -31,7 +32,7 @@ def kinds_of(models: Models, memory: Sequence[RankMemory]) -> list[RankKind]:
     groups: dict[tuple[Any, ...], tuple[list[int], list[RankParameters]]] = {}
     for held in models.holdings:
         of_stage = memory[held.position.pp]
-        key = (held.parameters, *of_stage.parts().items(), of_stage.peak)
+        key = (held.parameters, held.trained, *of_stage.parts().items(), of_stage.peak)
         stages, holdings = groups.setdefault(key, ([], []))
         stages.append(held.position.pp)
         holdings.append(held)
@@ -40,6 +41,7 @@ def kinds_of(models: Models, memory: Sequence[RankMemory]) -> list[RankKind]:
             stages=tuple(dict.fromkeys(stages)),
             ranks=tuple(sorted(rank for held in holdings for rank in held.ranks)),
             parameters=key[0],
+            trained=key[1],
             memory=memory[stages[0]],
         )
         for key, (stages, holdings) in groups.items()
@@ -53,7 +55,8 @@ def memory_table(kinds: Sequence[RankKind], device_bytes: int | None) -> Table:
     for kind in kinds:
         table.add_column(f"stage {span(kind.stages)}", justify="right")
     table.add_row("ranks", *(span(kind.ranks) for kind in kinds))
-    table.add_row("parameters", *(number(kind.parameters) for kind in kinds), end_section=True)
+    table.add_row("parameters", *(number(kind.parameters) for kind in kinds))
+    table.add_row("  trained", *(number(kind.trained) for kind in kinds), end_section=True)
     parts = [kind.memory.parts() for kind in kinds]
     training = [name for name, _ in kinds[0].memory.step.rows()]  # first, also those that the first stage lacks
     names = list(dict.fromkeys(name for part_bytes in parts for name in part_bytes))
@@ -97,7 +100,7 @@ def span(numbers: Sequence[int]) -> str:
 
 
 def json_line(models: Models, memory: Sequence[RankMemory], world_size: int, unchecked: Sequence[str]) -> str:
-    """world_size, parameters_total, ranks (one entry a rank), max_bytes_per_rank and not_checked, without breaks."""
+    """World size, parameters in all, ranks (one entry a rank), max_bytes_per_rank and not_checked, without breaks."""
     ranks: list[dict[str, int]] = [{} for _ in range(world_size)]
     for held in models.holdings:
         of_stage = memory[held.position.pp]
@@ -106,6 +109,7 @@ def json_line(models: Models, memory: Sequence[RankMemory], world_size: int, unc
                 "rank": rank,
                 "stage": held.position.pp,
                 "parameters": held.parameters,
+                "trained": held.trained,
                 "training_bytes": of_stage.training,
                 "rollout_bytes": of_stage.rollout,
             }
@@ -114,6 +118,7 @@ def json_line(models: Models, memory: Sequence[RankMemory], world_size: int, unc
         {
             "world_size": world_size,
             "parameters_total": models.total,
+            "trained_total": models.trained,
             "ranks": ranks,
             "max_bytes_per_rank": max(memory[held.position.pp].peak for held in models.holdings),
             "not_checked": list(unchecked),

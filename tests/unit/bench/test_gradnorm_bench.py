@@ -75,7 +75,8 @@ def test_samples_have_the_length_asked_for_and_weights_that_count() -> None:
 
 
 def test_sweep_changes_one_size_at_a_time() -> None:
-    base = {"shape": "tiny", "layers": 2, "tokens": 64, "samples": 4, "dtype": "bfloat16", "layers_of": "local"}
+    base = {"shape": "tiny", "layers": 2, "tokens": 64, "samples": 4, "dtype": "bfloat16"}
+    base |= {"layers_of": "local", "lora": 0}
     options = argparse.Namespace(**base | {"shapes": ["tiny", "qwen3-0.6b"], "tokens": [64, 128]})
     first, *others = gradnorm.sweep(options)
     assert first == Cell(**base)

@@ -55,7 +55,7 @@ def test_a_table_and_a_line_of_json(config_file: Path, capsys: pytest.CaptureFix
     assert dry(config_file, "--nnodes", "2", "--nproc-per-node", "8", "--gpu-memory-gb", "80") == 0
     *text, last = capsys.readouterr().out.splitlines()
     found = json.loads(last)
-    assert found["world_size"] == 16 and found["parameters_total"] == 596_049_920
+    assert found["world_size"] == 16 and found["parameters_total"] == found["trained_total"] == 596_049_920
     assert [rank["rank"] for rank in found["ranks"]] == list(range(16))
     assert {rank["parameters"] for rank in found["ranks"]} == {298_123_264}  # half of padded weights; norms whole
     fullest = max(max(rank["training_bytes"], rank["rollout_bytes"]) for rank in found["ranks"])

@@ -5,6 +5,7 @@
 
 from __future__ import annotations
 
+import re
 from pathlib import Path
 
 import pytest
@@ -55,6 +56,26 @@ def test_it_fits(name: str, nodes: int) -> None:
     assert (config.algo.baseline, config.algo.schedule) == ("pooled", "constant"), "the default recipe"
     assert decided.gradnorm.mode == ("two_pass" if num_experts(hf_config) else "inline")
     check_fits(rank_memory(hf_config, decided, (nodes or own) * PER_NODE, DEVICE), decided, DEVICE)
+
+
+def adapted() -> list[str]:
+    """docs/lora.md's job scripts with their arguments."""
+    text = (PRESETS.parents[1] / "docs" / "lora.md").read_text(encoding="utf-8")
+    return re.findall(r"^sbatch (.+?)(?: +#.*)?$", text, re.MULTILINE)
+
+
+@pytest.mark.parametrize("command", adapted())
+def test_adapters_fit_one_node(command: str) -> None:
+    """With the keys that the job script adds to its preset, and on its GPUs."""
+    *_, script, arguments = re.split(r"(slurm/\S+)", command)
+    text = (PRESETS.parents[1] / script).read_text(encoding="utf-8")
+    keys = [*re.findall(r"^    (\w+(?:\.\w+)*=\S+) \\$", text, re.MULTILINE), *arguments.split()]
+    gpus = int(re.findall(r"gpus-per-node=(\d+)", text)[0])
+    config = load_config(re.findall(r"slurm/configs/\S+\.toml", text)[0], keys)
+    hf_config, _ = model_of(config.model.path)
+    decided = check_run(hf_config, config, gpus, gpus, DEVICE)
+    assert decided.model.lora.rank == 16
+    check_fits(rank_memory(hf_config, decided, gpus, DEVICE), decided, DEVICE)
 
 
 @pytest.mark.nightly

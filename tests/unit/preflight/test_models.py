@@ -58,11 +58,11 @@ def parallel(
     }
 
 
-def run(sizes: dict[str, int]) -> Config:
+def run(sizes: dict[str, int], **model: Any) -> Config:
     return parse_config(
         {
             "run_dir": "unused",
-            "model": {"path": "unused", "dtype": "bfloat16"},
+            "model": {"path": "unused", "dtype": "bfloat16"} | model,
             "data": {"train": "unused"},
             "parallel": parallel(**sizes),
         }
@@ -74,6 +74,14 @@ def by_transformers(hf_config: dict[str, Any]) -> int:
     with torch.device("meta"):
         model = AutoModelForCausalLM.from_config(hf_config_of(hf_config))
     return int(model.num_parameters())
+
+
+def of_adapters(hf_config: dict[str, Any], rank: int, targets: list[str]) -> int:
+    """Parameters of an A [rank, in] and a B [out, rank] next to every such matrix of transformers' model."""
+    with torch.device("meta"):
+        model = AutoModelForCausalLM.from_config(hf_config_of(hf_config))
+    sizes = [one.weight.shape for name, one in model.named_modules() if name.endswith(tuple(targets))]
+    return rank * sum(out + inside for out, inside in sizes)
 
 
 def check_cover(found: Models, world_size: int) -> None:
@@ -101,13 +109,17 @@ def test_layouts(case: str) -> None:
         make = partial(tiny_config_of, "qwen2")
     layers = sizes.get("layers", 4)
     hf_config = make(num_hidden_layers=layers, tie_word_embeddings="tied" in case, vocab_size=1000).to_dict()
-    config = run({name: size for name, size in sizes.items() if name != "layers"})
+    layout = {name: size for name, size in sizes.items() if name != "layers"}
+    targets = ["o_proj"] if experts else ["o_proj", "up_proj", "down_proj"]
+    config = run(layout, lora={"rank": 3, "targets": targets})
     found = build_models(hf_config, config, WORLD)
     check_cover(found, WORLD)
     assert found.total == by_transformers(hf_config)
+    assert found.trained == of_adapters(hf_config, 3, targets)
     for held in found.holdings:
         counted = RankSizes.of(hf_config, config, held.position.pp)
         assert (held.dense, held.experts) == (counted.dense_parameters, counted.expert_parameters)
+        assert held.trained == counted.adapter_parameters
 
 
 def test_positions_match_megatrons_groups() -> None:
@@ -148,6 +160,6 @@ def test_parts_that_the_first_stage_lacks_are_listed_with_their_kind() -> None:
     kinds = []
     for stage, logits in enumerate((0, 5)):
         step = MemoryEstimate(**sizes, logits=logits, checkpoint=0, fixed=1, stage=stage, moment="the loss")
-        kinds.append(RankKind((stage,), (stage,), 7, RankMemory(step, engine, sleep_level=1, context=1, push=1)))
+        kinds.append(RankKind((stage,), (stage,), 7, 7, RankMemory(step, engine, sleep_level=1, context=1, push=1)))
     names = [str(name) for name in memory_table(kinds, None).columns[0].cells]
     assert names.index("activations") < names.index("logits") < names.index("while training") < names.index("KV cache")
