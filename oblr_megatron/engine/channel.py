@@ -50,7 +50,11 @@ class Reply:
 
 
 class Channel:
-    """One end of the socket pair."""
+    """One end of the socket pair.
+
+    No call changes the socket's mode, because all its duplicates share it: a deadline of one thread's call would end
+    the wait of another thread.
+    """
 
     def __init__(self, sock: socket.socket) -> None:
         self._socket = sock
@@ -62,20 +66,23 @@ class Channel:
             TimeoutError: the peer did not read in time.
             PeerGone: the peer has ended.
         """
-        self._socket.settimeout(None if deadline is None else max(1e-3, deadline - time.monotonic()))
-        try:
-            self._socket.sendall(_packed(message))
-        except (BrokenPipeError, ConnectionResetError) as error:
-            raise PeerGone("the other end is closed") from error
+        rest = memoryview(_packed(message))
+        while rest:
+            try:
+                rest = rest[self._socket.send(rest, socket.MSG_DONTWAIT) :]
+            except BlockingIOError:
+                seconds = None if deadline is None else max(1e-3, deadline - time.monotonic())
+                if not self._wait(select.POLLOUT, seconds):
+                    raise TimeoutError("the other end does not read") from None
+            except (BrokenPipeError, ConnectionResetError) as error:
+                raise PeerGone("the other end is closed") from error
 
     def ready(self) -> bool:
         """Whether a message, or the end of the stream, can be read."""
-        poll = select.poll()  # select.select takes no descriptor above 1023
-        poll.register(self._socket, select.POLLIN)
-        return bool(poll.poll(0))
+        return self._wait(select.POLLIN, 0)
 
     def writer(self) -> Channel:
-        """A second channel on this socket, for a thread that only sends. Each channel has its own deadlines."""
+        """A second channel on this socket, for a thread that only sends. Each channel is closed by itself."""
         return Channel(self._socket.dup())
 
     def receive(self, deadline: float | None = None, alive: Callable[[], bool] | None = None) -> Any:
@@ -101,14 +108,15 @@ class Channel:
         buffer = bytearray(size)
         view, filled = memoryview(buffer), 0
         while filled < size:
-            self._socket.settimeout(None if deadline is None and alive is None else CHECK_SECONDS)
-            try:
-                count = self._socket.recv_into(view[filled:])  # reads what arrived in time, even after the deadline
-            except TimeoutError:
+            try:  # reads what arrived in time, even after the deadline
+                count = self._socket.recv_into(view[filled:], 0, socket.MSG_DONTWAIT)
+            except BlockingIOError:
+                if self._wait(select.POLLIN, None if deadline is None and alive is None else CHECK_SECONDS):
+                    continue
                 if alive is not None and not alive():
                     raise PeerGone("the other end is not alive") from None
                 if deadline is not None and time.monotonic() > deadline:
-                    raise
+                    raise TimeoutError("no message came in time") from None
                 continue
             except ConnectionResetError as error:
                 raise PeerGone("the other end is closed") from error
@@ -116,6 +124,12 @@ class Channel:
                 raise PeerGone("the other end is closed")
             filled += count
         return buffer
+
+    def _wait(self, event: int, seconds: float | None) -> bool:
+        """Whether the event came within so many seconds; None waits without limit."""
+        poll = select.poll()  # select.select takes no descriptor above 1023
+        poll.register(self._socket, event)
+        return bool(poll.poll(None if seconds is None else 1000 * seconds))
 
 
 @dataclass(frozen=True, slots=True)

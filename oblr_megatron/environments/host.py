@@ -187,11 +187,13 @@ class EpisodeHost:
 
     def _read_process(self, process: _Process) -> None:
         """In a thread: pass the messages of a process on, then its end."""
-        with suppress(PeerGone):
-            while True:
-                self._queue.put((process, process.channel.receive()))
-        process.channel.close()
-        self._queue.put((process, None))
+        try:
+            with suppress(PeerGone):
+                while True:
+                    self._queue.put((process, process.channel.receive()))
+        finally:  # a process that nobody reads is lost, whatever ended the reader
+            process.channel.close()
+            self._queue.put((process, None))
 
     def _read_engine(self, answers: Iterator[Answered]) -> None:
         try:

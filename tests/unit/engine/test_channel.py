@@ -4,6 +4,7 @@ Not covered: the processes at its ends (tests/e2e/test_rollout_failures.py).
 """
 
 import fcntl
+import os
 import resource
 import socket
 import threading
@@ -49,6 +50,16 @@ def test_an_answer_that_came_in_time_is_read_after_the_deadline(ends):
 def test_a_sender_gives_up_when_nobody_reads(ends):
     with pytest.raises(TimeoutError):
         ends[0].send(bytes(2**24), time.monotonic() + 0.3)
+
+
+def test_a_deadline_leaves_the_mode_that_duplicates_share():
+    """A mode of its own for each deadline ended, now and then, the wait of another thread that has none."""
+    left, right = socket.socketpair()
+    with left, right:
+        Channel(left).send(1, time.monotonic() + 5)
+        with pytest.raises(TimeoutError):
+            Channel(left).receive(time.monotonic())
+        assert os.get_blocking(left.fileno())
 
 
 def test_a_socket_with_a_high_number_is_ready(ends):
