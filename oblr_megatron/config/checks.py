@@ -135,10 +135,11 @@ def biases(config: Config) -> Iterator[str]:
             "rollout.dynamic_sampling biases the gradient's direction: it drops groups of equal rewards, which have a "
             f'gradient under {cause}; algo.baseline = "optimal" or "rloo" without a KL penalty has none there'
         )
-    if rollout.replay is None and (rollout.top_p < 1 or rollout.top_k > 0) and not config.replays_support:
+    if rollout.replay is None and rollout.filters and not config.replays_support:
+        filters = ", ".join(f"{name} {value:g}" for name, value in rollout.filters.items())
         yield (
-            f"rollout.top_p {rollout.top_p:g} and top_k {rollout.top_k} bias the gradient: tokens outside the filter "
-            f"are never drawn, so the mean score is not 0; a top_k of 1 to 1,024 has no bias"
+            f"a filter of [rollout] ({filters}) biases the gradient: tokens outside it are never drawn, so the mean "
+            "score is not 0; with a rollout.top_k of 1 to 1,024 it does not"
         )
 
 
@@ -250,6 +251,9 @@ def _samples(config: Config) -> Iterator[Problem]:
         what = 'rollout.rejection_low and rejection_high are the band of rollout.rejection, which is "none"'
         yield what, 'set rollout.rejection to "token", "sequence" or "geometric", or leave the band out'
     yield from _environment(config)
+    if rollout.min_p and rollout.speculation != "none":
+        what = f"rollout.min_p with rollout.speculation {rollout.speculation!r}: vLLM then leaves min_p out"
+        yield what, 'set rollout.min_p to 0 and use top_p or top_k, or rollout.speculation to "none"'
     if rollout.dynamic_sampling and config.group_size == 1:
         what = "group_size is 1, but rollout.dynamic_sampling needs groups with different rewards"
         yield what, "set group_size to 2 or more, or rollout.dynamic_sampling to false"

@@ -56,6 +56,9 @@ class RolloutConfig(Section):
     top_p: float = Field(1.0, gt=0, le=1)
     """Nucleus filter. Below 1 it needs a top_k of at most 1,024, or the trainer cannot renormalise its log-probs as the
     engine does."""
+    min_p: float = Field(0.0, ge=0, le=1)
+    """Leaves out tokens with less than this share of the largest probability, before top_k and top_p. Above 0 it needs
+    a top_k, as top_p does."""
     top_k: int = Field(-1, ge=-1)
     """Top-k filter, -1 for none. Up to 1,024 samples hold the tokens that each draw could take, in 8 (top_k + 8) bytes
     a token, and the trainer's policy is renormalised over them (docs/samples.md)."""
@@ -142,6 +145,12 @@ class RolloutConfig(Section):
     """Deadline of one generate call, seconds."""
     push_timeout_s: float = Field(300.0, gt=0, le=LONGEST_WAIT_S)
     """Deadline of one weight push, seconds."""
+
+    @property
+    def filters(self) -> dict[str, float]:
+        """The filters that are on. Example: {"top_p": 0.9}"""
+        on = {"top_p": self.top_p < 1, "top_k": self.top_k > 0, "min_p": self.min_p > 0}
+        return {name: getattr(self, name) for name, active in on.items() if active}
 
     @property
     def own_engines(self) -> bool:

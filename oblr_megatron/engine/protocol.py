@@ -52,6 +52,7 @@ class SamplingRequest:
     seed: int  # each call of a run has its own: equal seeds give equal samples
     top_p: float = 1.0
     top_k: int = -1  # -1: no filter
+    min_p: float = 0.0
     routes: bool = False  # whether samples hold the experts that the engine took (`EngineSpec.routes`)
     recorded: int = 0  # most likely tokens that samples hold for each draw (`Sample.recorded`)
 
@@ -75,6 +76,7 @@ class SamplingRequest:
             seed,
             top_p=rollout.top_p,
             top_k=rollout.top_k,
+            min_p=rollout.min_p,
             routes=config.model.moe_routing_replay,
             recorded=max(
                 config.algo.center_tokens if config.algo.center else 0,

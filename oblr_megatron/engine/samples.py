@@ -24,6 +24,7 @@ def sampling_params(request: SamplingRequest, group: int, vocab_size: int, stop:
         temperature=request.temperature,
         top_p=request.top_p,
         top_k=max(request.top_k, 0),
+        min_p=request.min_p,
         max_tokens=request.max_tokens,
         stop_token_ids=list(stop),
         seed=prompt_seed(request.seed, group),  # vLLM adds g for response g of a group

@@ -16,16 +16,25 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from types import SimpleNamespace
 
+import numpy as np
 import psutil
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
-from transformers import Qwen3ForCausalLM
+from transformers import (
+    LogitsProcessorList,
+    MinPLogitsWarper,
+    Qwen3ForCausalLM,
+    TemperatureLogitsWarper,
+    TopKLogitsWarper,
+    TopPLogitsWarper,
+)
 
 from oblr_megatron.checkpoint.store import check_contents, checkpoints_of, read_manifest
 from oblr_megatron.engine.protocol import TIES, SamplingRequest
 from oblr_megatron.engine.samples import to_sample
 from oblr_megatron.errors import RunError
+from oblr_megatron.norms.oracle import oracle_logprobs
 from oblr_megatron.rollout.colocated import ColocatedEngines
 from oblr_megatron.types import Sample
 from tests.e2e.conftest import ROOT, environment, records, torchrun, wait_for_lines
@@ -33,7 +42,7 @@ from tests.e2e.tiny_rollout import EOS, VOCAB, make_prompts, start
 from tests.tiny import make_hf_dir
 
 OTHER_STOP = 5
-TEMPERATURE, TOP_P, TOP_K = 0.8, 0.6, 9
+TEMPERATURE, TOP_P, TOP_K, MIN_P = 0.8, 0.6, 9, 0.7
 
 
 @pytest.fixture(scope="module")
@@ -82,35 +91,37 @@ def test_padding_of_the_vocabulary_is_never_drawn_and_every_stop_token_ends(flat
     assert ends == {EOS, OTHER_STOP} and {sample.finish_reason for sample in samples} == {"stop", "length"}
 
 
-def test_logprobs_are_renormalised_over_what_the_filters_leave(flat) -> None:
-    """top-k first, then top-p over the rest, both at the temperature; compared with transformers' logits."""
+@pytest.mark.parametrize("min_p", [0.0, MIN_P])
+def test_logprobs_are_renormalised_over_what_the_filters_leave(flat, min_p: float) -> None:
+    """min-p, then top-k, then top-p over the rest, at the temperature: transformers' model and its logits warpers.
+
+    The trainer's log-probs, by their oracle, are over the recorded tokens.
+    """
     engines, model = flat
-    request = SamplingRequest(8, TEMPERATURE, 24, seed=2, top_p=TOP_P, top_k=TOP_K, recorded=TOP_K + TIES)
+    request = SamplingRequest(8, TEMPERATURE, 24, seed=2, top_p=TOP_P, top_k=TOP_K, min_p=min_p, recorded=TOP_K + TIES)
+    warpers = [TemperatureLogitsWarper(TEMPERATURE), TopKLogitsWarper(TOP_K), TopPLogitsWarper(TOP_P)]
+    warpers[1:1] = [MinPLogitsWarper(min_p)] if min_p else []
+    warp, weights = LogitsProcessorList(warpers), dict(model.named_parameters())
     samples = ask(engines, 12, request)
-    worst = plain = 0.0
-    for sample in samples:
+    worst, plain, least = 0.0, 0.0, 1.0
+    for number, sample in enumerate(samples):
         unfiltered = (scores(model, sample) / TEMPERATURE).log_softmax(-1)
-        kept = filtered(unfiltered)
+        kept = warp(torch.tensor([sample.response_ids]), scores(model, sample)).log_softmax(-1)
         ids = torch.tensor(sample.response_ids)[:, None]
         found = torch.tensor(sample.logprobs, dtype=torch.float64)
         assert sample.recorded is not None
         for row, recorded in zip(kept, sample.recorded, strict=True):  # the tokens that each draw could take
             possible = recorded[recorded["logprob"] > -torch.inf]
             assert len(possible) < len(recorded) and {*possible["id"]} == {*(row > -torch.inf).nonzero()[:, 0].tolist()}
+            least = min(least, np.exp(possible["logprob"].min() - possible["logprob"].max()))
         worst = max(worst, (kept.gather(-1, ids)[:, 0] - found).abs().max().item())
         plain = max(plain, (unfiltered.gather(-1, ids)[:, 0] - found).abs().max().item())
+        if number < 8:
+            trained = oracle_logprobs(weights, model.config, sample, TEMPERATURE)
+            torch.testing.assert_close(trained.double(), kept.gather(-1, ids)[:, 0], rtol=0, atol=1e-5)
     assert worst < 1e-4
     assert plain > 0.5, "the filters take away more than a third of the probability"
-
-
-def filtered(logprobs: torch.Tensor) -> torch.Tensor:
-    """[T, V]: the fewest of the TOP_K likeliest tokens that hold TOP_P, renormalised."""
-    ranked, order = logprobs.sort(-1, descending=True)
-    ranked[:, TOP_K:] = -torch.inf
-    probabilities = ranked.softmax(-1)
-    held_before = probabilities.cumsum(-1) - probabilities
-    ranked = ranked.masked_fill(held_before >= TOP_P, -torch.inf).log_softmax(-1)
-    return torch.empty_like(logprobs).scatter_(-1, order, ranked)
+    assert (least > MIN_P - 1e-5) == bool(min_p), "the tokens that min_p leaves out pass the other filters"
 
 
 def test_an_id_out_of_the_vocabulary_is_refused() -> None:

@@ -160,8 +160,8 @@ def test_a_bound_that_is_measured_changes_no_draw(model: Path, plain: dict[str, 
 
 
 def test_a_run_trains_on_the_same_samples(tmp_path: Path, overrides: Callable[..., list[str]]) -> None:
-    """The trainer's own log-probs are the oracle; weights are pushed between the steps."""
-    keys = {"num_steps": 2, "group_size": 2}
+    """The trainer's own log-probs are the oracle, under a filter; weights are pushed between the steps."""
+    keys = {"num_steps": 2, "group_size": 2, "rollout__top_k": 12, "rollout__top_p": 0.9}
     speculation = {"rollout__speculation": "ngram", "rollout__speculation_below": 64}
     found = []
     for name, more in (("plain", {}), ("ngram", speculation)):
@@ -171,10 +171,18 @@ def test_a_run_trains_on_the_same_samples(tmp_path: Path, overrides: Callable[..
     assert [[one.response_ids for one in step] for step in found[0]] == [
         [one.response_ids for one in step] for step in found[1]
     ]
+    assert [supports(step) for step in found[0]] == [supports(step) for step in found[1]]
     for step in records(tmp_path / "ngram"):
         assert step["rollout/logprob_abs_diff"] < BOUND
         assert step["rollout/speculation_below"] == 64
     assert "rollout/speculation_below" not in records(tmp_path / "plain")[0]
+
+
+def supports(samples: list[Sample]) -> list[set[int]]:
+    """The tokens that each draw could take."""
+    tables = [one.recorded for one in samples if one.recorded is not None]
+    assert len(tables) == len(samples)
+    return [{*row["id"][row["logprob"] > -math.inf].tolist()} for table in tables for row in table]
 
 
 @pytest.mark.nightly

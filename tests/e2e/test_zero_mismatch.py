@@ -28,7 +28,10 @@ from tests.tiny import make_hf_dir
 STEPS = 3
 PACKED = {"parallel__packing": "packed", "parallel__micro_batch_tokens": 64}
 LAYOUTS = {
-    "one rank, packed, float32, filtered": (1, PACKED | {"rollout__top_p": 0.9, "rollout__top_k": 12}),
+    "one rank, packed, float32, filtered": (
+        1,
+        PACKED | {"rollout__top_p": 0.9, "rollout__top_k": 12, "rollout__min_p": 0.05},
+    ),
     "two stages, rows, bfloat16": (
         2,
         {"parallel__pipeline_model_parallel_size": 2, "model__dtype": "bfloat16"},

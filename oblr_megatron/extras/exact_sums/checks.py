@@ -58,9 +58,10 @@ def _anywhere(hf_config: Mapping[str, Any], config: Config) -> Iterator[Refusal]
             "parallel.tensor_model_parallel_size",
             "set it and rollout.tensor_parallel_size to 1; pipeline and data parallelism keep the bits",
         )
-    if (rollout.top_p < 1 or rollout.top_k > 0) and not config.replays_support:
+    if rollout.filters and not config.replays_support:
         what = "a filter without recorded tokens: the engine renormalises its log-probs, the trainer does not"
-        yield what, "rollout.top_p", "set rollout.top_k to 1 to 1,024, or rollout.top_p to 1 and rollout.top_k to -1"
+        fix = "set rollout.top_k to 1 to 1,024, or leave top_p, top_k and min_p out"
+        yield what, f"rollout.{next(iter(rollout.filters))}", fix
     if rollout.speculation != "none":
         yield "speculation: it is not known to keep the bits", "rollout.speculation", 'set it to "none"'
     if rollout.servers:

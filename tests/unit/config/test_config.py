@@ -188,6 +188,7 @@ def test_baselines_that_need_no_other_response(baseline: str) -> None:
         (["rollout.dynamic_sampling=true", "algo.baseline=rloo", "algo.kl_coefficient=0.1"], ["kl_coefficient"]),
         (["rollout.top_p=0.9"], ["top_p 0.9"]),
         (["rollout.top_p=0.9", "rollout.top_k=20", "rollout.environment=m:f"], []),
+        (["rollout.min_p=0.1"], ["min_p 0.1"]),
         (["rollout.rejection=token"], ['rollout.rejection "token"']),
         (["algo.preset=gspo"], ["algo.updates_per_batch 4"]),
         (["algo.preset=gspo", "algo.updates_per_batch=1"], ["preset 'gspo' has no effect"]),
@@ -379,6 +380,7 @@ ONE_STEP = "rollout.overlap=one_step"
         ([ONE_STEP, "rollout.max_staleness=1", "rollout.replay=saved"], "nothing is sampled"),
         ([ONE_STEP, "rollout.max_staleness=1", "rollout.only=true"], "no gradient is computed"),
         ([STREAM, "rollout.only=true"], "no gradient is computed"),
+        (["rollout.min_p=0.1", "rollout.speculation=ngram"], "vLLM then leaves min_p out"),
     ],
 )
 def test_overlap_refuses_what_it_cannot_be_exact_with(overrides: list[str], named: str) -> None:
