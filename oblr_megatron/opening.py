@@ -86,7 +86,9 @@ def open_sampling(config: Config) -> Iterator[Sampling]:
         first = parallel.tp_rank == parallel.pp_rank == parallel.cp_rank == 0  # the first rank of a replica
         share = parallel.dp_rank if first else None
         scoring = build_reward(config.reward, max_response_tokens=config.rollout.max_response_tokens)
-        reward = stack.enter_context(SharedReward(scoring, share, parallel.dp_size))
+        reward = stack.enter_context(
+            SharedReward(scoring, share, parallel.dp_size, timeout_s=config.parallel.distributed_timeout_s)
+        )
         display = open_display(config.num_steps, rank=parallel.rank)
         engines = open_engines(config, parallel, display.waiting)
         stack.callback(engines.close)

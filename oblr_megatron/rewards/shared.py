@@ -15,7 +15,7 @@ from oblr_megatron.types import Prompt, Sample
 
 logger = logging.getLogger(__name__)
 
-SLACK_S = 300.0
+SKEW_S = 300.0
 """Allowed time difference between ranks after the rollout, in addition to the time for scoring."""
 
 
@@ -28,12 +28,13 @@ class SharedReward(Reward):
         reward: scores this rank's share.
         share: index of this rank's share of the prompts, 0 to shares - 1; None on a rank that scores nothing.
         shares: number of shares; each belongs to one rank.
+        timeout_s: parallel.distributed_timeout_s, which may be shorter than SKEW_S.
     """
 
-    def __init__(self, reward: Reward, share: int | None, shares: int) -> None:
+    def __init__(self, reward: Reward, share: int | None, shares: int, *, timeout_s: float = SKEW_S) -> None:
         self.own = reward
         """Scores on this rank alone; not collective."""
-        self._share, self._shares = share, shares
+        self._share, self._shares, self._skew_s = share, shares, min(SKEW_S, timeout_s)
         self._collectives = Collectives(dist.get_rank())
         self._reported = False
 
@@ -42,11 +43,11 @@ class SharedReward(Reward):
 
         Raises:
             RunError: `score` raised on a rank.
-            DeadlineError: a rank exceeded the time bound for the largest share, plus SLACK_S.
+            DeadlineError: a rank exceeded the time bound for the largest share, plus the allowed difference.
         """
         own = attempt(lambda: self._score_batch(prompts, samples))
         largest = -(-len(prompts) // self._shares) * group_size(prompts, samples)
-        seconds = self.own.longest_s(largest) + SLACK_S
+        seconds = self.own.longest_s(largest) + self._skew_s
         outcomes = self._collectives.gather(own, what=f"the rewards of {len(samples)} samples", seconds=seconds)
         raise_first(outcomes, own)
         scored: list[tuple[int, RewardResult]] = [outcome.value for outcome in outcomes if outcome.value is not None]

@@ -11,6 +11,7 @@ from collections.abc import Sequence
 import pytest
 import torch.distributed as dist
 
+from oblr_megatron.errors import DeadlineError
 from oblr_megatron.rewards.base import Reward, RewardResult
 from oblr_megatron.rewards.shared import SharedReward
 from oblr_megatron.types import Prompt, Sample
@@ -84,3 +85,20 @@ def test_more_ranks_than_prompts() -> None:
         assert result == RewardResult(
             [0.0, 1.0], {}, "a traceback", ["0", "1"], {"main": [100, 101], "other": [-100] * 2}
         )
+
+
+def without_the_other() -> str:
+    """Rank 0 scores, rank 1 does not until rank 0 has given up."""
+    reward, said = SharedReward(Numbers(), dist.get_rank(), 2, timeout_s=0.5), ""
+    if dist.get_rank() == 0:
+        with pytest.raises(DeadlineError) as raised:
+            reward.score(PROMPTS, SAMPLES)
+        said = str(raised.value)
+    dist.barrier()
+    return said
+
+
+def test_a_rank_waits_for_another_until_the_timeout() -> None:
+    """The samples' scores have no deadline of their own here."""
+    said, _ = run_ranks(without_the_other, 2)
+    assert "rank 0" in said and "other ranks" in said and "0.5" in said
