@@ -399,7 +399,9 @@ def drawn(count: int) -> Iterator[Trouble]:
     for _ in range(count):
         moment = draw.choice([name for name in MOMENTS if name != "track"])
         ranks = 2 if MOMENTS[moment][0] == "trainer-1" else draw.choice((1, 1, 1, 2))
-        how = draw.choice(("drop", "drop", "reject", "unplug", "half-open" if MOMENTS[moment][1] else "drop", "slow"))
+        half: How = "half-open" if MOMENTS[moment][1] else "drop"
+        hows: tuple[How, ...] = ("drop", "drop", "reject", "unplug", half, "slow")
+        how = draw.choice(hows)
         seconds = draw.choice((2, 2, 30, EVER, EVER)) if how != "half-open" else EVER
         yield Trouble(moment, how, seconds, ranks, draw.choice((1, 2)), nth=draw.randint(2, 5))
 

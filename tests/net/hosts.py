@@ -11,8 +11,8 @@ The switch is this process's own namespace, so that a test reaches every host.
 
 from __future__ import annotations
 
+import ctypes
 import multiprocessing
-import os
 import socket
 import subprocess
 import sys
@@ -35,6 +35,7 @@ TARGETS = {"drop": ["DROP"], "half-open": ["DROP"], "reject": ["REJECT", "--reje
 SLOW = "2kb/s"
 POLL_S = 0.02
 HOSTS = Path("/etc/hosts")
+CLONE_NEWNET, CLONE_NEWUTS = 0x40000000, 0x04000000  # linux/sched.h
 
 
 def run(*command: str) -> str:
@@ -66,7 +67,7 @@ class Host:
             return self.forked(
                 [sys.executable, *words],
                 cwd=ROOT,
-                env=environment() | variables,
+                env={**environment(), **variables},
                 stdout=output,
                 stderr=subprocess.STDOUT,
                 start_new_session=True,
@@ -175,9 +176,10 @@ class Cut:
 
 def _keep_on(requests: socket.socket, name: str) -> None:
     """Serve `forked_processes` on a host."""
+    libc = ctypes.CDLL(None, use_errno=True)  # Python has these calls from 3.12 on
     with Path(f"/run/netns/{name}").open() as namespace:
-        os.setns(namespace.fileno(), os.CLONE_NEWNET)
-    os.unshare(os.CLONE_NEWUTS)
+        if libc.setns(namespace.fileno(), CLONE_NEWNET) or libc.unshare(CLONE_NEWUTS):
+            raise OSError(ctypes.get_errno(), f"cannot become host {name}")
     socket.sethostname(name)
     forked_processes._keep(requests)
 
