@@ -43,7 +43,10 @@ class ServerRefusedError(RunError):
 
 
 class VllmServer:
-    """The trainer's handle of a server. All its coroutines run in one event loop."""
+    """The trainer's handle of a server. All its coroutines run in one event loop.
+
+    Every error names the server once; `what`, which is waited for, does not.
+    """
 
     def __init__(self, url: str, key: str, *, owner: str = "rank 0", silence_s: float = 30.0) -> None:
         """The key is empty for none. A sampling server counts as hung after `silence_s` without an answer."""
@@ -64,7 +67,7 @@ class VllmServer:
 
     async def info(self, seconds: float) -> http.Info:
         """The server's settings and state."""
-        info = await self._ask(http.Info, "info", {}, f"{self.name} to answer", seconds)
+        info = await self._ask(http.Info, "info", {}, "an answer", seconds)
         self.capacity, self.workers = info.max_num_seqs, info.workers
         self.instance, self.base = info.instance, info.base
         return info
@@ -78,7 +81,7 @@ class VllmServer:
             RunError: it does not accept the prompts, or its answer does not fit the request.
         """
         wanted = [one.request.group_size for one in asked]
-        what = f"{len(wanted)} x {wanted[0]} samples of {self.name}"
+        what = f"{len(wanted)} x {wanted[0]} samples"
         arguments = {"asked": asked, "holding": holding}
         answer = await self._ask(http.SampleAnswer, "sample", arguments, what, seconds, RETRIES)
         if answer.holding != holding:
@@ -90,11 +93,11 @@ class VllmServer:
 
     async def digests(self, seconds: float) -> list[dict[str, str]]:
         """Digests of the weights that its workers hold; see `weights.verify`."""
-        return await self._ask(list[dict[str, str]], "digests", {}, f"{self.name} to read its weights back", seconds)
+        return await self._ask(list[dict[str, str]], "digests", {}, "digests of the weights", seconds)
 
     async def speculation(self, seconds: float) -> http.DraftReport:
         """Its drafts since the last call, and the bound."""
-        return await self._ask(http.DraftReport, "speculation", {}, f"{self.name}'s speculation", seconds)
+        return await self._ask(http.DraftReport, "speculation", {}, "a report of the speculation", seconds)
 
     async def tell(self, method: str, arguments: dict[str, Any], what: str, seconds: float) -> None:
         """Send a step of a push. It is not retried: a server that received it would refuse it the second time.
@@ -111,7 +114,7 @@ class VllmServer:
         while True:
             await asyncio.sleep(min(WATCH_SECONDS, self.silence_s / 2))
             try:
-                await self._request(http.HEALTH, None, "its health", self.silence_s / 2)
+                await self._request(http.HEALTH, None, "the health", self.silence_s / 2)
                 heard = time.monotonic()
             except EngineLostError as error:
                 if time.monotonic() - heard > self.silence_s:
@@ -153,8 +156,11 @@ class VllmServer:
         except (aiohttp.ClientError, OSError) as error:
             # asyncio's timeout is the deadline. aiohttp's, for a connection that nobody accepts, is also a ClientError.
             if isinstance(error, TimeoutError) and not isinstance(error, aiohttp.ClientError):
-                raise ServerLostError(str(DeadlineError(self.owner, what, round(seconds, 1)))) from None
-            reason = str(error) or type(error).__name__
+                late = DeadlineError(self.owner, f"{what} of {self.name}", round(seconds, 1))
+                raise ServerLostError(str(late)) from None
+            reason = str(getattr(error, "os_error", error)) or type(error).__name__  # aiohttp's text repeats the host
+            if isinstance(error, aiohttp.ServerTimeoutError):
+                reason = "nobody accepts the connection"
             raise DroppedError(f"{self.name} was lost while {self.owner} waited for {what}: {reason}") from error
         if status != 200:
             self._raise(status, text, what)
@@ -182,4 +188,4 @@ class DroppedError(ServerLostError):
 
 def reasons(servers: Sequence[VllmServer]) -> str:
     """Why each lost server is lost, for an error message."""
-    return "; ".join(f"{server.name}: {server.lost}" for server in servers if server.lost is not None)
+    return "; ".join(server.lost for server in servers if server.lost is not None)

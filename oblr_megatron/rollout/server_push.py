@@ -203,7 +203,7 @@ class ServerReceiver(LockstepReceiver):
             raise ServerLostError(f"{server.owner} could not open {what}: {reason}") from error
 
     async def _tell(self, server: VllmServer, method: str, **arguments: Any) -> None:
-        await server.tell(method, arguments, f"push {self._holding.version} into {server.name}", self._left())
+        await server.tell(method, arguments, f"push {self._holding.version}", self._left())
 
     def _left(self) -> float:
         return max(0.1, self._seconds - (time.monotonic() - self.begin))
