@@ -312,6 +312,7 @@ def open_run(config: Config) -> Iterator[Run]:
     """
     with open_sampling(config) as sampling:
         config = sampling.config
+        sampling.release()  # the trainer's parts are made, and loaded, on the device; the first push wakes the engines
         policy = build_policy(sampling.model.hf_config(), config.model, sampling.parallel, config.parallel)
         resumed = sampling.resumed
         penalised, adapted = config.algo.kl_coefficient > 0, config.model.lora.rank > 0
@@ -323,8 +324,6 @@ def open_run(config: Config) -> Iterator[Run]:
             )
         initialize(policy, config.seed)
         reference = Reference(policy) if penalised else None  # from the model path, not from the checkpoint
-        if config.optimizer.offload != "none":
-            sampling.release()  # the optimizer is made, and loaded, on the device; the first push wakes the engines
         optimizer, momentum = PolicyOptimizer(policy, config.optimizer), momentum_of(policy, config)
         schedule = build_schedule(
             config.algo,

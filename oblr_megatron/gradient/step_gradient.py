@@ -105,7 +105,9 @@ class StepGradient:
         self.begin(0)
 
     def release(self) -> None:
-        """Free the device memory that mode `stash` keeps between steps."""
+        """Free the device memory of `main_grad`, and of what mode `stash` keeps, until the next step's first batch."""
+        for chunk in self._policy.chunks:  # its views stay
+            chunk.offload_grad_buffers(synchronize=False, empty_cache=False)
         if self._sample_gradients is not None:
             self._sample_gradients.release()
 
@@ -158,6 +160,8 @@ class StepGradient:
             self._later = list(zip(others, rules, old, strict=True))
             advantage = advantage.of_update(own.positions)
         if self._sums is None:
+            for chunk in self._policy.chunks:
+                chunk.restore_grad_buffers(synchronize=False)  # zeros, if they were released
             self._sums = FoldSums(self._policy, self._sharing, self._config, whole=batch.last)
         norms = self._add_in_one_pass(own, advantage) if self._one_pass else self._add_norms_first(own, advantage)
         self._note(own, norms, advantage)

@@ -8,8 +8,9 @@ the buffers of mode "stash". The largest of these moments is added: loss, backwa
 last layer, end of a pass, optimizer update.
 
 All samples count as long as the configuration allows. The distributed optimizer divides its state by the ranks that
-hold copies of a weight. FP8 copies of a weight take two bytes, because its transpose is kept too. Between steps the
-stash buffers are freed if engines use the same GPUs. Optimizer state that is offloaded counts during the update only.
+hold copies of a weight. FP8 copies of a weight take two bytes, because its transpose is kept too. Between steps
+`main_grad` and the stash buffers are freed if engines take turns on the same GPUs. Optimizer state that is offloaded
+counts during the update only.
 """
 
 from __future__ import annotations
@@ -134,7 +135,7 @@ def estimate_stage(
     optimizer = optimizer_bytes(config, updated)
     in_passes = optimizer - (offloaded_bytes(config, updated) if on_gpu else 0)
     stash = config.group_size * main_grad if config.stashes else 0
-    kept_stash = 0 if on_gpu and config.rollout.takes_turns else stash
+    kept_gradients = 0 if on_gpu and config.rollout.takes_turns else main_grad + stash
     saves = config.checkpoint  # steps run while a copy of the state is written; data-parallel ranks share the writing
     copies = saves.async_save and 0 < saves.every_steps < config.num_steps and not on_gpu
     at_moments = [
@@ -151,7 +152,7 @@ def estimate_stage(
             fixed=fixed_bytes,
             stage=stage,
             moment=moment.name,
-            between_steps=held_weights + main_grad + in_passes + kept_stash + gathered + fixed_bytes,
+            between_steps=held_weights + in_passes + kept_gradients + gathered + fixed_bytes,
         )
         for moment in moments
     ]

@@ -9,6 +9,7 @@ for _message in (
     ".*Apex (is|are) not installed.*",
     "full scope is deprecated.*",
     "When using async grad allreduce.*",
+    "TypedStorage is deprecated.*",  # by which megatron-core frees its gradient buffers
     "MimoModelConfig is experimental.*",  # from 0.19 on; no part of a GPTModel
     "If you are using transformer_engine as the transformer implementation.*",  # about recomputing core_attn
 ):

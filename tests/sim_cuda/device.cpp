@@ -16,6 +16,7 @@
 #include <pybind11/pybind11.h>
 #include <fcntl.h>
 #include <sys/mman.h>
+#include <torch/csrc/Storage.h>
 #include <torch/library.h>
 #include <unistd.h>
 
@@ -132,6 +133,15 @@ struct DeviceMemory final : c10::Allocator {
   c10::DeleterFnPtr raw_deleter() const override { return &release; }
   void copy_data(void* to, const void* from, size_t bytes) const override { std::memcpy(to, from, bytes); }
 } device_memory;
+
+void resize_storage(pybind11::handle storage, int64_t bytes) {  // as `UntypedStorage.resize_`, which asks CUDA
+  c10::StorageImpl* own = THPStorage_Unpack(storage.ptr()).unsafeGetStorageImpl();
+  c10::DeviceGuard guard(own->device());
+  c10::DataPtr data = own->allocator()->allocate(bytes);
+  std::memcpy(data.get(), own->data(), std::min(size_t(bytes), own->nbytes()));
+  own->set_data_ptr_noswap(std::move(data));
+  own->set_nbytes(bytes);
+}
 
 void release_pinned(void* pointer) {
   std::lock_guard<std::mutex> guard(lock);
@@ -651,6 +661,7 @@ PYBIND11_MODULE(TORCH_EXTENSION_NAME, module) {
   module.def("peak_bytes", [](int index) { return memory[index].peak; });
   module.def("allocations", [](int index) { return memory[index].blocks; });
   module.def("reset_peak", [](int index) { memory[index].peak = memory[index].live; });
+  module.def("resize_storage", &resize_storage);
   module.def("set_limit", [](int64_t elements) { limit = elements; });
   module.def("set_capacity", [](int64_t bytes) { capacity = bytes; });
 }

@@ -45,7 +45,11 @@ def main(tp: str, cp: str) -> None:
         "algo.baseline=pooled",
         "gradnorm.mode=inline",
     ]
-    options += [f"parallel.tensor_model_parallel_size={tp}", f"parallel.context_parallel_size={cp}"]
+    options += [
+        "parallel.pipeline_model_parallel_size=1",
+        f"parallel.tensor_model_parallel_size={tp}",
+        f"parallel.context_parallel_size={cp}",
+    ]
     config = load_config(Path("slurm/configs/qwen3_8b.toml"), [*options, "model.transformer_impl=local"])
     values = published("Qwen3-8B")
     select_device()
@@ -67,6 +71,7 @@ def main(tp: str, cp: str) -> None:
         for stats in gradient.updates():
             optimizer.clip(stats.sq_norm)
             optimizer.step(1e-6)
+        gradient.release()
     found = estimate_stage(
         values, config, WORLD, parallel.pp_rank, on_gpu=True, transformer_engine=False, fixed_bytes=0
     )

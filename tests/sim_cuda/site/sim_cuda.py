@@ -161,6 +161,14 @@ def add_transformer_engine(directory: str) -> None:
     sys.modules[onnx.__name__] = onnx
 
 
+def _resize_storage(storage: Any, size: int) -> None:
+    """`UntypedStorage.resize_`"""
+    if storage.device.type == "cuda":
+        device.resize_storage(storage, size)
+    else:
+        torch._C.StorageBase.resize_(storage, size)
+
+
 def install() -> None:
     """Replace CUDA's kernels and what torch.cuda asks the driver. Nothing may have used CUDA before."""
     device.set_capacity(MEMORY)
@@ -195,6 +203,7 @@ def install() -> None:
     cuda.graphs._cuda_isCurrentStreamCapturing = lambda: False
     runtime = SimpleNamespace(cudaMemGetInfo=_free_memory, cudaProfilerStart=lambda: 0, cudaProfilerStop=lambda: 0)
     cuda.cudart = cuda.memory.cudart = lambda: runtime
+    torch.UntypedStorage.resize_ = _resize_storage  # type: ignore[method-assign, assignment]
     halves = (torch.bfloat16, torch.float16)
     bias.can_use_flash_attention = lambda asked, debug=False: asked.query.dtype in halves
     bias.can_use_efficient_attention = lambda asked, debug=False: False
