@@ -46,7 +46,7 @@ def _tables(name: str, section: type[Section]) -> list[str]:
         entry = section_in(field.annotation)
         if entry is not None and key not in ENTRIES_ELSEWHERE:
             inner += _tables(f"[{name}.{key}]", entry)
-    return [*_table(f"[{name}]", (section.__doc__ or "").strip(), rows), *inner]
+    return [*_table(f"[{name}]", " ".join((section.__doc__ or "").split()), rows), *inner]
 
 
 def _table(title: str, intro: str, rows: list[str]) -> list[str]:
@@ -66,8 +66,8 @@ def _type(annotation: Any) -> str:
     if get_origin(annotation) in (dict, tuple):
         kind = "table" if get_origin(annotation) is dict else "list"
         return f"{kind} of {_entries(arguments[-1] if kind == 'table' else arguments[0])}"
-    if arguments and all(isinstance(argument, str) for argument in arguments):
-        return " or ".join(f'"{argument}"' for argument in arguments)
+    if arguments and all(isinstance(argument, (str, int)) for argument in arguments):
+        return " or ".join(map(_toml, arguments))
     if type(None) in arguments:
         return f"{_type(next(a for a in arguments if a is not type(None)))}, may be left out"
     return {"str": "string", "Path": "path"}.get(annotation.__name__, annotation.__name__)

@@ -83,13 +83,12 @@ class SnrConfig(Section):
 
     estimator: Literal["folds", "prompts", "momentum", "samples", "plugin"] = "folds"
     """Estimator of signal and noise. "folds": from num_folds folds of the batch. "prompts": each prompt is a fold.
-    "momentum": the gradient against the average of the last 10 or so (one more gradient in memory); needs no folds. For
-    comparison only: "samples", from per-response norms, biased up; "plugin", ||g||^2 as the signal, about 1/2 under
-    pure noise."""
+    "momentum": the gradient against the average of the last 10 or so. For comparison only: "samples", from
+    per-response norms, and "plugin" (docs/metrics.md)."""
     num_folds: int = Field(4, ge=1)
     """Folds of whole prompts that the batch is split into, under every schedule. Must divide num_prompts and be a
     multiple of the data-parallel size; four times that size lets replicas share tokens equally. With 1 the noise is
-    unknown and the snr schedule keeps its rate. The "momentum" and "prompts" estimators ignore it."""
+    unknown. The "momentum" and "prompts" estimators ignore it."""
     horizon: float = Field(150.0, gt=0, le=1e12)
     """Steps over which signal and noise are averaged (two exponential averages)."""
     warmup_steps: int = Field(10, ge=0)
@@ -121,17 +120,16 @@ class AlgoConfig(Section):
     """A recipe. Sets baseline, norm_power, aggregation, token_scale, schedule, snr, updates_per_batch and clipping;
     other keys given here win."""
     baseline: str = "pooled"
-    """Subtracted from the reward. "optimal" is OBLR-PO's leave-one-out estimate (Theorem 7). "pooled" is the
-    norm-weighted mean reward of earlier steps, "pooled_mean" the plain one; "optimal_pooled" pulls "optimal" towards
-    "pooled". docs/algorithm.md lists all. Or your own "package.module:function"."""
+    """Subtracted from the reward: a name of docs/algorithm.md, or your own "package.module:function". "pooled" is the
+    norm-weighted mean reward of earlier steps."""
     pool_decay: float = Field(0.9, ge=0, lt=1)
     """rho of pooled, pooled_mean and optimal_pooled: weight of the earlier steps' sums when a step is added."""
     norm_power: float = Field(0.0, ge=0, le=0.5)
-    """gamma of norm tempering: each response's coefficient is multiplied by (wbar / w)^gamma, wbar the mean norm of
-    earlier steps. Above 0 the gradient is biased, with less noise (docs/algorithm.md)."""
+    """gamma of norm tempering: each response's coefficient is multiplied by (wbar / w)^gamma. Above 0 the gradient is
+    biased, with less noise (docs/algorithm.md)."""
     keep: float = Field(1.0, gt=0, le=1)
-    """Share of the tokens that go through the gradient pass, on average. Below 1 responses are left out at random, most
-    often those with a small |A| and sure tokens; the others weigh more. Unbiased, with more noise."""
+    """Share of the tokens that go through the gradient pass, on average. Below 1 responses are left out at random.
+    Unbiased, with more noise (docs/algorithm.md)."""
     aggregation: Literal["constant", "token_mean", "sample_mean"] = "constant"
     """Divisor of the loss. Only "constant", 1 / (Q G token_scale), keeps the gradient unbiased (before clipping); the
     others are for comparison."""
@@ -139,8 +137,7 @@ class AlgoConfig(Section):
     """Tokens that the constant aggregation divides by, so that clip_grad has the usual unit. By default
     rollout.max_response_tokens, as in Dr. GRPO and TRL. 1: sums over tokens, as in the formulas of papers."""
     kl_coefficient: float = Field(0.0, ge=0)
-    """beta of a KL penalty against the initial model. Its gradient is added to g; w stays the norm of the score
-    function alone. Costs a second copy of the weights and one more forward pass."""
+    """beta of a KL penalty against the initial model. Costs a second copy of the weights and one more forward pass."""
     kl_loss: Literal["k2", "k3"] = "k3"
     """Penalty per token, with d = log pi - log pi_ref. "k2": d^2 / 2; its expected gradient is that of the KL
     divergence. "k3" (GRPO): exp(-d) - 1 + d; its gradient stays bounded where pi_ref is small."""
@@ -149,20 +146,19 @@ class AlgoConfig(Section):
     snr: SnrConfig = SnrConfig()
     """Settings of the "snr" schedule."""
     updates_per_batch: int = Field(1, ge=1)
-    """U, optimizer updates on the samples of a step, each on the next Q / U prompts, as with PPO's mini-batches. Above
-    1 the later updates are off-policy, and no norms are measured (docs/corrections.md)."""
+    """U, optimizer updates on the samples of a step, each on the next Q / U prompts. Above 1 no norms are measured
+    (docs/corrections.md)."""
     center: bool = False
     """Subtract the engine's expected weighted score at every prefix, so that the mean score is 0 under a cap on ratios
-    and under token rejection. Needs center_tokens x 8 bytes for each token of a response (docs/corrections.md)."""
+    and under token rejection (docs/corrections.md)."""
     center_tokens: int = Field(32, ge=1, le=4096)
-    """Tokens of each prefix that the expectation runs over: those the engine finds most likely. A drawn token that is
-    not among them has no weight. rollout.top_k of at most this number, or a vocabulary of it, leaves out none."""
+    """Most likely tokens of each prefix that the expectation runs over. A drawn token that is not among them has no
+    weight. A rollout.top_k of at most this number leaves out none."""
     ratio: Literal["token", "sequence"] = "token"
-    """Ratio of the policy to the policy before the first update, for the later ones: of each token, or the geometric
-    mean over the response (GSPO)."""
+    """Ratio of the policy to that before the first update: of each token, or the geometric mean over the response
+    (GSPO)."""
     surrogate: Literal["ppo", "cispo"] = "ppo"
-    """Quantity clipped in later updates. "ppo": the objective; tokens beyond the bound have no gradient. "cispo": the
-    weight of each token's gradient."""
+    """Quantity clipped in later updates: the objective ("ppo"), or the weight of each token's gradient ("cispo")."""
     clip_low: float | None = Field(None, gt=0)
     """Lower bound of the ratio: 1 - clip_low. By default none."""
     clip_high: float | None = Field(None, gt=0)

@@ -37,9 +37,8 @@ class SourceConfig(Section):
     """One data set. A plain string is read as its path."""
 
     path: Annotated[str, AfterValidator(written_out)]
-    """A JSONL or parquet file, a pattern such as "data/*.parquet", a directory that `datasets` loads, a data set
-    on the Hugging Face hub, or a convention (docs/data.md), which means its data set on the hub; or
-    "reasoning_gym:NAME", a task of the package reasoning-gym."""
+    """A JSONL or parquet file, a pattern such as "data/*.parquet", a directory that `datasets` loads, a data set on the
+    Hugging Face hub, the name of a convention, or "reasoning_gym:NAME" (docs/data.md)."""
     size: int | None = Field(None, ge=1, le=MOST_ROWS)
     """Rows to generate, of a reasoning_gym source; by default 5000 in data.train and 500 elsewhere."""
     seed: int = Field(0, ge=0, le=2000)
@@ -47,8 +46,7 @@ class SourceConfig(Section):
     options: dict[str, Any] = Field({})
     """Options of a reasoning_gym task, e.g. {max_value = 100}."""
     convention: str = ""
-    """Format of a benchmark, e.g. "gsm8k" or "aime": columns, place of the gold answer, tolerance (table in
-    docs/data.md). Empty: plain columns, exact answers."""
+    """Format of a benchmark, e.g. "gsm8k" or "aime" (table in docs/data.md). Empty: plain columns, exact answers."""
     subset: str = ""
     """Configuration of a hub data set, e.g. "main"; by default the convention's."""
     split: str = ""
@@ -107,8 +105,8 @@ class DataConfig(Section):
     answer_column: str = "answer"
     """Column of the gold answer. "a.b" is field b of column a."""
     keep_columns: bool = False
-    """Keep all columns of each row for a reward that takes them (docs/rewards.md). Such a reward sets this itself; set
-    it to save rollouts that such a reward will replay."""
+    """Keep all columns of each row. A reward that takes them sets this itself; set it to save rollouts that such a
+    reward will replay."""
     template: str = "{question}"
     """Prompt text; {question} is replaced. With chat_template, the text of the user turn."""
     chat_template: bool = False
@@ -126,8 +124,8 @@ class DataConfig(Section):
     exclude: Sources = ()
     """More benchmarks to keep out of the training data. The sets of evaluate.data are always kept out."""
     overlap_threshold: float = Field(0.5, ge=0, le=1)
-    """Drop a training row that contains at least this share of a benchmark question's runs of 10 words. Shorter
-    questions must match exactly. 0 keeps all rows."""
+    """Drop a training row that contains at least this share of a benchmark question's runs of 10 words. 0 keeps all
+    rows."""
 
 
 class EvaluateConfig(Section):

@@ -13,13 +13,12 @@ class GradnormConfig(Section):
     """Squared gradient norms w of single responses."""
 
     source: Literal["exact", "logit", "length"] = "exact"
-    """Source of w: the exact norm, or an estimate. "logit": energy of the score function at the logits, in the
-    gradient pass or a forward pass before it. "length": response tokens. algo.norm_power apart, the gradient stays
-    unbiased with all."""
+    """Source of w: the exact norm, or an estimate. "logit": energy of the score function at the logits. "length":
+    response tokens (docs/gradnorm.md)."""
     mode: Literal["auto", "inline", "two_pass", "stash", "bookkeep"] = "auto"
     """Computation of norms. "inline": in the one gradient pass, if the baseline reads no norms of its own step.
-    "two_pass": a separate pass. "stash": one pass that keeps the gradient of each response of a prompt. "bookkeep": one
-    pass that keeps the factors of the weight gradients. "auto" chooses and logs why."""
+    "two_pass": a separate pass. "stash", "bookkeep": one pass that keeps gradients, or their factors. "auto" chooses
+    and logs why (docs/gradnorm.md)."""
     sample_fraction: float = Field(1.0, gt=0, le=1)
     """Norms are measured for this random share of the prompts. Values below 1 need a baseline that reads only earlier
     norms."""

@@ -20,8 +20,8 @@ class LogConfig(Section):
     run_name: str | None = Field(None, min_length=1)
     """Name of the run in its trackers; by default the name of run_dir."""
     samples: int = Field(0, ge=0)
-    """Responses that the console shows after each step, with prompt, answer and reward: the best, the worst, and
-    others evenly spaced between them by reward."""
+    """Responses that the console shows after each step: the best, the worst, and others evenly spaced between them by
+    reward."""
     profile: Literal["none", "torch", "nsys"] = "none"
     """Profiler. "torch": a trace of the first rank in RUN_DIR/profile. "nsys": ranges and cudaProfilerStart/Stop for
     `nsys profile --capture-range=cudaProfilerApi`."""

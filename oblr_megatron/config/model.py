@@ -20,19 +20,19 @@ class ModelConfig(Section):
     dtype: Literal["float64", "float32", "bfloat16"] = "float32"
     """Dtype of the trained weights. With bfloat16 the optimizer keeps fp32 master weights. float64 is for tests."""
     head_dtype: HeadDtype = "auto"
-    """Dtype of the logits in trainer and engines, if dtype is bfloat16. "float32": the output layer's product is not
-    rounded; "model": rounded to bfloat16. "auto": float32 on GPUs, where it is nearly free; "model" on CPUs."""
+    """Dtype of the logits in trainer and engines, if dtype is bfloat16. "model": bfloat16. "auto": float32 on GPUs,
+    where it is nearly free; "model" on CPUs."""
     make_vocab_size_divisible_by: int = Field(128, ge=1, le=2**20)
     """The vocabulary is padded to a multiple of this times tensor_model_parallel_size."""
     transformer_impl: Literal["auto", "local", "transformer_engine"] = "auto"
     """Layers of megatron-core ("local") or of Transformer Engine. "auto": Transformer Engine if it and CUDA are there
-    and dtype is not float64, which it does not support."""
+    and dtype is not float64."""
     batch_invariant: bool = False
     """Trainer and engine compute the same log-probs to the bit, in every batch; a difference ends the run. For dense
     models; slow (docs/zero_mismatch.md). Not yet run on a GPU."""
     fp8: Literal["none", "e4m3", "hybrid"] = "none"
     """FP8 matrix products by Transformer Engine: e4m3 everywhere, or e5m2 for gradients ("hybrid"). Needs dtype
-    "bfloat16", the dtype of the weights."""
+    "bfloat16"."""
     fp8_recipe: Literal["tensorwise", "blockwise", "mxfp8"] = "tensorwise"
     """FP8 scales: from each tensor, from blocks of 128 or from blocks of 32 (docs/precision.md)."""
     num_layers_at_start_in_bf16: int = Field(0, ge=0)

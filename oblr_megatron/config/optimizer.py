@@ -18,8 +18,7 @@ class OptimizerConfig(Section):
     """eta_0, the learning rate: constant; at the start of the cosine; for "snr" the rate at the end of warm-up
     (snr.reference "warmup") or at full signal ("one")."""
     lr_warmup_steps: int = Field(0, ge=0)
-    """Updates of linear warm-up: steps, unless algo.updates_per_batch is set. The control schedules ignore it and use
-    the rates of their source run."""
+    """Updates of linear warm-up: steps, unless algo.updates_per_batch is set."""
     min_lr_ratio: float = Field(0.1, ge=0, le=1)
     """Final rate of the cosine schedule as a share of lr."""
     weight_decay: float = Field(0.0, ge=0)
@@ -35,8 +34,8 @@ class OptimizerConfig(Section):
     clip_grad: float = Field(1.0, ge=0)
     """Largest global gradient norm; the norm is logged before clipping. 0: no clipping."""
     offload: Literal["none", "sampling"] = "none"
-    """"sampling": fp32 masters and moments are in pinned host memory from each push to the next update, so that engines
-    and gradient passes have their place on the GPU. Not yet run on a GPU."""
+    """"sampling": fp32 masters and moments are in pinned host memory from each push to the next update
+    (docs/parallel.md). Not yet run on a GPU."""
 
     @property
     def keeps_moments(self) -> bool:

@@ -19,7 +19,7 @@ class ParallelConfig(Section):
     virtual_pipeline_model_parallel_size: int | None = Field(None, ge=2)
     """Model chunks per pipeline stage (interleaved schedule)."""
     account_for_embedding_and_loss: bool = False
-    """Divide layers + 2 over the stages: the first and the last one hold one layer less. Megatron has two keys for it,
+    """Divide layers + 2 over the stages: the first and the last one hold one layer less. It sets Megatron's
     account_for_embedding_in_pipeline_split and account_for_loss_in_pipeline_split."""
     context_parallel_size: int = Field(1, ge=1)
     """Ranks that share each sequence."""

@@ -20,10 +20,9 @@ class RewardConfig(Section):
     """Scoring of responses."""
 
     name: str = "math"
-    """"exact_match"; "math" (the last \\boxed{...}), "math:gsm8k" (after ####, else \\boxed), "math:last_line";
-    "reasoning_gym" (the task's own score of <answer>...</answer>), "reasoning_gym:whole"; "format"; "overlong";
-    "environment" (what rollout.environment gave); your own "package.module:function"; or the URL of a service
-    (docs/rewards.md). If all of data.train is of reasoning_gym, the default is "reasoning_gym"."""
+    """"exact_match", "math", "math:gsm8k", "math:last_line", "reasoning_gym", "reasoning_gym:whole", "format",
+    "overlong", "environment", your own "package.module:function", or the URL of a service (docs/rewards.md). If all of
+    data.train is of reasoning_gym, the default is "reasoning_gym"."""
     weight: float = 1.0
     """Factor of its scores. Accuracy metrics use this reward alone, without the factor."""
     terms: tuple[RewardTermConfig, ...] = ()

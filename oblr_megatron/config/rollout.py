@@ -15,23 +15,22 @@ class EnvironmentConfig(Section):
     """Episodes of several turns, with tools, in place of single responses (docs/environments.md)."""
 
     function: str = ""
-    """"tool_loop", or your own async "package.module:function". Empty: one response to each prompt. The short form is
+    """"tool_loop", or your own async "package.module:function". Empty: one response to each prompt. Short form:
     rollout.environment = "package.module:function"."""
     tools: tuple[str, ...] = ()
     """Functions "package.module:function" that the policy may call. data.chat_template describes them in the prompt."""
     max_turns: int = Field(16, ge=1)
     """Most responses of the policy in one episode."""
     deadline_s: float = Field(60.0, gt=0, le=LONGEST_WAIT_S)
-    """Seconds of an episode, without those in which it waits for the engine. After them its sample is empty, with
-    reward 0. A function that runs for 10 s without an await is late, too: its process is killed, and the other episodes
-    run again."""
+    """Seconds of an episode, without those in which it waits for the engine. Later its sample is empty, with reward
+    0."""
     tool_timeout_s: float = Field(10.0, gt=0, le=LONGEST_WAIT_S)
     """Deadline of one call of a tool, seconds."""
     tool_workers: int = Field(2, ge=1)
     """Worker processes for tools."""
     in_rounds: bool = False
-    """Sample the turns of all episodes together, once every episode waits for one. The engine's batches then depend on
-    no clock, so that equal runs are equal to the bit. It is slower if tools or episodes differ in time."""
+    """Sample the turns of all episodes together, once every episode waits for one. Then equal runs are equal to the
+    bit. It is slower if tools or episodes differ in time."""
 
 
 def _as_environment(value: Any) -> Any:
@@ -91,48 +90,43 @@ class RolloutConfig(Section):
     importance_cap: float = Field(2.0, ge=1, le=1e30)
     """Upper bound of the importance weights; cut weights are counted."""
     rejection: Literal["none", "token", "sequence", "geometric"] = "none"
-    """Leave out what the engine drew from too different a policy: weight 0 outside the band of rejection_low and
-    rejection_high. "token": by each token's ratio pi / mu. "sequence": whole responses, by the product of their ratios.
-    "geometric": whole responses, by the geometric mean (docs/corrections.md)."""
+    """Weight 0 outside the band of rejection_low and rejection_high. "token": by each token's ratio pi / mu.
+    "sequence", "geometric": whole responses, by product or geometric mean of their ratios (docs/corrections.md)."""
     rejection_low: float | None = Field(None, ge=0, le=1)
     """Lower end of the band. By default 1 / rejection_high."""
     rejection_high: float = Field(2.0, ge=1)
     """Upper end of the band."""
     overlap: Literal["none", "stream", "one_step"] = "none"
-    """Work of the trainer while the engines sample. "none": it waits for the whole batch. "stream": it scores
-    finished prompts and computes their gradient while the others are sampled. The gradient is the same sum in another
-    order, strictly on-policy. "one_step": it trains on samples that are one update old, while the engines draw those of
-    the next step. Needs max_staleness of 1 or more and importance_sampling (docs/overlap.md)."""
+    """Work of the trainer while the engines sample. "none": it waits for the whole batch. "stream": it computes the
+    gradient of finished prompts, on-policy. "one_step": it trains on samples that are one update old
+    (docs/overlap.md)."""
     wave_tokens: int | None = Field(None, ge=1)
     """Tokens of finished prompts that "stream" waits for before it computes their gradient. By default one microbatch
     for each replica; with pipeline parallelism four for each stage of a replica."""
     speculation: Speculation = "none"
-    """Where engines take drafts of the next tokens from while few responses are left. "ngram": from what follows the
-    same tokens earlier in the text. "suffix": also from other responses (needs arctic-inference). It changes no
-    distribution and no draw (docs/speculation.md). Servers must be started with the same --speculation."""
+    """Where engines take drafts of the next tokens from while few responses are left: "ngram", the same text;
+    "suffix", also other responses (needs arctic-inference). It changes no draw (docs/speculation.md). Servers must be
+    started with the same --speculation."""
     speculation_below: int | None = Field(None, ge=0)
     """Most sequences of an engine that are sampled with drafts. By default each engine measures where they pay."""
     vllm: dict[str, Any] = Field({})
-    """Further options of vLLM's engine (the fields of its `EngineArgs`), passed on unchanged, e.g.
-    {enable_prefix_caching = false}. Options that this package sets are refused (docs/rollout.md). Servers must
-    be started with the same --vllm."""
+    """Further options of vLLM's engine (the fields of its `EngineArgs`), e.g. {enable_prefix_caching = false}. Options
+    that this package sets are refused (docs/rollout.md). Servers must be started with the same --vllm."""
     max_staleness: int = Field(0, ge=0)
     """Weight updates that a sample may lag behind the trainer; older samples are refused. 0: strictly on-policy."""
     dynamic_sampling: bool = False
-    """Replace groups with equal rewards by groups of other prompts (DAPO). This biases the gradient: it
-    estimates the gradient of the mean reward divided by the share of mixed groups, so the effective learning rate
-    changes. Its direction changes too if equal groups have a gradient: with a pool (the default), a prior, a batch-mean
-    baseline, no baseline or a KL penalty. Signal and noise are then measured on mixed groups only (docs/samples.md)."""
+    """Replace groups with equal rewards by groups of other prompts (DAPO). This divides the gradient by the share of
+    mixed groups. It changes the direction too if equal groups have a gradient, as with a pool, the default
+    (docs/samples.md)."""
     sleep_level: Literal[0, 1, 2] = 2
     """Memory that engines on the trainer's GPUs free during training. 0: none. 1: the KV cache, and weights move to
     host memory. 2: KV cache and weights; the next push restores the weights before sampling."""
     max_restarts: int = Field(3, ge=0)
-    """Restarts of a dead or hung engine in a row, each with a full push, without a completed rollout in between. After
-    one more loss the run saves a checkpoint and ends."""
+    """Restarts of a dead or hung engine in a row, without a completed rollout in between. After one more loss the run
+    saves a checkpoint and ends."""
     lora: Literal["adapter", "merged"] = "merged"
     """Weights that a push sends if model.lora.rank is set. "merged": all weights, with the adapters added. "adapter": A
-    and B alone, into vLLM's LoRA slot; the base goes to an engine once, and again after a restart or a sleep of level 2
-    (docs/weights.md). Servers must be started with --lora for the second, without it for the first."""
+    and B alone, into vLLM's LoRA slot (docs/weights.md); servers then need --lora."""
     save: bool = False
     """Write every step's samples and rewards to RUN_DIR/rollouts (`train --save-rollouts`)."""
     replay: Path | None = None
