@@ -19,8 +19,8 @@ HEADER = """\
 
 A run is one TOML file; `oblr-megatron init` writes a first one ([first run](first_run.md)). `section.key=value` on the
 command line overrides a key. The value is TOML; other text is taken as it is, so paths and names need no quotes, and a
-list of one text needs no brackets. An error about an override ends in `[command line]`. Paths are taken from the
-current directory. Made by `python tools/config_doc.py` from `oblr_megatron/config/`.
+list of one text needs no brackets. Paths are taken from the current directory. A default of `none`
+means that the key is not set. Made by `python tools/config_doc.py` from `oblr_megatron/config/`.
 """
 
 
@@ -61,7 +61,7 @@ def _row(name: str, field: Any) -> str:
 
 
 def _type(annotation: Any) -> str:
-    """A type in words. Literal["a", "b"] -> "a" or "b"; int | None -> int, may be left out."""
+    """A type in words. Literal["a", "b"] -> "a" or "b"; int | None -> int."""
     arguments = get_args(annotation)
     if get_origin(annotation) in (dict, tuple):
         kind = "table" if get_origin(annotation) is dict else "list"
@@ -69,7 +69,7 @@ def _type(annotation: Any) -> str:
     if arguments and all(isinstance(argument, (str, int)) for argument in arguments):
         return " or ".join(map(_toml, arguments))
     if type(None) in arguments:
-        return f"{_type(next(a for a in arguments if a is not type(None)))}, may be left out"
+        return _type(next(a for a in arguments if a is not type(None)))
     return {"str": "string", "Path": "path"}.get(annotation.__name__, annotation.__name__)
 
 
