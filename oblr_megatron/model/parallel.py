@@ -20,7 +20,7 @@ import torch.distributed as dist
 from torch.distributed import ProcessGroup
 
 from oblr_megatron.checks.layout import check_world_size
-from oblr_megatron.errors import EXIT_RUN, UserError
+from oblr_megatron.errors import EXIT_RUN, DeadlineError, UserError
 from oblr_megatron.model import cpu
 from oblr_megatron.runtime.gloo import share_device
 from oblr_megatron.runtime.malloc import keep_freed_memory
@@ -223,13 +223,16 @@ def shutdown(*, keep_process_group: bool = False) -> None:
 
 
 def leave(kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
-    """The end of a block that joined: `shutdown`, but after an exception a rank stays in NCCL's groups.
+    """The end of a block that joined: `shutdown`, but a rank may stay in its groups, and `end_process` ends it.
 
-    Destroying a group waits for ranks inside a collective. Those ranks wait for this one, so no rank would end.
-    `end_process` ends a rank that stayed.
+    Destroying a group waits for its collectives. Under NCCL they wait for this rank, so after an exception no rank
+    would end. Under gloo one that missed its deadline ends with the others' connections, which may stay for ever.
     """
-    if kind is None or not dist.is_initialized() or dist.get_backend() != "nccl":
-        shutdown()
+    if kind is not None and dist.is_initialized():
+        gave_up = isinstance(error, DeadlineError) and dist.get_world_size() > 1
+        if gave_up or dist.get_backend() == "nccl":
+            return
+    shutdown()
 
 
 def end_process(main: Callable[[], int]) -> NoReturn:

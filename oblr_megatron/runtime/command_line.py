@@ -118,7 +118,9 @@ def guarded(command: Callable[[], int]) -> int:
         if reason is None:
             raise
         if os.environ.get("LOCAL_RANK", "0") == "0" or not getattr(error, "raised_on_all_ranks", False):
-            print(f"error: rank {os.environ.get('RANK', '0')}: {reason}", file=sys.stderr)
+            rank = f"rank {os.environ.get('RANK', '0')}"
+            said = "" if reason.startswith(f"{rank} ") else f"{rank}: "
+            print(f"error: {said}{reason}", file=sys.stderr)
         return EXIT_RUN
 
 

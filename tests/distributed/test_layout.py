@@ -16,9 +16,10 @@ import torch
 import torch.distributed as dist
 
 from oblr_megatron.config import ParallelConfig
-from oblr_megatron.errors import UserError
+from oblr_megatron.errors import DeadlineError, UserError
 from oblr_megatron.model import cpu
 from oblr_megatron.model.parallel import end_process, initialize, leave, rank_from_environment, shutdown
+from oblr_megatron.runtime.collectives import Collectives, Outcome
 from tests.distributed.launch import RankError, layout, run_ranks
 
 
@@ -156,6 +157,26 @@ def test_the_launcher_reports_a_failing_rank_and_ends_the_others() -> None:
 def sleep_on_rank_one() -> None:
     if dist.get_rank() == 1:
         time.sleep(600)
+
+
+def give_up_on_rank_one() -> None:
+    collectives = Collectives(dist.get_rank())
+    if dist.get_rank() == 1:
+        time.sleep(600)
+
+    def main() -> int:
+        with suppress(DeadlineError), ExitStack() as stack:
+            stack.push(leave)
+            collectives.gather(Outcome(), what="nothing", seconds=0.3)
+        return 1
+
+    end_process(main)
+
+
+def test_a_rank_that_gave_up_on_another_ends_although_that_one_does_not() -> None:
+    """The collective that it waited for is pending: gloo's teardown would wait for the other rank's connections."""
+    with pytest.raises(RankError, match="rank 0 died without a word"):
+        run_ranks(give_up_on_rank_one, 2, deadline_s=60)
 
 
 def die() -> None:

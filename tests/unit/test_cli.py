@@ -19,7 +19,7 @@ from pathlib import Path
 import pytest
 
 from oblr_megatron.cli import main, make_parser
-from oblr_megatron.errors import EXIT_USER, UserError
+from oblr_megatron.errors import EXIT_USER, DeadlineError, UserError
 from oblr_megatron.runtime.command_line import guarded, reason_of
 from tests.tiny import make_hf_dir
 
@@ -155,6 +155,14 @@ def test_a_full_disk_is_one_line_and_other_errors_of_files_keep_their_traceback(
     assert said.startswith("error: rank 0: cannot write /run/config.toml: ") and "Fix: " in said
     with pytest.raises(OSError, match="Input/output"):
         guarded(lambda: raises(errno.EIO))
+
+
+def test_a_rank_that_waited_is_named_once(capsys: pytest.CaptureFixture[str]) -> None:
+    def gives_up() -> int:
+        raise DeadlineError("rank 0", "the other ranks", 20.0)
+
+    assert guarded(gives_up) == 1
+    assert capsys.readouterr().err.count("rank 0") == 1
 
 
 def test_a_lost_rank_is_recognised_by_gloos_messages() -> None:
