@@ -51,6 +51,7 @@ RECORDED_TOKENS = 6
 LAYOUTS: dict[int, list[tuple[dict[str, Any], dict[str, Any]]]] = {
     1: [({}, {})],
     2: [({}, {}), ({"tp": 2, "sp": True}, {}), ({"pp": 2}, {}), ({"cp": 2}, {}), ({"cp": 2}, PACKED)],
+    8: [({"tp": 2, "sp": True, "pp": 2, "cp": 2}, PACKED)],
 }
 RUN_IN = ("two_pass", "stash", "bookkeep")
 
@@ -182,7 +183,8 @@ def steps(
 
 
 @pytest.mark.parametrize(
-    ("world_size", "everything"), [(1, True), (2, False), pytest.param(2, True, marks=pytest.mark.nightly)]
+    ("world_size", "everything"),
+    [(1, True), (2, False), *(pytest.param(size, True, marks=pytest.mark.nightly) for size in (2, 8))],
 )
 def test_norms_gradient_and_counts_are_the_oracles(model: str, world_size: int, everything: bool) -> None:
     wanted = {name: expected(model, options, "centred" in name) for name, options in OPTIONS.items()}
