@@ -298,9 +298,9 @@ class HeadFactors:
             return scores
         ids, known = (part[tokens] for part in self._support)
         inside = (ids >= first) & (ids < first + scores.shape[1])
-        excluded = known[:, None].repeat(1, scores.shape[1] + 1)  # the last column takes what lies outside
-        excluded.scatter_(1, torch.where(inside, ids - first, scores.shape[1]), False)
-        return scores.masked_fill_(excluded[:, :-1], value)
+        index = torch.where(inside, ids - first, 0)
+        possible = scores.gather(1, index).masked_fill_(~inside, value)
+        return scores.masked_fill_(known[:, None], value).scatter_reduce_(1, index, possible, "amax")
 
     def _labels_in(self, rows: slice) -> tuple[Tensor, Tensor]:
         """(whether the block has the labels, their columns, 0 where it does not): [n, 1 + k] each."""
