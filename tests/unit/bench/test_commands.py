@@ -114,6 +114,22 @@ def test_lm_head(tmp_path: Path) -> None:
     assert wide["head_dtype"] == "float32" and wide["ratio"] == wide["cpu_s"] / plain["cpu_s"]
 
 
+@pytest.mark.nightly
+def test_recorded(tmp_path: Path) -> None:
+    """Arms without recorded tokens are their own base."""
+    model = make_hf_dir(tmp_path / "model", head_dim=32)
+    size = ["--prompts", "2", "--group", "2", "--tokens", "6", "--top-k", "5", "--rounds", "1", "--threads", "1"]
+    rows = rows_of("recorded", tmp_path, str(model), *size)
+    assert [(row["arm"], row["bytes"]) for row in rows] == [
+        ("plain", 0),
+        ("center", 8 * 32),
+        ("filter", 0),
+        ("replay", 8 * (5 + 8)),
+    ]
+    assert rows[0]["ratio"] == rows[2]["ratio"] == 1 and all(row["ratio"] > 0 for row in rows)
+    assert all(rows[n + 1]["file_bytes"] > rows[n]["file_bytes"] for n in (0, 2))
+
+
 def test_planner(tmp_path: Path) -> None:
     for row in rows_of("planner", tmp_path):
         assert row["ratio"] == pytest.approx(row["predicted"] / row["published"])
