@@ -208,7 +208,7 @@ def ended(engine: EpisodeEngine, returned: object) -> Ended:
             continue
         if place not in drawn:
             raise NonsenseError(f"token {place} is marked as the policy's, but the engine did not draw it there")
-        draw = chosen[place] = min(drawn[place], key=lambda draw, given=given: abs(draw.logprob - given))
+        draw = chosen[place] = _nearest(drawn[place], given)
         if not abs(draw.logprob - given) <= ROUNDING:
             raise NonsenseError(f"the log-prob of token {place} is {given!r:.40}; the engine's was {draw.logprob:g}")
     reward = None
@@ -232,6 +232,11 @@ def cut(engine: EpisodeEngine) -> Ended:
     mask = tuple(place in chosen for place in range(len(tokens)))
     logprobs, recorded = _laid_out(chosen, len(tokens))
     return Ended(engine.begin.number, tokens, logprobs, mask, last.text, "length", recorded=recorded)
+
+
+def _nearest(draws: Sequence[Draw], logprob: float) -> Draw:
+    """The draw with the log-prob that is closest."""
+    return min(draws, key=lambda draw: abs(draw.logprob - logprob))
 
 
 def _laid_out(chosen: Mapping[int, Draw], count: int) -> tuple[tuple[float, ...], NDArray[Any] | None]:

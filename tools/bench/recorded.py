@@ -160,7 +160,7 @@ def row_of(
 ) -> Row:
     """Medians over the rounds but the first."""
     own, base = times[arm][1:], times[BASE[arm]][1:]
-    of_part = [paired_ratio([one[part] for one in own], [one[part] for one in base]) for part in (0, 1)]
+    sampling, gradient = (paired_ratio([one[part] for one in own], [one[part] for one in base]) for part in (0, 1))
     tokens = sum(sample.length for sample in samples)
     path = write_step(scratch, SavedStep(1, 1.0, 0, 0, prompts, samples, [0.0] * len(samples)))
     return Row(
@@ -168,7 +168,8 @@ def row_of(
         len(own),
         median(one[0] for one in own),
         median(one[1] for one in own),
-        *of_part,
+        sampling,
+        gradient,
         paired_ratio([sum(one) for one in own], [sum(one) for one in base]),
         sum(sample.recorded.nbytes for sample in samples if sample.recorded is not None) / tokens,
         path.stat().st_size / tokens,
