@@ -5,13 +5,12 @@
 
 from __future__ import annotations
 
-import json
 import socket
 from collections.abc import Iterator, Mapping
 from typing import TYPE_CHECKING, Any
 
 from oblr_megatron.errors import Problem, UserError
-from oblr_megatron.families import LLAMA3_ROPE, OF_ATTENTION, OF_MLP, family_of
+from oblr_megatron.families import LLAMA3_ROPE, OF_MLP, family_of
 
 if TYPE_CHECKING:
     from oblr_megatron.config import Config, ParallelConfig
@@ -43,15 +42,16 @@ def check_adapters(hf_config: Mapping[str, Any], config: Config) -> None:
     lora, where = config.model.lora, "config: model.lora.targets"
     if not lora.rank:
         return
-    of_experts = [target for target in lora.targets if target in OF_MLP]
-    if num_experts(hf_config) and of_experts:
-        what = f"adapters of experts ({', '.join(of_experts)}) are not supported"
-        fix = f"set model.lora.targets to {json.dumps(OF_ATTENTION)}"
+    tp = config.parallel.tensor_model_parallel_size
+    etp = config.parallel.expert_tensor_parallel_size or tp
+    if num_experts(hf_config) and etp > 1 and set(lora.targets) & set(OF_MLP):
+        what = f"adapters of experts that {etp} tensor-parallel ranks share are not supported"
+        fix = "set parallel.expert_tensor_parallel_size to 1"
         raise UserError(what, where=where, fix=fix)
     if num_experts(hf_config) and config.rollout.lora == "adapter":
         what, fix = "engines take no adapters of a mixture", 'set rollout.lora to "merged"'
         raise UserError(what, where="config: rollout.lora", fix=fix)
-    groups, tp = hf_config["num_key_value_heads"], config.parallel.tensor_model_parallel_size
+    groups = hf_config["num_key_value_heads"]
     if groups % tp and set(lora.targets) & {"q_proj", "k_proj", "v_proj"}:
         what = f"adapters of q, k and v: {groups} groups of heads cannot be shared whole by {tp} ranks"
         fix = f"set parallel.tensor_model_parallel_size to a divisor of {groups}, or leave these three out"

@@ -178,8 +178,8 @@ def check_head_size(hf_config: Mapping[str, Any], path: Path, *, on_gpu: bool) -
 
 
 def transformer_engine_chosen(model: ModelConfig, machine: Machine) -> bool:
-    """Whether `model.transformer_impl` selects Transformer Engine's layers on this machine; never with adapters."""
-    return machine.has_layers and model.transformer_impl != "local" and model.dtype != "float64" and not model.lora.rank
+    """Whether `model.transformer_impl` selects Transformer Engine's layers on this machine."""
+    return machine.has_layers and model.transformer_impl != "local" and model.dtype != "float64"
 
 
 def _problems(config: Config, hf_config: Mapping[str, Any], machine: Machine) -> Iterator[tuple[str, str, str]]:

@@ -31,16 +31,15 @@ class LoraConfig(Section):
     alpha: float = Field(32.0, gt=0)
     """Scale of the adapters, divided by rank."""
     targets: Annotated[tuple[str, ...], AfterValidator(_targets)] = MATRICES
-    """Adapted matrices of each layer. By default all seven; for a mixture of experts name those of the attention."""
+    """Adapted matrices of each layer. In a mixture the last three are those of every expert."""
 
 
 def lora_problems(config: Config) -> Iterator[Problem]:
     """Options that do not work with adapters."""
     model, rollout = config.model, config.rollout
     drafts = rollout.lora == "adapter" and rollout.speculation != "none"
-    te, losses = model.transformer_impl == "transformer_engine", bool(model.router_losses)
+    losses = bool(model.router_losses)
     for used, what, fix in (
-        (te, 'transformer_impl "transformer_engine"', 'model.transformer_impl to "local"'),
         (model.fp8 != "none", "model.fp8", 'it to "none"'),
         (model.batch_invariant, "model.batch_invariant", "it to false"),
         (rollout.quantization != "none", "rollout.quantization", 'it to "none"'),

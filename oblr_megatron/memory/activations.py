@@ -31,7 +31,7 @@ def layer_bytes(sizes: RankSizes, tokens: Tokens, config: Config) -> int:
     """Bytes that one layer keeps, without full recomputation."""
     again = recomputed_mlp_bytes(sizes, tokens, config)
     own = attention_bytes(sizes, tokens, config) + mlp_bytes(sizes, tokens, config)
-    return own + tokens.count * sizes.adapter_rank * len(sizes.adapted) * sizes.element - again
+    return own + sizes.adapted_tokens(tokens) * sizes.adapter_rank * sizes.element - again
 
 
 def recomputes(config: Config, module: str) -> bool:
@@ -54,14 +54,16 @@ def attention_bytes(sizes: RankSizes, tokens: Tokens, config: Config) -> int:
 def mlp_bytes(sizes: RankSizes, tokens: Tokens, config: Config) -> int:
     """Bytes that the MLP or the experts need in backward, with their norm."""
     hidden = (2 - recomputes(config, "layernorm")) * tokens.split * sizes.hidden
-    frozen = sizes.adapter_rank > 0  # a frozen matrix without adapter keeps no input
+    # A frozen matrix without adapter keeps no input.
+    no_fc1 = sizes.adapter_rank > 0 and not {"gate_proj", "up_proj"} & set(sizes.adapted)
+    no_fc2 = sizes.adapter_rank > 0 and "down_proj" not in sizes.adapted
     if not sizes.experts:
-        hidden -= tokens.split * sizes.hidden * (frozen and not {"gate_proj", "up_proj"} & set(sizes.adapted))
-        widths = (3 if sizes.fused else 5) - (frozen and "down_proj" not in sizes.adapted)
+        hidden -= tokens.split * sizes.hidden * no_fc1
+        widths = (3 if sizes.fused else 5) - no_fc2
         return (hidden + widths * tokens.count * sizes.ffn) * sizes.element
     routed = sizes.routed(tokens)
-    widths = (3 if sizes.fused else 6) - recomputes(config, "moe_act") - frozen
-    elements = hidden + routed * (sizes.hidden * (not frozen) + widths * sizes.expert_ffn)
+    widths = (3 if sizes.fused else 6) - recomputes(config, "moe_act") - no_fc2
+    elements = hidden + routed * (sizes.hidden * (not no_fc1) + widths * sizes.expert_ffn)
     return elements * sizes.element + _routing_bytes(sizes, tokens)
 
 

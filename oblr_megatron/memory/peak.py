@@ -10,6 +10,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 
 from oblr_megatron.config import Config
+from oblr_megatron.families import OF_MLP
 from oblr_megatron.memory.activations import (
     glu_bytes,
     layer_bytes,
@@ -148,7 +149,8 @@ class PassOnRank:
         """Elements per token of x and dy of the linear layers in one transformer layer, and of its adapters."""
         sizes = self.sizes
         h, q, f = sizes.hidden, sizes.query, sizes.ffn
-        attention = (h + sizes.qkv_weight) + (q + h) + 2 * sizes.adapter_rank * len(sizes.adapted)
+        inner = 2 * sizes.adapter_rank * sizes.adapted_tokens(self.tokens) // self.tokens.count
+        attention = (h + sizes.qkv_weight) + (q + h) + inner
         routed = sizes.top_k * sizes.etp // (sizes.tp if sizes.sequence_parallel else 1)
         return attention + ((h + 2 * f) + (f + h) if f else routed * (2 * h + 3 * sizes.expert_ffn))
 
@@ -165,7 +167,8 @@ class PassOnRank:
         sizes = self.sizes
         if sizes.adapter_rank:  # of each pair A, B the one that is not cut over ranks
             summed_over_ranks = sizes.cp > 1 or sizes.sequence_parallel
-            return summed_over_ranks * sizes.layers * sizes.adapter_rank * sizes.hidden * len(sizes.adapted)
+            dense = [target for target in sizes.adapted if not (sizes.experts and target in OF_MLP)]
+            return summed_over_ranks * sizes.layers * sizes.adapter_rank * sizes.hidden * len(dense)
         head_norms = sizes.head_norms * sizes.layers
         others = (2 * sizes.hidden + sizes.experts * sizes.hidden) * sizes.layers + sizes.hidden * sizes.is_last
         summed = (head_norms if sizes.tp > 1 else 0) + (others if sizes.sequence_parallel else 0)

@@ -13,7 +13,7 @@ from typing import Any
 
 from oblr_megatron.checks.layout import num_experts
 from oblr_megatron.config import Config
-from oblr_megatron.families import family_of, head_dim
+from oblr_megatron.families import OF_MLP, family_of, head_dim
 from oblr_megatron.padding import Padding, padded_vocab_size, padding_of
 from oblr_megatron.types import widens_logits
 
@@ -161,11 +161,21 @@ class RankSizes:
 
     @property
     def adapter_parameters(self) -> int:
-        """Elements of the adapters: of a matrix [p, d] an A [rank, d] and a B [p, rank], one of them cut over ranks."""
-        h, ffn = self.hidden, self.ffn
+        """Elements of all adapters."""
+        return sum(self._adapters)
+
+    @property
+    def _adapters(self) -> tuple[int, int]:
+        """Elements of the adapters outside experts, and of experts.
+
+        Of a matrix [p, d] an A [rank, d] and a B [p, rank]. Outside experts one of the two is cut over ranks.
+        """
+        h, of_mlp = self.hidden, self.expert_ffn or self.ffn
         outer = {"q_proj": self.query, "k_proj": self.kv, "v_proj": self.kv, "o_proj": self.query}
-        outer |= {"gate_proj": ffn, "up_proj": ffn, "down_proj": ffn}
-        return self.layers * self.adapter_rank * sum(h + outer[target] for target in self.adapted)
+        dense = sum(h + outer[target] for target in self.adapted if target in outer)
+        mlp = sum(h + of_mlp for target in self.adapted if target not in outer)
+        one = self.layers * self.adapter_rank
+        return (one * dense, one * self.local_experts * mlp) if self.experts else (one * (dense + mlp), 0)
 
     @property
     def parameters(self) -> int:
@@ -175,7 +185,7 @@ class RankSizes:
     @property
     def trained(self) -> tuple[int, int]:
         """Elements of the weights with a gradient and optimizer state: outside experts, and of experts."""
-        return (self.adapter_parameters, 0) if self.adapter_rank else (self.dense_parameters, self.expert_parameters)
+        return self._adapters if self.adapter_rank else (self.dense_parameters, self.expert_parameters)
 
     @property
     def layer_weights(self) -> int:
@@ -188,7 +198,7 @@ class RankSizes:
     def largest_parameter(self) -> int:
         """Elements of the largest trained weight."""
         if self.adapter_rank:
-            return self.adapter_rank * max(self.hidden, self.query, self.ffn)
+            return self.adapter_rank * max(self.hidden, self.query, self.ffn, self.expert_ffn)
         sizes = [outputs * inputs for outputs, inputs, _ in self.matrices]
         sizes += [self.columns * self.hidden] if self.is_first else []
         return max([*sizes, 2 * self.hidden * self.expert_ffn])
@@ -198,6 +208,12 @@ class RankSizes:
         local = self.padding.rounded(length) // self.cp
         split = rows * local // (self.tp if self.sequence_parallel else 1)
         return Tokens(rows, local, split)
+
+    def adapted_tokens(self, tokens: Tokens) -> int:
+        """Tokens that a layer's adapters process, of all matrices together."""
+        of_mlp = sum(target in OF_MLP for target in self.adapted)
+        of_experts = self.routed(tokens) if self.experts else tokens.count
+        return (len(self.adapted) - of_mlp) * tokens.count + of_mlp * of_experts
 
     def routed(self, tokens: Tokens) -> int:
         """Tokens of a microbatch that this rank's experts process, with tokens spread evenly over experts."""

@@ -32,7 +32,10 @@ if TYPE_CHECKING:
     from oblr_megatron.model.taps import Splits, SplitsFn, Tap
     from oblr_megatron.model.transformer_config import HFConfig
 
-_EXPERT = re.compile(r"(?<=\.mlp\.experts\.local_experts\.)\d+|(?<=\.mlp\.experts\.linear_fc[12]\.weight)\d+$")
+_EXPERT = re.compile(
+    r"(?<=\.mlp\.experts\.local_experts\.)\d+|(?<=\.mlp\.experts\.linear_fc[12]\.weight)\d+$"
+    r"|(?<=\.mlp\.lora\.experts\.)\d+"
+)
 
 
 def with_global_expert(name: str, first: int) -> str:
@@ -93,9 +96,9 @@ def mark_experts(model: nn.Module) -> None:
 
 
 def experts_of(model: nn.Module) -> set[nn.Parameter]:
-    """Every expert's weights, also in a model without `mark_experts`."""
+    """Every expert's weights, with its adapters', also in a model without `mark_experts`."""
     layers = (layer for layer in model.modules() if isinstance(layer, MoELayer))
-    return {parameter for layer in layers for parameter in layer.experts.parameters()}
+    return {weight for layer in layers for name, weight in layer.named_parameters() if "experts." in name}
 
 
 def splits_of(model: nn.Module, parallel: Parallel, tap: Tap) -> dict[nn.Module, list[SplitsFn]]:
@@ -116,6 +119,9 @@ def splits_of(model: nn.Module, parallel: Parallel, tap: Tap) -> dict[nn.Module,
         elif isinstance(experts, SequentialMLP):
             for expert, own in zip(experts.local_experts, splits, strict=True):
                 splits_by_layer |= {expert.linear_fc1: [own], expert.linear_fc2: [own]}
+        adapters = layer.lora.experts if hasattr(layer, "lora") else ()
+        for expert, own in zip(adapters, splits, strict=False):
+            splits_by_layer |= {part: [own] for part in expert.modules()}
     return splits_by_layer
 
 

@@ -32,7 +32,7 @@ from oblr_megatron.model import moe
 from oblr_megatron.model.cpu.attention import RMSNorm, SdpaAttention
 from oblr_megatron.model.cpu.operations import SwiGLU
 from oblr_megatron.model.lm_head import LMHead, install_head
-from oblr_megatron.model.lora.adapters import attach, is_adapter
+from oblr_megatron.model.lora.adapters import attach, is_adapter, read_inputs
 from oblr_megatron.model.megatron_versions import mlp_submodules
 from oblr_megatron.model.numerics import Numerics, numerics_of
 from oblr_megatron.model.parallel import Parallel
@@ -193,6 +193,8 @@ def _block_spec(
             num_experts=experts, moe_grouped_gemm=experts is not None, qk_layernorm=transformer_config.qk_layernorm
         )
         moe.set_router(layer, hf_config, config)
+        if config.lora.rank:
+            read_inputs(layer, dense=experts is None)
         return layer
     qk_norms = transformer_config.qk_layernorm
     layer = get_gpt_layer_local_spec(num_experts=experts, qk_layernorm=qk_norms, normalization="RMSNorm")

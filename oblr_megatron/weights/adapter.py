@@ -65,8 +65,9 @@ def adapter_table(shape: ModelShape, adapter: AdapterShape) -> Iterator[AdapterT
             if len(size) == 2 and module.rpartition(".")[2] in adapter.targets:
                 rows, columns = size
                 whole = replace(item, cut="replicated")
-                yield AdapterTensor(module + A, (adapter.rank, columns), item if inside else whole, part)
-                yield AdapterTensor(module + B, (rows, adapter.rank), whole if inside else item, part)
+                cut = item if item.expert is None else whole
+                yield AdapterTensor(module + A, (adapter.rank, columns), cut if inside else whole, part)
+                yield AdapterTensor(module + B, (rows, adapter.rank), whole if inside else cut, part)
 
 
 def adapter_shapes(shape: ModelShape, adapter: AdapterShape) -> dict[str, tuple[int, ...]]:

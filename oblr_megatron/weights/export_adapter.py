@@ -1,5 +1,7 @@
 """The adapters of a policy as a stream of whole tensors under PEFT's names, gathered a layer at a time.
 
+A layer takes one message for its adapters outside experts and one for those of its experts.
+
 for name, tensor in MegatronAdapter(policy, adapter, torch.bfloat16):     # collective: on every rank, in one order
     ...
 """
@@ -45,22 +47,27 @@ class MegatronAdapter:
     def __iter__(self) -> Iterator[tuple[str, Tensor]]:
         parallel, policy = self._policy.parallel, self._policy
         own = {name: parameter for name, parameter in policy.named_parameters() if is_adapter(name)}
-        for _, group in groupby(self._tensors, key=lambda tensor: layer_of(tensor.item)):
-            tensors = list(group)
-            stage = stage_of(policy, tensors[0].item)
-            shapes = [_part(tensor, parallel.tp_size) for tensor in tensors]
+        for (_, experts), items in groupby(self._tensors, key=_message):
+            tensors = list(items)
+            group, stage = parallel.expert_group if experts else parallel.tp_group, stage_of(policy, tensors[0].item)
+            held = len(tensors) // group.size() if experts else len(tensors)  # by a rank: its experts', or its parts
+            shapes = [_part(tensor, group.size()) for tensor in tensors[:held]]
             sizes = [prod(shape) for shape in shapes]
-            rows = torch.empty(parallel.tp_size, sum(sizes), dtype=self._dtype, device=parallel.device)
-            row = rows[parallel.tp_rank]
+            rows = torch.empty(group.size(), sum(sizes), dtype=self._dtype, device=parallel.device)
+            row = rows[group.rank()]
             if stage == parallel.pp_rank:
-                for tensor, part in zip(tensors, row.split(sizes), strict=True):
+                first = group.rank() * held if experts else 0
+                for tensor, part in zip(tensors[first : first + held], row.split(sizes), strict=True):
                     part.copy_(own[megatron_name(tensor.name)].flatten())
             if parallel.pp_size > 1:
                 dist.broadcast(row, group_src=stage, group=parallel.pp_group)
-            share_rows(rows, parallel.tp_group, dist.get_backend(parallel.tp_group))
-            for tensor, shape, parts in zip(tensors, shapes, rows.split(sizes, dim=1), strict=True):
-                shards = parts.unflatten(1, shape)
-                yield tensor.name, shards[0] if shape == tensor.shape else torch.cat(list(shards), dim=_cut(tensor))
+            share_rows(rows, group, dist.get_backend(group))
+            for owner in range(len(tensors) // held):
+                owned = tensors[owner * held : (owner + 1) * held]
+                received = rows[owner : owner + 1] if experts else rows
+                for tensor, shape, parts in zip(owned, shapes, received.split(sizes, dim=1), strict=True):
+                    shards = parts.unflatten(1, shape)
+                    yield tensor.name, shards[0] if shape == tensor.shape else torch.cat(list(shards), dim=_cut(tensor))
 
 
 def megatron_name(name: str) -> str:
@@ -71,6 +78,11 @@ def megatron_name(name: str) -> str:
     """
     inside = name.removeprefix(f"{PREFIX}model.").replace("self_attn.", "self_attention.lora.")
     return f"decoder.{inside.replace('mlp.', 'mlp.lora.').replace('.lora_', '.')}"
+
+
+def _message(tensor: AdapterTensor) -> tuple[int | None, bool]:
+    """The layer, and whether the tensor is an expert's: those that travel together."""
+    return layer_of(tensor.item), tensor.item.expert is not None
 
 
 def _cut(tensor: AdapterTensor) -> int:

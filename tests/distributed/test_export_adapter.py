@@ -6,6 +6,7 @@ Not covered: engines (tests/e2e/test_adapter_push.py).
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -24,19 +25,32 @@ from oblr_megatron.weights.manifest import manifest_of
 from tests.distributed.adapters import LORA, SCALE, fill, values
 from tests.distributed.launch import layout, run_ranks
 from tests.distributed.passes import load_policy
-from tests.tiny import make_hf_dir
+from tests.tiny import make_hf_dir, make_moe_hf_dir
 
-LAYOUTS = {1: [{}], 2: [{"tp": 2}, {"pp": 2}, {"tp": 2, "sp": True}], 4: [{"tp": 2, "pp": 2}]}
+LAYOUTS: dict[int, list[dict[str, Any]]] = {
+    1: [{}],
+    2: [{"tp": 2}, {"pp": 2}, {"tp": 2, "sp": True}],
+    4: [{"tp": 2, "pp": 2}],
+}
+OF_MIXTURES: dict[int, list[dict[str, Any]]] = {
+    2: [{"ep": 2}, {"tp": 2, "sp": True, "ep": 2, "etp": 1}],
+    4: [{"pp": 2, "ep": 2}],
+}
 SHAPES = [AdapterShape(LORA["rank"], MATRICES), AdapterShape(LORA["rank"], ("k_proj", "down_proj"))]
 
 
 @pytest.mark.parametrize("world_size", [1, 2, 4])
 def test_gathered_adapters_are_whole_and_the_merged_weights_hold_them(world_size: int, tmp_path: Path) -> None:
-    run_ranks(gather, world_size, make_hf_dir(tmp_path / "model", tied=True))
+    run_ranks(gather, world_size, make_hf_dir(tmp_path / "model", tied=True), LAYOUTS[world_size])
 
 
-def gather(path: Path) -> None:
-    for sizes in LAYOUTS[dist.get_world_size()]:
+@pytest.mark.parametrize("world_size", OF_MIXTURES)
+def test_experts_adapters_come_from_the_ranks_that_hold_the_experts(world_size: int, tmp_path: Path) -> None:
+    run_ranks(gather, world_size, make_moe_hf_dir(tmp_path / "model"), OF_MIXTURES[world_size])
+
+
+def gather(path: Path, layouts: list[dict[str, Any]]) -> None:
+    for sizes in layouts:
         with layout(**sizes) as parallel:
             for shape in SHAPES:
                 lora = LORA | {"targets": shape.targets}

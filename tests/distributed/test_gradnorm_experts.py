@@ -25,6 +25,7 @@ from oblr_megatron.model.reference import Reference
 from oblr_megatron.norms.oracle import oracle_logprobs
 from oblr_megatron.rollout.dynamic_sampling import Batch
 from oblr_megatron.rollout.waves import whole_step
+from tests.distributed.adapters import LORA
 from tests.distributed.launch import layout, run_ranks
 from tests.distributed.passes import with_routes
 from tests.distributed.test_gradnorm_modes import (
@@ -72,14 +73,23 @@ REPLAYED: dict[int, dict[str, dict[str, Any]]] = {
 }
 
 
+ADAPTED = {  # experts that no two tensor-parallel ranks share, and whole groups of heads
+    world: {
+        name: sizes for name, sizes in of.items() if sizes.get("etp", sizes.get("tp", 1)) == 1 and name[:3] != "tp4"
+    }
+    for world, of in LAYOUTS.items()
+}
+
+
 def on_ranks(
-    path: str, layouts: dict[str, dict[str, Any]], turn: int | None, replay: bool = False
+    path: str, layouts: dict[str, dict[str, Any]], turn: int | None, replay: bool = False, lora: bool = False
 ) -> dict[tuple[str, str], dict[str, Any]]:
     """Steps by name of the layout and mode; `turn` leaves out one mode and chooses those that stream; None: all."""
     results: dict[tuple[str, str], dict[str, Any]] = {}
 
     def config(gradnorm: dict[str, Any]) -> Config:
-        return config_of(path, gradnorm, folds=4, replay=replay, packing="packed" if replay else "rows")
+        packing, adapters = "packed" if replay else "rows", LORA if lora else None
+        return config_of(path, gradnorm, folds=4, replay=replay, lora=adapters, packing=packing)
 
     for place, (name, sizes) in enumerate(layouts.items()):
         now = None if turn is None else turn + place
@@ -109,6 +119,16 @@ def test_every_mode_is_the_oracles_step(model: str, world_size: int, nightly: bo
 def test_every_mode_replays_routes(model: str, world_size: int, nightly: bool) -> None:
     turn = None if nightly else world_size
     check(expected(model, replay=True), run_ranks(on_ranks, world_size, model, REPLAYED[world_size], turn, True))
+
+
+@pytest.mark.parametrize(
+    ("world_size", "everyday"), [(2, True), *(pytest.param(n, False, marks=pytest.mark.nightly) for n in ADAPTED)]
+)
+def test_every_mode_of_experts_adapters(model: str, world_size: int, everyday: bool) -> None:
+    """Every matrix of the attention and of each expert has a trained pair; the rest has no gradient."""
+    layouts = {"tp2sp ep2": ADAPTED[2]["tp2sp ep2"]} if everyday else ADAPTED[world_size]
+    turn = 0 if everyday else None
+    check(expected(model, lora=True), run_ranks(on_ranks, world_size, model, layouts, turn, False, True))
 
 
 def without_the_key(path: str) -> tuple[torch.Tensor, ...]:

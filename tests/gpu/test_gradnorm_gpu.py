@@ -17,6 +17,7 @@ from typing import Any
 
 import pytest
 import torch
+from safetensors.torch import load_file
 from torch import Tensor
 from transformers import AutoConfig, Qwen3ForCausalLM
 
@@ -29,17 +30,20 @@ from oblr_megatron.gradient.step_gradient import StepGradient
 from oblr_megatron.model.parallel import Parallel, initialize, shutdown
 from oblr_megatron.model.policy import Policy, build_policy
 from oblr_megatron.model.step import run_schedule
-from oblr_megatron.norms.rules import classify
+from oblr_megatron.norms.oracle import oracle_gradient
+from oblr_megatron.norms.rules import Kind, classify
 from oblr_megatron.rollout.dynamic_sampling import Batch
 from oblr_megatron.rollout.waves import whole_step
 from oblr_megatron.types import Sample, Scored
+from tests.distributed.adapters import LORA, factors, fill, merged, of_factors
 from tests.distributed.gradnorm_cases import TEMPERATURE, oracle, relative_error, sample_sq_grad_norms
-from tests.tiny import tiny_config
+from tests.tiny import make_moe_hf_dir, tiny_config
 
 PROMPTS, GROUP, VOCAB = 2, 2, 1024
 LENGTHS = ((8, 50), (16, 240), (5, 120), (40, 88))  # prompt and response; FP8 pads to multiples of 16 tokens
 MODES = ("two_pass", "stash", "bookkeep")
 OF_THE_GRADIENT, OF_THE_ORACLE = 1e-3, 2e-2
+SMALL = 1 / 64  # of B, so that the adapters change a layer's output by a part of it
 has_te = importlib.util.find_spec("transformer_engine") is not None
 needs_te = pytest.mark.skipif(not has_te, reason="needs Transformer Engine")
 LAYERS = ["local", pytest.param("transformer_engine", marks=needs_te)]
@@ -71,7 +75,7 @@ def make_samples() -> list[Sample]:
     return samples
 
 
-def config_of(path: Path, dtype: str, mode: str, **model: str) -> Config:
+def config_of(path: Path, dtype: str, mode: str, **model: Any) -> Config:
     return parse_config(
         {
             "run_dir": "unused",
@@ -113,7 +117,8 @@ def norms_of_gradients(policy: Policy) -> Tensor:
     for batch in one_per_microbatch(samples, range(len(samples))):
         policy.zero_grad()
         run_schedule(policy, [batch], score_loss(policy, TEMPERATURE, None))
-        norms.append(sum(rule.grad.double().square().sum() for rule in classify(policy)))
+        trained = (rule for rule in classify(policy) if rule.kind is not Kind.FROZEN)
+        norms.append(sum(rule.grad.double().square().sum() for rule in trained))
     policy.zero_grad()
     return torch.stack(norms).cpu()
 
@@ -140,6 +145,48 @@ def test_bf16_norms_are_those_of_the_gradient(
     record_property("relative_error_to_gradient", to_gradient)
     assert to_gradient <= OF_THE_GRADIENT
     assert error <= OF_THE_ORACLE
+
+
+@pytest.fixture(scope="module")
+def mixture(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Experts of Transformer Engine's grouped layers."""
+    sizes = {"vocab_size": VOCAB, "hidden_size": 256, "moe_intermediate_size": 256, "head_dim": 64}
+    return make_moe_hf_dir(tmp_path_factory.mktemp("mixture"), dtype=torch.bfloat16, **sizes)
+
+
+@pytest.mark.parametrize(
+    ("model", "layers"),
+    [("path", "local"), *(pytest.param(m, "transformer_engine", marks=needs_te) for m in ("path", "mixture"))],
+)
+def test_bf16_norms_of_adapters_are_those_of_the_gradient(
+    parallel: Parallel, request: pytest.FixtureRequest, model: str, layers: str
+) -> None:
+    """A and B of every matrix, next to Transformer Engine's layers and megatron-core's own."""
+    directory = request.getfixturevalue(model)
+    wanted = norms_by_autograd(directory)
+    for mode in MODES:
+        config = config_of(directory, "bfloat16", mode, transformer_impl=layers, lora=LORA)
+        policy = load(directory, parallel, config)
+        fill(policy)
+        with torch.no_grad():
+            for name, parameter in policy.trained_parameters():
+                parameter.mul_(SMALL if name.endswith("B.weight") else 1)
+        found = step_norms(policy, config)
+        assert relative_error(found, norms_of_gradients(policy)) <= OF_THE_GRADIENT, mode
+        routed = 2 if model == "mixture" else 1  # of tokens near a tie between experts
+        assert relative_error(found, wanted) <= routed * OF_THE_ORACLE, mode
+
+
+def norms_by_autograd(directory: Path) -> Tensor:
+    """[N] of A and B next to the rounded weights, in fp64."""
+    weights = {name: tensor.double() for name, tensor in load_file(directory / "model.safetensors").items()}
+    pairs = {name: factor.bfloat16().double() for name, factor in factors(weights).items()}
+    pairs = {name: factor * (SMALL if name.endswith("B") else 1) for name, factor in pairs.items()}
+    whole, config, norms = merged(weights, pairs), AutoConfig.from_pretrained(directory), []
+    for sample in make_samples():
+        gradient = of_factors(oracle_gradient(whole, config, sample, TEMPERATURE), pairs)
+        norms.append(sum(part.square().sum() for part in gradient.values()))
+    return torch.stack(norms)
 
 
 def test_stash_buffers_leave_the_device_between_steps(path: Path, parallel: Parallel) -> None:

@@ -7,8 +7,9 @@
 
 A and B are linear layers that taps know (`model/taps.py`), so norms, modes and layouts are those of any weight. Each
 matrix of Hugging Face has its own pair. Tensor parallelism: if W is cut by rows, every rank holds all of A and its rows
-of B; if W is cut by columns, its columns of A and all of B. Only vectors of length rank travel between ranks.
+of B; if W is cut by columns, its columns of A and all of B. Only vectors of length rank travel between ranks. The pair
+of an expert is whole.
 
     linear      a linear layer that every tensor-parallel rank holds whole
-    adapters    the pairs of a layer: attach, initialize, switch off, merge into W
+    adapters    the pairs of a layer and of experts: attach, initialize, switch off, merge into W
 """

@@ -1,4 +1,4 @@
-"""A linear layer without bias that every tensor-parallel rank holds whole."""
+"""A linear layer without bias that every tensor-parallel rank holds whole, or every rank with the expert."""
 
 from __future__ import annotations
 
@@ -16,13 +16,19 @@ class ReplicatedLinear(nn.Module):
     """x [..., in] -> x W^T [..., out] with W [out, in], called as megatron-core's linear layers are.
 
     Without sequence parallelism all ranks have the same tokens and the same gradient. With it each has its part of the
-    tokens and a partial gradient, which megatron-core sums because of the mark `sequence_parallel`.
+    tokens and a partial gradient, which megatron-core sums because of the mark `sequence_parallel`. An expert has all
+    tokens that were sent to it.
     """
 
-    def __init__(self, inputs: int, outputs: int, config: TransformerConfig, device: torch.device) -> None:
+    def __init__(
+        self, inputs: int, outputs: int, config: TransformerConfig, device: torch.device, *, expert: bool = False
+    ) -> None:
         super().__init__()
-        self.weight = nn.Parameter(torch.empty(outputs, inputs, dtype=config.params_dtype, device=device))
-        self.weight.sequence_parallel = config.sequence_parallel  # type: ignore[attr-defined]  # megatron-core's mark
+        self.weight: Any = nn.Parameter(torch.empty(outputs, inputs, dtype=config.params_dtype, device=device))
+        if expert:  # megatron-core's marks
+            self.weight.allreduce = False
+        else:
+            self.weight.sequence_parallel = config.sequence_parallel
 
     def forward(self, x: Tensor) -> tuple[Tensor, None]:
         """The product, and no bias."""

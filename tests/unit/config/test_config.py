@@ -132,7 +132,6 @@ def test_bad_values(override: str, named: list[str]) -> None:
         *[
             (["model.lora.rank=8", "model.dtype=bfloat16", override], f"model.lora does not support {named}")
             for override, named in (
-                ("model.transformer_impl=transformer_engine", 'transformer_impl "transformer_engine"'),
                 ("model.fp8=e4m3", "model.fp8"),
                 ("model.moe_z_loss_coeff=0.1", "a router loss"),
             )

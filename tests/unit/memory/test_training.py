@@ -87,6 +87,10 @@ CASES: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
     "adapters": (mode("two_pass") | LORA | {"algo": {"kl_coefficient": 0.1}}, LARGE),
     "adapters, inline, bf16": ({"algo": {"baseline": "pooled"}, "gradnorm": {"mode": "inline"}, **LORA_BF16}, TIED),
     "adapters, bookkeep": (mode("bookkeep") | LORA | {"rows": 2}, {}),
+    "adapters, experts": (
+        mode("two_pass") | LORA,
+        {"num_experts": 4, "moe_intermediate_size": 96, "num_hidden_layers": 4},
+    ),
     "qwen2": (mode("two_pass"), {"family": "qwen2"}),
     "experts": (mode("two_pass"), {"num_experts": 4, "moe_intermediate_size": 96}),
     "experts, bookkeep": (mode("bookkeep"), {"num_experts": 4, "moe_intermediate_size": 96}),

@@ -122,6 +122,9 @@ def test_mode_auto_avoids_what_fp8_forbids() -> None:
         resolve(published("30B-A3B"), config_of(*FP8, "parallel.expert_model_parallel_size=2"), 2, **world)
 
 
+TP2 = ("parallel.tensor_model_parallel_size=2", "parallel.sequence_parallel=true")
+
+
 @pytest.mark.parametrize(
     ("size", "world", "overrides", "named"),
     [
@@ -133,8 +136,9 @@ def test_mode_auto_avoids_what_fp8_forbids() -> None:
         ),
         ("8B", 8, [*FP8, "parallel.tensor_model_parallel_size=8"], None),
         ("30B-A3B", 4, [*FP8, "model.fp8_recipe=mxfp8", "parallel.expert_model_parallel_size=4"], None),
-        ("30B-A3B", 1, ["model.lora.rank=8"], "adapters of experts (gate_proj, up_proj, down_proj) are not supported"),
-        ("30B-A3B", 1, ["model.lora.rank=8", "model.lora.targets=q_proj"], None),
+        ("30B-A3B", 2, ["model.lora.rank=8", *TP2], "adapters of experts that 2 tensor-parallel ranks share"),
+        ("30B-A3B", 2, ["model.lora.rank=8", *TP2, "parallel.expert_tensor_parallel_size=1"], None),
+        ("30B-A3B", 2, ["model.lora.rank=8", *TP2, "model.lora.targets=q_proj"], None),
         (
             "8B",
             16,

@@ -81,6 +81,10 @@ def of_adapters(hf_config: dict[str, Any], rank: int, targets: list[str]) -> int
     with torch.device("meta"):
         model = AutoModelForCausalLM.from_config(hf_config_of(hf_config))
     sizes = [one.weight.shape for name, one in model.named_modules() if name.endswith(tuple(targets))]
+    experts = [one for one in model.modules() if hasattr(one, "gate_up_proj")]  # three dimensions: of all experts
+    for one in experts if "down_proj" in targets else ():
+        count, hidden, ffn = one.down_proj.shape
+        sizes += [(hidden, ffn)] * (2 * count)  # of up and of down
     return rank * sum(out + inside for out, inside in sizes)
 
 
@@ -110,7 +114,8 @@ def test_layouts(case: str) -> None:
     layers = sizes.get("layers", 4)
     hf_config = make(num_hidden_layers=layers, tie_word_embeddings="tied" in case, vocab_size=1000).to_dict()
     layout = {name: size for name, size in sizes.items() if name != "layers"}
-    targets = ["o_proj"] if experts else ["o_proj", "up_proj", "down_proj"]
+    shared_experts = experts and sizes.get("etp", sizes.get("tp", 1)) > 1  # adapters of which are refused
+    targets = ["o_proj"] if shared_experts else ["o_proj", "up_proj", "down_proj"]
     config = run(layout, lora={"rank": 3, "targets": targets})
     found = build_models(hf_config, config, WORLD)
     check_cover(found, WORLD)
