@@ -131,6 +131,22 @@ def test_from_several_ranks_to_one(inputs: Path, tmp_path: Path) -> None:
     assert_equal(stored(checkpoints_of(parts)[0]), stored(checkpoints_of(whole)[0]), 1e-10)
 
 
+@pytest.mark.nightly
+def test_adapters_of_experts_from_several_ranks_to_one(tmp_path: Path) -> None:
+    """Their pairs and moments are placed by the number of the expert over all ranks."""
+    inputs = make_inputs(tmp_path, mixture=True, dtype=torch.float64)
+    whole, parts = tmp_path / "whole", tmp_path / "parts"
+    options = ("model.dtype=float64", "model.lora.rank=2", "gradnorm.mode=two_pass")
+    ep2 = ("parallel.expert_model_parallel_size=2", "parallel.expert_tensor_parallel_size=1")
+    train(config_of(inputs, whole, *options))
+    train(config_of(inputs, parts, *options, "num_steps=4", *TP2, *ep2), 4)
+    train(config_of(inputs, parts, *options, "checkpoint.resume=newest"))
+    found, expected = stored(checkpoints_of(parts)[0]), stored(checkpoints_of(whole)[0])
+    assert_equal(found, expected, 1e-10)
+    assert any("lora.experts.gate_proj.B" in name for name in found)
+    assert_equal(exported(parts), exported(whole), 1e-10)
+
+
 def test_tied_embeddings_over_two_stages(tmp_path: Path) -> None:
     """The last stage's copy of the embedding is saved once."""
     inputs = make_inputs(tmp_path, tied=True)
