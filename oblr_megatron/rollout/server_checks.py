@@ -56,7 +56,8 @@ async def _ask(url: str) -> Info:
         lost = isinstance(error, ServerLostError)
         what = "cannot be reached" if lost else "does not answer like an oblr-megatron server"
         fix = f"start it with oblr-megatron serve, and check the address and the key in {API_KEY}"
-        raise UserError(f"a server {what}: {error}", where=WHERE, fix=fix) from None
+        reason = str(error).replace(server.name, "it")
+        raise UserError(f"{url} {what}: {reason}", where=WHERE, fix=fix) from None
     finally:
         await server.close()
 
