@@ -98,7 +98,8 @@ def mark_experts(model: nn.Module) -> None:
 def experts_of(model: nn.Module) -> set[nn.Parameter]:
     """Every expert's weights, with its adapters', also in a model without `mark_experts`."""
     layers = (layer for layer in model.modules() if isinstance(layer, MoELayer))
-    return {weight for layer in layers for name, weight in layer.named_parameters() if "experts." in name}
+    own = ("experts.", "lora.experts.")  # not a mixture's shared_experts
+    return {weight for layer in layers for name, weight in layer.named_parameters() if name.startswith(own)}
 
 
 def splits_of(model: nn.Module, parallel: Parallel, tap: Tap) -> dict[nn.Module, list[SplitsFn]]:
