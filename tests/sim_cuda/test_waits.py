@@ -4,7 +4,7 @@ Each empties the queue of kernels, and the device idles until the host has fille
 microbatch. None depends on the number of layers.
 
 Not covered: Transformer Engine's own waits, experts (megatron-core's dispatcher reads the number of tokens of each),
-pipeline stages (it exchanges shapes), engines, the update of the weights.
+engines, the update of the weights.
 """
 
 from __future__ import annotations
@@ -18,6 +18,8 @@ import pytest
 from tests.sim_cuda.launch import run
 
 NORMS = ("copy to the host", "oblr_megatron/algo/advantage.py __call__")  # of a group, for its weights
+P2P = "megatron/core/pipeline_parallel/p2p_communication.py _communicate_shapes"
+SHAPES = {(kind, P2P): 8 for kind in ("copy from the host", "copy to the host", "device")}  # 3 a microbatch and stage
 SEVERAL = ["parallel.micro_batch_tokens=64"]
 CASES: dict[str, dict[str, Any]] = {
     **{mode: {"mode": mode} for mode in ("plain", "inline", "stash", "bookkeep", "two_pass")},
@@ -33,8 +35,14 @@ LAYOUTS: dict[str, dict[str, Any]] = {
     }.items()
     for mode in ("inline", "stash", "bookkeep", "two_pass")
 }
+LAYOUTS |= {
+    f"pipeline, {mode}": {"mode": mode, "options": ["parallel.pipeline_model_parallel_size=2"]}
+    for mode in ("inline", "stash")
+}
 LISTED: dict[str, dict[tuple[str, str], int]] = {case: {} for case in (*CASES, *LAYOUTS)} | {
-    case: {NORMS: 4} for case in ("stash", "tensor, stash", "context, stash")
+    **{case: {NORMS: 4} for case in ("stash", "tensor, stash", "context, stash")},
+    "pipeline, inline": SHAPES,
+    "pipeline, stash": {**SHAPES, ("device", P2P): 12, NORMS: 4},  # and one a group, whose pipeline fills anew
 }
 """Waits that 4 more prompts of 2 samples add: 8 microbatches, 16 in two passes, fewer with several samples in each."""
 
