@@ -28,7 +28,7 @@ oblr_run \
     optimizer.lr=1e-5 \
     num_prompts=64 \
     parallel.tensor_model_parallel_size=1 \
+    parallel.pipeline_model_parallel_size=1 \
     parallel.sequence_parallel=false \
-    parallel.micro_batch_tokens=9216 \
     rollout.tensor_parallel_size=1 \
     "$@"

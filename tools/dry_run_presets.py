@@ -15,9 +15,10 @@ import json
 import re
 import sys
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 from rich.console import Console
 from rich.table import Table
@@ -64,16 +65,15 @@ def at_size(preset: Path, nodes: int, changes: Sequence[str] = ()) -> Config:
     return load_config(preset, [*changes, f"algo.snr.num_folds={folds}", f"num_prompts={prompts}"])
 
 
-def step_seconds(found: DryRun) -> float:
-    """The planner's seconds of a step, with responses of half the longest length."""
+def step_seconds(hf_config: Mapping[str, Any], config: Config, world_size: int) -> float:
+    """The planner's seconds of a step, with responses of half the longest length; `gradnorm.mode` is chosen."""
     from oblr_megatron.extras.planner.constants import PlannerMachine
     from oblr_megatron.extras.planner.cost import predict
     from oblr_megatron.extras.planner.setting import Setting
 
-    mean = found.config.rollout.max_response_tokens // 2
+    mean = config.rollout.max_response_tokens // 2
     machine = PlannerMachine(device_named("h100"))
-    setting = Setting(found.hf_config, found.config, found.world_size, machine, mean_response_tokens=mean)
-    return predict(setting).seconds
+    return predict(Setting(hf_config, config, world_size, machine, mean, transformer_engine=True)).seconds
 
 
 def examined(preset: Path, nodes: int, changes: Sequence[str] = ()) -> Row:
@@ -134,7 +134,7 @@ def main() -> int:
                 "training_bytes": training,
                 "rollout_bytes": rollout,
                 "share": row.found.peak / DEVICE.num_bytes,
-                "step_s": step_seconds(row.found),
+                "step_s": step_seconds(row.found.hf_config, row.found.config, row.found.world_size),
                 "seconds": row.seconds,
                 "core_seconds": row.core_seconds,
             }

@@ -36,7 +36,7 @@ from oblr_megatron.observe.performance.hardware import device_named
 
 HYBRID_S = 0.9e-3
 """`mixture_s` of a dispatcher that does not wait for counts; set from the row marked "mixture_s"."""
-FITTED = ("product", "product_fp8", "attention", "memory", "link", "mixture_s", "decode", "decode_step_s")
+FITTED = ("product", "product_fp8", "attention", "memory", "link", "mixture_s", "decode", "decode_step_s", "rollout")
 SPREAD = log(1.5)
 """Standard deviation of the prior of each constant's logarithm; that of a row is NOISE."""
 NOISE = log(1.1)
@@ -92,8 +92,13 @@ def machine_of(case: Case, constants: Constants) -> PlannerMachine:
 
 
 def predicted(case: Case, constants: Constants) -> float:
-    """The planner's figure: seconds of a step, or tokens/s/GPU."""
+    """The planner's figure: seconds of a step, tokens/s of an engine, or tokens/s/GPU."""
     machine = machine_of(case, constants)
+    if case.users:  # a benchmark, not a rollout
+        machine = replace(machine, constants=replace(machine.constants, rollout=1.0))
+        rollout = {"max_num_seqs": case.users, "gpu_memory_utilization": 0.9}
+        config = run_config(1, case.users, 1, case.batch, case.length, {}, rollout=rollout)
+        return case.users * (case.length - case.batch) / rollout_phase(Setting(case.hf, config, 1, machine)).seconds
     if case.is_step:
         return _step(case, machine)
     model = {"fp8": "hybrid"} if case.fp8 else {}
@@ -134,7 +139,7 @@ def compared(found: Sequence[Case]) -> list[Row]:
                 model=case.model,
                 devices=f"{case.gpus} {case.gpu}",
                 dispatcher=case.dispatcher if "expert" in case.sizes else "",
-                figure="step s" if case.is_step else "tokens/s/GPU",
+                figure="step s" if case.is_step else "sampled tokens/s" if case.users else "tokens/s/GPU",
                 published=case.figure,
                 predicted=own,
                 ratio=own / case.figure,

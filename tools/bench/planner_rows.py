@@ -14,6 +14,8 @@ Sources, read on 2026-11-22 and 2026-11-23:
   assumed.
 - prime-rl: benchmarks of its trainer, FSDP with recomputation; ours is the distributed optimizer. Its batch is unknown,
   and 16k tokens take as long as 65k: these rows are shown and not fitted.
+- silybench: derived/csv/perf_points.csv of tgarg01/silybench-data, `vllm bench serve` of vLLM 0.30, 24 September 2026.
+  N clients send prompts of one length without pause. 396 and 40 are the most with a first token within 2 s.
 """
 
 from __future__ import annotations
@@ -36,15 +38,16 @@ class Case:
     gpu: str
     gpus: int  # of trainer and engines
     sizes: dict[str, int]
-    figure: float  # seconds of a step with `width`, else tokens/s/GPU
+    figure: float  # seconds of a step with `width`, tokens/s that an engine samples with `users`, else tokens/s/GPU
     length: int  # longest sequence; with `width` the mean one
-    batch: int = 0  # sequences of a pre-training step; prompts of an RL step
+    batch: int = 0  # sequences of a pre-training step; prompts of an RL step; tokens of a prompt with `users`
     width: int = 0  # tensor parallelism of the engines of an RL step
     rows: int = 1  # sequences of a microbatch
     group: int = 32  # responses to a prompt
     longest: int = 4096  # longest sequence of an RL step
     engine_gpus: int = 0  # that only sample
     ahead: int = 1  # steps that the engines work on at once; k for k steps off policy
+    users: int = 0  # sequences that an engine decodes at once
     utilization: float = 0.8  # of the memory of engines on GPUs of their own
     fp8: bool = False  # the trainer; with `width` the engines
     dispatcher: str = "plain"
@@ -91,7 +94,23 @@ NOT_FITTED = "not fitted"
 
 def cases() -> list[Case]:
     """All rows that have a prediction; the layouts are those of the sources."""
-    return [*_steps(), *_training()]
+    return [*_steps(), *_training(), *_decoding()]
+
+
+def _decoding() -> list[Case]:
+    """Prompts of 128 or 2,048 tokens, of which `length` counts the response too."""
+    figures = {
+        (128, 1024): {1: 145.7, 16: 2116.8, 64: 6597.0, 256: 13566.9, 396: 13322.0},
+        (2048, 2048): {1: 142.4, 16: 1625.1, 40: 2814.7, 64: 3462.8},
+    }
+    hf = published("Qwen3-8B")
+    return [
+        Case(
+            "silybench", f"Qwen3-8B, {n} x {asked} / {given}", hf, "h100", 1, {}, figure, asked + given, asked, users=n
+        )
+        for (asked, given), row in figures.items()
+        for n, figure in row.items()
+    ]
 
 
 def _steps() -> list[Case]:

@@ -83,6 +83,7 @@ TABLE = (
                 f"two_pass {FULL} layers_of=local",
                 f"inline {FULL} layers_of=local",
                 f"stash {FULL} layers_of=local",
+                f"stash {FULL} layers_of=local offload=1",
                 f"bookkeep {FULL} layers_of=local",
             ]
         },

@@ -1,8 +1,9 @@
 """Predicted seconds of sampling and of the weight push. Imports no torch.
 
-Of E experts with k per token, a step of B tokens reads E (1 - (1 - k / E)^B). With
-`speculation_acceptance` p, a step of the longest response computes d + 1 tokens and gains 1 + p + ... + p^d of them,
-for drafts of d tokens ("ngram"), if that is faster.
+A decoding step reads weights and KV cache, and computes. Measured steps take the sum of both, not the longer one. Of E
+experts with k per token, a step of B tokens reads E (1 - (1 - k / E)^B). With `speculation_acceptance` p, a step of the
+longest response computes d + 1 tokens and gains 1 + p + ... + p^d of them, for drafts of d tokens ("ngram"), if that is
+faster.
 """
 
 from __future__ import annotations
@@ -14,6 +15,7 @@ from oblr_megatron.config import Config
 from oblr_megatron.extension import extension
 from oblr_megatron.extras.planner.exchange import Links
 from oblr_megatron.extras.planner.setting import Phase
+from oblr_megatron.extras.planner.stage import scaled
 from oblr_megatron.memory.engine import EngineMemory, engine_bytes, engine_sizes
 from oblr_megatron.memory.pass_plan import longest_sample
 from oblr_megatron.observe.performance.flops import active_parameters, forward_flops, total_parameters
@@ -84,14 +86,10 @@ class _Engine:
         mean = self.config.rollout.max_response_tokens
         waves = max(1.0, self.sequences / self.batch)
         rest = max(0.0, self.setting.config.rollout.max_response_tokens - waves * mean)
-        full = self.step(self.batch)
-        decode = {name: waves * mean * seconds for name, seconds in full.items()}
-        return {
-            "prefill": self.prefill(),
-            **decode,
-            LONGEST: rest * self.next_token(),
-            "fixed": self.setting.machine.constants.step_s,
-        }
+        constants = self.setting.machine.constants
+        decode = {name: waves * mean * seconds for name, seconds in self.step(self.batch).items()}
+        decode |= {LONGEST: rest * self.next_token()}
+        return {"prefill": self.prefill(), **scaled(decode, constants.rollout), "fixed": constants.step_s}
 
     def next_token(self) -> float:
         """Seconds until a response that is decoded by itself is one token longer."""
@@ -112,10 +110,8 @@ class _Engine:
         products = batch * tokens * 2 * active_parameters(self.setting.hf_config) / self.sizes.tp / self.peak()
         hidden = batch * tokens * self.sizes.hidden * self.sizes.element
         reduced = 4 * self.sizes.layers * self.links.tensor(hidden)
-        terms = {"tensor": reduced, "scheduler": constants.decode_step_s}
-        if products > weights + cache:
-            return {"products": products, **terms}
-        return {"weights read": weights, "KV cache read": cache, **terms}
+        read = {"weights read": weights, "KV cache read": cache}
+        return {**read, "products": products, "tensor": reduced, "scheduler": constants.decode_step_s}
 
     def weights_read(self, batch: float) -> float:
         """Bytes of weights that one device reads for `batch` tokens."""

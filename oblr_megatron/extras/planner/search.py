@@ -7,7 +7,8 @@
 The checks are a run's own (`checks.layout.check_layout`, `preflight.inputs.check_dealing`,
 `memory.select_mode.resolve`).
 Tensor parallelism stays within a node. The distributed optimizer is on if several ranks hold the same weights, because
-it needs less memory and moves no more bytes. Sequence parallelism is tried on and off.
+it needs less memory and moves no more bytes. Sequence parallelism and `optimizer.offload` are tried on and off. Engines
+get the largest share of a GPU's memory that the trainer leaves.
 """
 
 from __future__ import annotations
@@ -38,7 +39,7 @@ KEEP_FREE = 2 * 2**30  # bytes per GPU for CUDA, NCCL and fragmentation
 UTILIZATIONS = tuple(step / 20 for step in range(18, 1, -1))  # 0.9 down to 0.1
 
 Sections = dict[str, Any]
-"""[parallel], [rollout], [gradnorm], [algo] of a config file."""
+"""[parallel], [rollout], [gradnorm], [optimizer], [algo] of a config file."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -73,7 +74,8 @@ class Plan:
         words += ["SP"] * parallel.sequence_parallel + ["short ends"] * parallel.account_for_embedding_and_loss
         recompute = [f"{parallel.recompute_granularity} recompute"] * (parallel.recompute_granularity != "none")
         norms = [self.config.gradnorm.mode] * self.config.measures_norms
-        rest = [f"vLLM TP{self.config.rollout.tensor_parallel_size}", *recompute, *norms]
+        offload = ["offload"] * (self.config.optimizer.offload != "none")
+        rest = [f"vLLM TP{self.config.rollout.tensor_parallel_size}", *recompute, *norms, *offload]
         return ", ".join([" ".join(words), *rest, f"{parallel.micro_batch_tokens} tokens"])
 
 
@@ -190,15 +192,18 @@ class _Tally:
         self._rollouts: dict[tuple[int, float], Phase] = {}
 
     def consider(self, parallel: Sections) -> list[Plan]:
-        """The plans of a layout: one for each norm mode that is possible and fits; one if no norms are measured."""
+        """The plans of a layout, for each place of the optimizer's state and each norm mode that is possible."""
         request, plans = self.request, []
-        longest = longest_sample(self.run)
-        for mode in MODES[::-1] if self.run.measures_norms else ("",):
+        longest, optimizer = longest_sample(self.run), self.run.optimizer
+        has_state = optimizer.keeps_moments or self.run.model.dtype == "bfloat16"
+        modes = MODES[::-1] if self.run.measures_norms else ("",)
+        for mode, offload in product(modes, ("none", "sampling") if has_state else ("none",)):
             if mode not in ("", "two_pass") and parallel["micro_batch_tokens"] > longest:
                 continue  # Transformer Engine's layers need one sample per microbatch, so a larger budget is pointless
             try:
                 norms = {"gradnorm": {"mode": mode}} if mode else {}
-                sections = {"parallel": parallel, **norms, "algo": self.folds(parallel)}
+                sections = {"parallel": parallel, **norms, "optimizer": {"offload": offload}}
+                sections |= {"algo": self.folds(parallel)}
                 config = request.config(sections)
                 check_layout(request.hf_config, config, request.gpus)
                 check_dealing(request.hf_config, config, request.gpus)
@@ -297,7 +302,8 @@ class _Tally:
             sizes = f"TP{parallel.tensor_model_parallel_size} PP{parallel.pipeline_model_parallel_size} "
             sizes += f"CP{parallel.context_parallel_size} EP{parallel.expert_model_parallel_size}"
             norms = f", {config.gradnorm.mode}" * config.measures_norms
-            self.nearest = num_bytes, f"{sizes}, {parallel.recompute_granularity} recompute{norms}"
+            offload = ", offload" * (config.optimizer.offload != "none")
+            self.nearest = num_bytes, f"{sizes}, {parallel.recompute_granularity} recompute{norms}{offload}"
 
     def nothing(self) -> UserError:
         """The error that says why there is no plan."""

@@ -36,6 +36,7 @@ PLAIN = Constants(
     step_s=0.0,
     decode=1.0,
     decode_step_s=0.0,
+    rollout=1.0,
     prefill=1.0,
 )
 ROUND = Device("round", 1000.0, 2000.0, 100, 1000, 100, 10, 8)  # 1e15 FLOP/s, 1e12 bytes/s, 1e11 and 1e10 of links
@@ -251,6 +252,19 @@ def test_mfu_is_below_one_and_tokens_are_counted_once() -> None:
     assert found.bound_by.split(":")[0] in found.phases
 
 
+@pytest.mark.parametrize(("users", "prompt", "milliseconds"), [(1, 128, 6.86), (256, 128, 18.08), (40, 2048, 13.25)])
+def test_published_seconds_of_a_decoding_step(users: int, prompt: int, milliseconds: float) -> None:
+    """vLLM 0.30 on an H100: medians between tokens, of 1,024 or 2,048 (source: tools/bench/planner_rows.py)."""
+    response = 1024 if prompt == 128 else 2048
+    rollout = {"max_response_tokens": response, "max_num_seqs": users, "gpu_memory_utilization": 0.9}
+    machine = PlannerMachine(device_named("h100"), Constants(rollout=1.0))
+    one = setting(1, {"data": {"max_prompt_tokens": prompt}, "rollout": rollout}, machine=machine)
+    one = replace(one, config=one.config.model_copy(update={"num_prompts": users, "group_size": 1}))
+    terms = rollout_phase(one).terms
+    decoding = sum(terms[name] for name in ("weights read", "KV cache read", "products", "tensor", "scheduler"))
+    assert decoding / response == pytest.approx(milliseconds / 1e3, rel=0.06)
+
+
 def test_decoding_reads_weights_and_cache_once_a_step() -> None:
     """One wave of 16 sequences of equal length per engine: 1536 steps."""
     machine = PlannerMachine(ROUND, PLAIN)
@@ -271,7 +285,7 @@ def test_speculation_shortens_the_longest_response_alone() -> None:
         for more in ({}, {"speculation_acceptance": 0.5}, {"speculation_acceptance": 0.0})
     )
     assert never == plain
-    assert plain["longest response"] / half["longest response"] == pytest.approx(2 - 1 / 64, rel=1e-3)
+    assert plain["longest response"] / half["longest response"] == pytest.approx(2 - 1 / 64, rel=0.01)
     assert {name: plain[name] for name in plain if name != "longest response"} == {
         name: half[name] for name in half if name != "longest response"
     }

@@ -86,6 +86,7 @@ def test_the_fastest_comes_first_and_layouts_differ(found: SearchResult) -> None
     assert seconds == sorted(seconds) and seconds[-1] > 1.2 * seconds[0]
     assert len({plan.name for plan in found.plans}) == len(found.plans)
     assert len({plan.config.gradnorm.mode for plan in found.plans}) > 1
+    assert {plan.config.optimizer.offload for plan in found.plans} == {"none", "sampling"}
 
 
 def test_replicas_hold_whole_folds(found: SearchResult) -> None:
@@ -101,7 +102,7 @@ def test_less_memory_leaves_fewer_plans(found: SearchResult) -> None:
 
 
 def test_the_error_says_how_much_is_missing() -> None:
-    with pytest.raises(UserError, match=r"\(TP2 .*\) needs \d+ GiB per GPU, \d+ GiB too much"):
+    with pytest.raises(UserError, match=r"\(TP\d PP\d .*offload\) needs \d+ GiB per GPU, \d+ GiB too much"):
         search(request("Qwen3-32B", gpus=2))
 
 
