@@ -1,6 +1,6 @@
 """Files of tests/distributed with real ranks, each on a simulated GPU of its own, unchanged.
 
-In fp64, against one rank: interleaved pipelines and context parallelism.
+In fp64, against one rank: interleaved pipelines and context parallelism. Saves in the background, also those that fail.
 
 Not covered: experts, which need Transformer Engine's layers on a GPU (test_transformer_engine.py); the other files.
 """
@@ -11,7 +11,7 @@ import pytest
 
 from tests.sim_cuda.launch import run
 
-FILES = ("interleaved", "context_parallel")
+FILES = ("interleaved", "context_parallel", "saver")
 
 
 @pytest.mark.nightly
