@@ -1,6 +1,6 @@
 """The collapse study: arms of a seed begin alike, and fewer bits are a larger mismatch.
 
-Not covered: which runs collapse, which rounding decides (docs/corrections.md has the counts of eight seeds).
+Not covered: which runs collapse, which rounding decides (docs/corrections.md has the counts).
 """
 
 from __future__ import annotations
