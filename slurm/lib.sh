@@ -22,6 +22,7 @@
 set -euo pipefail
 
 readonly EXIT_RUN=1 EXIT_USER=2
+readonly REPORT_S=30 # from the first failure of a task to the end of all
 stopping=""   # name of the signal that asked this script to stop
 child=""      # process id of the srun that receives forwarded signals
 servers=""    # process id of the srun that runs the servers
@@ -265,12 +266,28 @@ oblr_train() {
     say "training: follow the logs with: tail -F $logs/node_*.log"
     status_before="$(oblr_status)" # of the previous attempt
     train_status=0
-    oblr_await oblr_srun "${all[@]}" --output="$logs/node_%n.log" \
-        "$python" -P -m oblr_megatron.runtime.launch --nnodes "${#nodes[@]}" --nproc-per-node "$ranks" --max-restarts 0 \
-        --rdzv-id "$SLURM_JOB_ID-$attempt" --rdzv-backend c10d --rdzv-endpoint "${nodes[0]}:$port" \
-        -m oblr_megatron.step_loop "$OBLR_CONFIG" "${overrides[@]}" --resume 2>"$logs/srun.log" || train_status=$?
+    oblr_await oblr_launch 2>>"$logs/srun.log" || train_status=$?
     cat "$logs/srun.log" >&2
     if grep -q "Exited with exit code $EXIT_USER\$" "$logs/srun.log"; then train_status=$EXIT_USER; fi
+}
+
+# Exec the srun of the launchers. It waits for every node's report, which a node that it cannot reach never brings: it is
+# ended when a task has failed, and others have not reported for a while. What it leaves behind ends with the job.
+oblr_launch() {
+    local waiting=$BASHPID node silent
+    while kill -0 "$waiting" && sleep 1; do
+        grep -q 'error: .*: tasks\? ' "$logs/srun.log" || continue
+        sleep "$REPORT_S"
+        silent=""
+        for node in "${nodes[@]}"; do grep -q "error: .*$node.*: tasks\? " "$logs/srun.log" || silent+=" $node"; done
+        kill -0 "$waiting" || break
+        echo "error: a task has failed, and for $REPORT_S s there was no report of:$silent" >>"$logs/srun.log"
+        kill -KILL "$waiting"
+    done 2>/dev/null &
+    oblr_srun "${all[@]}" --output="$logs/node_%n.log" \
+        "$python" -P -m oblr_megatron.runtime.launch --nnodes "${#nodes[@]}" --nproc-per-node "$ranks" --max-restarts 0 \
+        --rdzv-id "$SLURM_JOB_ID-$attempt" --rdzv-backend c10d --rdzv-endpoint "${nodes[0]}:$port" \
+        -m oblr_megatron.step_loop "$OBLR_CONFIG" "${overrides[@]}" --resume
 }
 
 # --- servers ---------------------------------------------------------------------------------------------------------
