@@ -175,19 +175,20 @@ class ExpertAdapters(MegatronModule):
         super().__init__(config)
         held: Any = layer.experts
         self._first = layer.local_expert_indices[0]
-        names = ("linear_fc1", "linear_fc2")
-        if isinstance(held, SequentialMLP):
+        names, apart = ("linear_fc1", "linear_fc2"), isinstance(held, SequentialMLP)
+        if apart:
             weights = [{name: getattr(expert, name).weight for name in names} for expert in held.local_experts]
         else:  # Transformer Engine's grouped layers
             numbers = range(held.num_local_experts)
             weights = [{name: getattr(getattr(held, name), f"weight{n}") for name in names} for n in numbers]
-        self.experts = nn.ModuleList(Adapters(own, lora, config, expert=True) for own in weights)
-        for name in self.experts[0].sites:
-            if isinstance(held, SequentialMLP):
-                for adapters, expert in zip(self.experts, held.local_experts, strict=True):
+        experts = [Adapters(own, lora, config, expert=True) for own in weights]
+        self.experts: Any = nn.ModuleList(experts)
+        for name in experts[0].sites:
+            if apart:
+                for adapters, expert in zip(experts, held.local_experts, strict=True):
                     getattr(expert, name).register_forward_hook(partial(_add, adapters, name))
             else:
-                getattr(held, name).register_forward_hook(partial(_add_grouped, self.experts, name))
+                getattr(held, name).register_forward_hook(partial(_add_grouped, experts, name))
 
     def sharded_state_dict(
         self, prefix: str = "", sharded_offsets: tuple[Any, ...] = (), metadata: dict[str, Any] | None = None
@@ -288,7 +289,9 @@ def _add(adapters: Adapters, name: str, _layer: nn.Module, inputs: tuple[Any, ..
     return product + adapters.sites[name].output(inputs[0]), bias
 
 
-def _add_grouped(experts: Any, name: str, _layer: nn.Module, inputs: tuple[Any, ...], output: Any) -> Any:
+def _add_grouped(
+    experts: Sequence[Adapters], name: str, _layer: nn.Module, inputs: tuple[Any, ...], output: Any
+) -> Any:
     """Forward hook of a grouped layer: (tokens of all experts, number of each expert's) -> (output, bias)."""
     if not experts[0].active:
         return output

@@ -24,11 +24,12 @@ class ReplicatedLinear(nn.Module):
         self, inputs: int, outputs: int, config: TransformerConfig, device: torch.device, *, expert: bool = False
     ) -> None:
         super().__init__()
-        self.weight: Any = nn.Parameter(torch.empty(outputs, inputs, dtype=config.params_dtype, device=device))
+        weight: Any = nn.Parameter(torch.empty(outputs, inputs, dtype=config.params_dtype, device=device))
         if expert:  # megatron-core's marks
-            self.weight.allreduce = False
+            weight.allreduce = False
         else:
-            self.weight.sequence_parallel = config.sequence_parallel
+            weight.sequence_parallel = config.sequence_parallel
+        self.weight = weight
 
     def forward(self, x: Tensor) -> tuple[Tensor, None]:
         """The product, and no bias."""
