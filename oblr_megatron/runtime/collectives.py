@@ -8,6 +8,7 @@ raise_first(outcomes, own)                                           # the same 
 
 from __future__ import annotations
 
+import logging
 import pickle
 import time
 from collections.abc import Callable, Sequence
@@ -29,9 +30,12 @@ from oblr_megatron.errors import (
     UserError,
 )
 
+logger = logging.getLogger(__name__)
+
 Value = TypeVar("Value")
 
 SHORT = 2**16  # bytes; values up to this length are always padded
+SILENT_S = 60.0  # a longer wait is announced by rank 0
 GROUP_TIMEOUT = timedelta(days=30)
 """Timeout of the process group. It exceeds every deadline of `gather`, so the deadline of `gather` applies."""
 
@@ -190,13 +194,26 @@ class Collectives:
             self._wait(work, what, seconds, max(1e-3, deadline - time.monotonic()))
 
     def _all_gather(self, results: list[Tensor], own: Tensor, what: str, seconds: float) -> None:
-        self._wait(dist.all_gather(results, own, group=self._group, async_op=True), what, seconds, seconds)
+        work, left = dist.all_gather(results, own, group=self._group, async_op=True), seconds
+        if self.rank == 0 and seconds > SILENT_S:
+            if _came(work, SILENT_S):
+                return
+            left -= SILENT_S
+            logger.warning("%.0f s of waiting for the other ranks and %s, %.0f s at most", SILENT_S, what, seconds)
+        self._wait(work, what, seconds, left)
 
     def _wait(self, work: dist.Work | None, what: str, seconds: float, left: float) -> None:
-        assert work is not None, "this rank belongs to the group"
-        try:
-            work.wait(timedelta(seconds=left))
-        except RuntimeError as error:
-            if not timed_out(error):
-                raise
-            raise DeadlineError(f"rank {self.rank}", f"the other ranks and {what}", seconds) from error
+        if not _came(work, left):
+            raise DeadlineError(f"rank {self.rank}", f"the other ranks and {what}", seconds)
+
+
+def _came(work: dist.Work | None, seconds: float) -> bool:
+    """Whether the other ranks came within so many seconds."""
+    assert work is not None, "this rank belongs to the group"
+    try:
+        work.wait(timedelta(seconds=seconds))
+    except RuntimeError as error:
+        if not timed_out(error):
+            raise
+        return False
+    return True

@@ -20,6 +20,7 @@ from oblr_megatron.errors import (
     RunError,
     UnwrittenError,
 )
+from oblr_megatron.runtime import collectives
 from oblr_megatron.runtime.collectives import Collectives, attempt, raise_first
 from tests.distributed.launch import run_ranks
 
@@ -105,20 +106,37 @@ def test_a_value_that_one_rank_has_is_not_padded_on_the_others(case: str) -> Non
         assert gathered < max(rest) + 100
 
 
-def late() -> str:
-    """Rank 0 waits for rank 1, which lives on and does not come before rank 0 has given up."""
+def late() -> tuple[list[str], str]:
+    """Rank 0 waits for rank 1, which comes once rank 0 has said so, and then not before rank 0 has given up."""
     exchange, store = Collectives(dist.get_rank()), dist.distributed_c10d._get_default_store()
     if dist.get_rank() == 1:
+        store.wait(["said"], timedelta(seconds=60))
+        exchange.gather(attempt(lambda: 1), what="32 samples", seconds=60)
         store.wait(["given up"], timedelta(seconds=60))
-        return ""
-    with pytest.raises(DeadlineError) as error:
-        exchange.gather(attempt(lambda: 1), what="64 samples", seconds=1)
+        return [], ""
+    said: list[str] = []
+
+    def note(form: str, *values: object) -> None:
+        said.append(form % values)
+        store.set("said", "")
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(collectives, "SILENT_S", 0.1)
+        patch.setattr(collectives.logger, "warning", note)
+        outcomes = exchange.gather(attempt(lambda: 0), what="32 samples", seconds=60)
+        assert [outcome.value for outcome in outcomes] == [0, 1]
+        with pytest.raises(DeadlineError) as error:
+            exchange.gather(attempt(lambda: 0), what="64 samples", seconds=1)
     store.set("given up", "")
-    return str(error.value)
+    return said, str(error.value)
 
 
-def test_a_rank_that_does_not_come_is_not_waited_for() -> None:
-    message, _ = run_ranks(late, 2)
+def test_a_long_wait_is_announced_and_ends_by_its_deadline() -> None:
+    (said, message), _ = run_ranks(late, 2)
+    assert said == [
+        "0 s of waiting for the other ranks and 32 samples, 60 s at most",
+        "0 s of waiting for the other ranks and 64 samples, 1 s at most",
+    ]
     assert message == "rank 0 waited 1 s for the other ranks and 64 samples and gave up"
 
 
