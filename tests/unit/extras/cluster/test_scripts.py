@@ -46,7 +46,7 @@ def config(name: str) -> Config:
 
 def test_there_is_one_script_per_model() -> None:
     found = {path.stem.removeprefix("oblr_") for path in (ROOT / "slurm").glob("oblr_*.sh")}
-    assert found == {*NAMES, "servers"}
+    assert found == {*NAMES, "servers", "qwen3_8b_lora"}
 
 
 def test_scripts_differ_only_in_settings() -> None:
