@@ -96,17 +96,22 @@ def best_split(request: Request, overlap: str) -> tuple[SearchResult, Request]:
         overlap: rollout.overlap, "stream" or "one_step".
 
     Raises:
-        UserError: no division is possible, or nothing fits in any; the message of the last one.
+        UserError: no division is possible, or nothing fits in any; says why of the middle one.
     """
     results: list[tuple[SearchResult, Request]] = []
-    refusal = UserError("one GPU cannot train and sample at the same time", where="plan", fix="use two or more GPUs")
+    refused: list[tuple[Request, UserError]] = []
     for split in _splits(request, overlap):
         try:
             results.append((search(split), split))
         except UserError as error:
-            refusal = error
+            refused.append((split, error))
+    if not results and not refused:
+        what = "one GPU cannot train and sample at the same time"
+        raise UserError(what, where="plan", fix="use two or more GPUs")
     if not results:
-        raise refusal
+        split, error = refused[len(refused) // 2]
+        what = f"no division between engines and trainer works. {split.engine_gpus} and {split.gpus} GPUs: {error.what}"
+        raise UserError(what, where=error.where, fix=error.fix) from error
     return min(results, key=lambda each: each[0].plans[0].prediction.seconds)
 
 
