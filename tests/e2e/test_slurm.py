@@ -25,7 +25,7 @@ import torch
 from tests.distributed.replayed import certain, exported
 from tests.e2e.conftest import ROOT
 from tests.net.hosts import Host
-from tests.slurm.job import NODES, Job, slurm
+from tests.slurm.job import ENDED, NODES, Job, slurm
 from tests.slurm.rewards import HELD_AFTER
 
 pytestmark = [
@@ -173,6 +173,31 @@ def test_lost_packets_between_the_nodes_change_nothing(unbroken: Job, arguments:
             time.sleep(3)
         assert job.wait_end() == 0, job.output()
     assert job.shown("Restarts") == "0"
+    assert_equal(job, unbroken)
+
+
+@pytest.mark.parametrize("alone", [False, True], ids=["from_each_other", "one_from_all"])
+def test_nodes_that_stay_apart_end_the_job_or_requeue_it(
+    unbroken: Job, arguments: Arguments, tmp_path: Path, alone: bool
+) -> None:
+    """The nodes from each other, or the second one from the controller as well, until the attempt has ended."""
+    deadlines = {"rollout__generate_timeout_s": 30, "rollout__push_timeout_s": 15}
+    deadlines |= {"reward__timeout_s": 20, "reward__num_workers": 8}  # ranks wait for 32 calls one after another
+    keys = arguments(checkpoint__every_steps=1, parallel__distributed_timeout_s=20, **deadlines)
+    job = Job(tmp_path / "job", keys, holds=True, variables={"OBLR_DRY_RUN": "0", "OBLR_PREFLIGHT": "0"})
+    first, second = map(Host, NODES)
+    with job.submitted():
+        job.wait_held()
+        with second.cut("drop", peer=None if alone else first):
+            job.hold.unlink()
+            job.wait_for(lambda: job.state() in {*ENDED, "PENDING"} or job.shown("Restarts") == "1")
+        status = job.wait_end()
+    requeued = job.shown("Restarts") == "1"
+    assert status == (0 if requeued else 1), job.output()
+    if not requeued:
+        assert "error: the run failed" in job.output() and "Traceback" not in job.output()
+        assert job.run() == 0, job.output()
+    assert "continues after step" in "".join(path.read_text() for path in job.logs.glob("attempt_*/node_*.log"))
     assert_equal(job, unbroken)
 
 
