@@ -196,6 +196,8 @@ def test_nodes_that_stay_apart_end_the_job_or_requeue_it(
     assert status == (0 if requeued else 1), job.output()
     if not requeued:
         assert "error: the run failed" in job.output() and "Traceback" not in job.output()
+        assert "for the other ranks" in job.output() and f"no report of: {NODES[1]}\n" in job.output()
+        job.holds = False
         assert job.run() == 0, job.output()
     assert "continues after step" in "".join(path.read_text() for path in job.logs.glob("attempt_*/node_*.log"))
     assert_equal(job, unbroken)
