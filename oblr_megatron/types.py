@@ -125,7 +125,8 @@ class Scored:
 class TokenRows:
     """The layout of a microbatch: one sample a row, padded on the right, or all samples packed in one row.
 
-    It waits in host memory. A pass moves it to the device, but for `cu_seqlens`, so that no layer waits for a GPU.
+    It waits in host memory. A pass moves it to the device, but for `cu_seqlens`, and notes the counted tokens before
+    (`sequence.on_device`), so that nothing waits for a GPU.
     """
 
     __slots__ = ()
@@ -133,6 +134,7 @@ class TokenRows:
     labels: Tensor  # [b, t] int64, what position j predicts
     mask: Tensor  # [b, t] bool, True where a label counts
     cu_seqlens: Tensor | None  # [n + 1] int32, packed only: sample i is tokens cu_seqlens[i]..cu_seqlens[i + 1]
+    counted: Tensor | None  # [m] int64 in host memory, positions of the mask among the b * t; None: not noted
 
     @property
     def num_samples(self) -> int:
@@ -176,6 +178,7 @@ class TokenBatch(TokenRows):
     mask: Tensor  # [b, t] bool, True where a label counts
     cu_seqlens: Tensor | None = None  # [n + 1] int32, packed only
     sample_index: Tensor | None = None  # [n] int64, position among the samples of a call; the library sets it
+    counted: Tensor | None = None  # as in `TokenRows`; a pass sets it
 
 
 @dataclass(slots=True)
@@ -205,6 +208,7 @@ class MicroBatch(TokenRows):
     recorded_ids: Tensor | None = None  # [b, t, k] int32, tokens that the engine recorded at `labels`; None: none
     recorded_logprobs: Tensor | None = None  # [b, t, k] fp32, log mu of each; -inf where the engine named no token
     supported: Tensor | None = None  # [b, t] bool, True where no other token could be drawn at `labels`; None: nowhere
+    counted: Tensor | None = None  # as in `TokenRows`; a pass sets it
 
     def of_tokens(self, table: Tensor) -> Tensor:
         """Look up values of response tokens: table [N, T] -> [b, t], 0 where mask is False."""

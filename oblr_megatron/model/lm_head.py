@@ -31,6 +31,7 @@ from megatron.core.tensor_parallel.mappings import gather_from_sequence_parallel
 from torch import Tensor, nn
 
 from oblr_megatron.memory.buffer_sizes import BLOCK_LOGITS, KEPT_LOGITS
+from oblr_megatron.model.sequence import counted_tokens
 from oblr_megatron.model.taps import Tap, add_product
 from oblr_megatron.runtime.collectives import all_reduce
 from oblr_megatron.runtime.device_copy import to_device
@@ -92,7 +93,7 @@ class LMHead:
         position, different from each other; one may be the label.
         """
         flat, shape = hidden.flatten(0, 1), hidden.shape[:2]
-        counted = batch.mask.flatten().cpu().nonzero().flatten()  # the one wait for a GPU in a microbatch
+        counted = counted_tokens(batch)
         bounds, index = _bounds(counted, batch), to_device(counted, flat.device)
         x, labels = flat.index_select(0, index), batch.labels.flatten()[index, None]
         if others is not None:

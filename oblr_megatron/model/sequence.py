@@ -69,10 +69,15 @@ def local_part(parallel: Parallel, batch: Batch, padding: Padding) -> Batch:
 
 
 def on_device(batch: Batch, device: torch.device) -> Batch:
-    """The microbatch on a device, but for the bounds of packed samples and the routes."""
+    """The microbatch on a device, but for the bounds of packed samples, the routes and `counted`, which is set."""
     kept, bounds = ("cu_seqlens", "routes"), batch.cu_seqlens
     values = {name: to_device(value, device) for name, value in _tensors(batch).items() if name not in kept}
-    return _changed(batch, None if bounds is None else bounds.cpu(), values)
+    return _changed(batch, None if bounds is None else bounds.cpu(), values | {"counted": counted_tokens(batch)})
+
+
+def counted_tokens(batch: TokenRows) -> Tensor:
+    """`TokenRows.counted`: noted, or from the mask, for which the host waits if it is on a GPU."""
+    return batch.mask.flatten().cpu().nonzero().flatten() if batch.counted is None else batch.counted
 
 
 def single_samples(batch: Batch) -> list[Batch]:

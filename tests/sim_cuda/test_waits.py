@@ -4,7 +4,7 @@ Each empties the queue of kernels, and the device idles until the host has fille
 microbatch. None depends on the number of layers.
 
 Not covered: Transformer Engine's own waits, experts (megatron-core's dispatcher reads the number of tokens of each),
-pipeline stages (it exchanges shapes), engines, the update of the weights.
+engines, the update of the weights.
 """
 
 from __future__ import annotations
@@ -17,8 +17,9 @@ import pytest
 
 from tests.sim_cuda.launch import run
 
-HEAD = ("copy to the host", "oblr_megatron/model/lm_head.py __call__")  # of the mask, once a microbatch
 NORMS = ("copy to the host", "oblr_megatron/algo/advantage.py __call__")  # of a group, for its weights
+P2P = "megatron/core/pipeline_parallel/p2p_communication.py _communicate_shapes"
+SHAPES = {(kind, P2P): 8 for kind in ("copy from the host", "copy to the host", "device")}  # 3 a microbatch and stage
 SEVERAL = ["parallel.micro_batch_tokens=64"]
 CASES: dict[str, dict[str, Any]] = {
     **{mode: {"mode": mode} for mode in ("plain", "inline", "stash", "bookkeep", "two_pass")},
@@ -34,12 +35,14 @@ LAYOUTS: dict[str, dict[str, Any]] = {
     }.items()
     for mode in ("inline", "stash", "bookkeep", "two_pass")
 }
-LISTED: dict[str, dict[tuple[str, str], int]] = {case: {HEAD: 8} for case in (*CASES, *LAYOUTS)} | {
-    **{case: {HEAD: 8, NORMS: 4} for case in ("stash", "tensor, stash", "context, stash")},
-    **{case: {HEAD: 16} for case in ("tensor, two_pass", "context, two_pass")},
-    "two_pass": {HEAD: 16},
-    "several in rows, bookkeep": {HEAD: 3},
-    "packed and tied, inline": {HEAD: 2},
+LAYOUTS |= {
+    f"pipeline, {mode}": {"mode": mode, "options": ["parallel.pipeline_model_parallel_size=2"]}
+    for mode in ("inline", "stash")
+}
+LISTED: dict[str, dict[tuple[str, str], int]] = {case: {} for case in (*CASES, *LAYOUTS)} | {
+    **{case: {NORMS: 4} for case in ("stash", "tensor, stash", "context, stash")},
+    "pipeline, inline": SHAPES,
+    "pipeline, stash": {**SHAPES, ("device", P2P): 12, NORMS: 4},  # and one a group, whose pipeline fills anew
 }
 """Waits that 4 more prompts of 2 samples add: 8 microbatches, 16 in two passes, fewer with several samples in each."""
 

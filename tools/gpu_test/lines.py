@@ -83,7 +83,6 @@ TABLE = (
                 f"two_pass {FULL} layers_of=local",
                 f"inline {FULL} layers_of=local",
                 f"stash {FULL} layers_of=local",
-                f"stash {FULL} layers_of=local offload=1",
                 f"bookkeep {FULL} layers_of=local",
             ]
         },
