@@ -109,9 +109,10 @@ def best_split(request: Request, overlap: str) -> tuple[SearchResult, Request]:
         what = "one GPU cannot train and sample at the same time"
         raise UserError(what, where="plan", fix="use two or more GPUs")
     if not results:
-        split, error = refused[len(refused) // 2]
-        what = f"no division between engines and trainer works. {split.engine_gpus} and {split.gpus} GPUs: {error.what}"
-        raise UserError(what, where=error.where, fix=error.fix) from error
+        split, refusal = refused[len(refused) // 2]
+        sizes = f"{split.engine_gpus} and {split.gpus} GPUs"
+        what = f"no division between engines and trainer works. {sizes}: {refusal.what}"
+        raise UserError(what, where=refusal.where, fix=refusal.fix) from refusal
     return min(results, key=lambda each: each[0].plans[0].prediction.seconds)
 
 
