@@ -18,8 +18,8 @@ from oblr_megatron.errors import UserError
 EMBEDDING = "embedding.word_embeddings.weight"
 OUTPUT = "output_layer.weight"
 """megatron-core's names of the parameters of vocabulary size, which a model may tie."""
-OF_ATTENTION, OF_MLP = ("q_proj", "k_proj", "v_proj", "o_proj"), ("gate_proj", "up_proj", "down_proj")
-MATRICES = OF_ATTENTION + OF_MLP
+OF_MLP = ("gate_proj", "up_proj", "down_proj")
+MATRICES = ("q_proj", "k_proj", "v_proj", "o_proj", *OF_MLP)
 """Hugging Face's names of a layer's matrices."""
 
 

@@ -199,7 +199,8 @@ class Collectives:
             if _came(work, SILENT_S):
                 return
             left -= SILENT_S
-            logger.warning("%.0f s of waiting for the other ranks and %s, %.0f s at most", SILENT_S, what, seconds)
+            said = "rank 0 has waited %.0f s for the other ranks and %s; it gives up after %.0f s"
+            logger.warning(said, SILENT_S, what, seconds)
         self._wait(work, what, seconds, left)
 
     def _wait(self, work: dist.Work | None, what: str, seconds: float, left: float) -> None:

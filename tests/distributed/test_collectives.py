@@ -134,8 +134,8 @@ def late() -> tuple[list[str], str]:
 def test_a_long_wait_is_announced_and_ends_by_its_deadline() -> None:
     (said, message), _ = run_ranks(late, 2)
     assert said == [
-        "0 s of waiting for the other ranks and 32 samples, 60 s at most",
-        "0 s of waiting for the other ranks and 64 samples, 1 s at most",
+        "rank 0 has waited 0 s for the other ranks and 32 samples; it gives up after 60 s",
+        "rank 0 has waited 0 s for the other ranks and 64 samples; it gives up after 1 s",
     ]
     assert message == "rank 0 waited 1 s for the other ranks and 64 samples and gave up"
 

@@ -1,7 +1,7 @@
 """Whole runs by replay on the simulated device agree with the same runs on the CPU.
 
-The command, its ranks, the step loop, checkpoints and the backend called nccl run as on GPUs, in fp32. In bf16 the two
-sides round at different places, and metrics whose terms cancel differ by a tenth.
+The command, its ranks, the step loop, checkpoints and the backend called nccl run as on GPUs, in fp32. In bf16 the
+device and the CPU round differently: a metric that is a small difference of large numbers differs by a tenth.
 
 Not covered: engines and pushes, Transformer Engine, real NCCL.
 """

@@ -42,7 +42,7 @@ LAYOUTS |= {
 LISTED: dict[str, dict[tuple[str, str], int]] = {case: {} for case in (*CASES, *LAYOUTS)} | {
     **{case: {NORMS: 4} for case in ("stash", "tensor, stash", "context, stash")},
     "pipeline, inline": SHAPES,
-    "pipeline, stash": {**SHAPES, ("device", P2P): 12, NORMS: 4},  # and one a group, whose pipeline fills anew
+    "pipeline, stash": {**SHAPES, ("device", P2P): 12, NORMS: 4},  # each group fills the pipeline again
 }
 """Waits that 4 more prompts of 2 samples add: 8 microbatches, 16 in two passes, fewer with several samples in each."""
 

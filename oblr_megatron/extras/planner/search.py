@@ -110,8 +110,8 @@ def best_split(request: Request, overlap: str) -> tuple[SearchResult, Request]:
         raise UserError(what, where="plan", fix="use two or more GPUs")
     if not results:
         split, refusal = refused[len(refused) // 2]
-        sizes = f"{split.engine_gpus} and {split.gpus} GPUs"
-        what = f"no division between engines and trainer works. {sizes}: {refusal.what}"
+        sizes = f"{split.engine_gpus} for engines and {split.gpus} for the trainer"
+        what = f"no division of the {request.gpus} GPUs works; with {sizes}: {refusal.what}"
         raise UserError(what, where=refusal.where, fix=refusal.fix) from refusal
     return min(results, key=lambda each: each[0].plans[0].prediction.seconds)
 

@@ -25,6 +25,7 @@ from megatron.core.transformer.moe.experts import SequentialMLP
 from megatron.core.transformer.moe.moe_layer import MoELayer
 from torch import Tensor, nn
 
+from oblr_megatron.families import OF_MLP
 from oblr_megatron.model.lora.linear import ReplicatedLinear
 from oblr_megatron.model.megatron_versions import mlp_submodules
 
@@ -222,7 +223,7 @@ def attach(model: GPTModel, lora: LoraConfig) -> None:
                 module.add_module(CHILD, adapters)
             for name in adapters.sites:
                 layers[name].register_forward_hook(partial(_add, adapters, name))
-    for layer in mixtures if {"gate_proj", "up_proj", "down_proj"} & set(lora.targets) else ():
+    for layer in mixtures if set(OF_MLP) & set(lora.targets) else ():
         layer.add_module(CHILD, ExpertAdapters(layer, lora, config))
     if config.recompute_granularity and model.pre_process:
         # Recomputed layers have gradients of their weights only if their input has one.
