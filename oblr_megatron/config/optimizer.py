@@ -35,7 +35,7 @@ class OptimizerConfig(Section):
     """Largest global gradient norm; the norm is logged before clipping. 0: no clipping."""
     offload: Literal["none", "sampling"] = "none"
     """"sampling": fp32 masters and moments are in pinned host memory from each push to the next update
-    (docs/parallel.md). Not yet run on a GPU."""
+    (docs/parallel.md)."""
 
     @property
     def keeps_moments(self) -> bool:

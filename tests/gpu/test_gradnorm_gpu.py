@@ -2,8 +2,8 @@
 
 bf16 itself moves a norm by up to 7e-3 of the fp64 model's (seen on a CPU, these sizes), so there are two comparisons:
 with the gradient of the same model in the same precision, which training would apply, at 1e-3; with the oracle in fp64
-on weights rounded the same way, at 2e-2. FP8's distance to the oracle is printed and has no bound. Written without a
-GPU, not yet run on one.
+on weights rounded the same way, at 2e-2. FP8's distance to the oracle is printed and has no bound. Passed on an
+H200 on 2026-11-27 (docs/gpu.md).
 
 Not covered: several GPUs, experts, packing.
 """

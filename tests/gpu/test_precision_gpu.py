@@ -1,7 +1,7 @@
 """Transformer Engine's layers and FP8 on one GPU.
 
 Logits of the two kinds of layers are compared in bf16, a step in FP8 with the same step in bf16. Each recipe that this
-GPU offers runs on lengths that need padding. Written without a GPU, not yet run on one.
+GPU offers runs on lengths that need padding. Passed on an H200 on 2026-11-27, without mxfp8.
 
 Not covered: several GPUs (sequence parallelism's gathers, context parallelism's attention), experts, speed.
 """

@@ -16,7 +16,6 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, cast
 
 import torch
-from opacus.grad_sample import GradSampleModuleFastGradientClipping
 from torch import Tensor, nn
 from transformers import Qwen3Config, Qwen3ForCausalLM
 from transformers.models.qwen3.modeling_qwen3 import Qwen3RMSNorm
@@ -62,6 +61,8 @@ class GhostTrainer:
     """
 
     def __init__(self, model: Qwen3ForCausalLM, optimizer: OptimizerConfig, lr: float) -> None:
+        from opacus.grad_sample import GradSampleModuleFastGradientClipping  # only these steps need Opacus
+
         self._ghost = GradSampleModuleFastGradientClipping(model.train(), loss_reduction="sum")
         self._weights = list(model.parameters())
         self._clip = optimizer.clip_grad

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import signal
 import sys
 from collections.abc import Sequence
 from datetime import UTC, datetime
@@ -35,11 +36,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
         print(f"error: {error}", file=sys.stderr)
         return EXIT_USER
     chosen = [LINES[name] for name in options.lines or LINES]
-    try:
-        outcomes = run_lines(chosen, earlier, options.out, rehearse=options.rehearse, console=console)
-    except KeyboardInterrupt:
-        console.print("interrupted before the first line")
-        return EXIT_RUN
+    signal.signal(signal.SIGTERM, signal.default_int_handler)  # a batch system's limit
+    outcomes = run_lines(chosen, earlier, options.out, rehearse=options.rehearse, console=console)
     show(outcomes, console)
     console.print(f"wrote {options.out / 'gpu.json'} and {options.out / 'gpu.md'}", highlight=False)
     done = len(outcomes) == len(chosen)
@@ -89,26 +87,29 @@ def prepare(directory: Path) -> dict[str, Outcome]:
 def run_lines(
     chosen: Sequence[Line], earlier: dict[str, Outcome], out: Path, *, rehearse: bool, console: Console
 ) -> list[Outcome]:
-    """Run the lines in turn, and write the results after each. Ctrl-C ends the line that runs; the rest is left out."""
+    """Run the lines in turn, and write the results after each.
+
+    Ctrl-C or SIGTERM ends the line that runs, with its figures so far. The rest is left out.
+    """
     what = TextColumn("{task.description}", markup=False)
     columns = (SpinnerColumn(), what, BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
     found: list[Outcome] = []
     with Progress(*columns, console=console, transient=True) as progress:
         task = progress.add_task("examining this machine", total=len(chosen))
-        missing = runner.run(PROBE, out / "logs" / "probe.log", rehearse=rehearse, beat=progress.refresh).figures
+        probe = runner.run(PROBE, out / "logs" / "probe.log", rehearse=rehearse, beat=progress.refresh)
+        if probe.failure == runner.INTERRUPTED:
+            return found
         for line in chosen:
             progress.update(task, description=f"{line.name} {line.title}, at most {line.minutes:g} min")
-            try:
-                outcome = run_line(line, missing, out, rehearse=rehearse, progress=progress)
-            except KeyboardInterrupt:
-                console.print(f"interrupted in line {line.name}")
-                break
+            outcome = run_line(line, probe.figures, out, rehearse=rehearse, progress=progress)
             found.append(outcome)
             earlier[line.name] = outcome
             results.write(out, earlier, LINES)
             progress.advance(task)
             text = f"{line.name:>3} {line.title}: {results.verdict_of(outcome)} ({outcome.seconds:.0f} s)"
             progress.console.print(text, highlight=False, markup=False)
+            if outcome.why == runner.INTERRUPTED:
+                break
     return found
 
 

@@ -26,6 +26,7 @@ KILLED_S = 60.0
 REHEARSAL_MINUTES = 25.0
 """A line's own limit is for a GPU, and a CPU may be busy."""
 POLL_S = 0.2
+INTERRUPTED = "interrupted"
 
 
 @dataclass(frozen=True, slots=True)
@@ -34,11 +35,11 @@ class Run:
 
     figures: dict[str, float | str]
     seconds: float
-    failure: str  # "" if it ended with status 0
+    failure: str  # "" if it ended with status 0, INTERRUPTED after Ctrl-C
 
 
 def run(line: Line, log: Path, *, rehearse: bool = False, beat: Callable[[], None] = lambda: None) -> Run:
-    """Run a line to its end or to its deadline; the figures that it reported until then are kept.
+    """Run a line to its end, to its deadline or to Ctrl-C; the figures that it reported until then are kept.
 
     Args:
         line: what to run.
@@ -55,7 +56,7 @@ def run(line: Line, log: Path, *, rehearse: bool = False, beat: Callable[[], Non
         report = Path(directory) / "report.jsonl"
         arguments = json.dumps({**line.arguments, **(line.rehearsal if rehearse else {})})
         command = [sys.executable, "-m", "tools.gpu_test.child", line.measure, str(report), arguments]
-        begin = time.monotonic()
+        begin, ended, interrupted = time.monotonic(), False, False
         child = subprocess.Popen(
             command,
             cwd=ROOT,
@@ -67,9 +68,13 @@ def run(line: Line, log: Path, *, rehearse: bool = False, beat: Callable[[], Non
         )
         try:
             ended = _wait(child, begin + 60 * minutes, beat)
+        except KeyboardInterrupt:
+            interrupted = True
         finally:
             _end(child)
         figures, seconds = read(report), time.monotonic() - begin
+    if interrupted:
+        return Run(figures, seconds, INTERRUPTED)
     if not ended:
         return Run(figures, seconds, f"ended at its limit of {minutes:g} minutes")
     return Run(figures, seconds, _failure(child.returncode, log))

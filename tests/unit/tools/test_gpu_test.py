@@ -9,6 +9,10 @@ import inspect
 import json
 import math
 import re
+import signal
+import subprocess
+import sys
+import time
 from importlib import import_module
 from pathlib import Path
 from typing import Any
@@ -154,17 +158,27 @@ def test_a_line_that_lacks_something_is_not_run(
     assert (found.verdict, found.why, found.figures) == ("lacks", "CUDA 13", {})
 
 
-def test_ctrl_c_keeps_the_lines_before(tmp_path: Path, small: dict[str, Line], monkeypatch: pytest.MonkeyPatch) -> None:
-    plain = runner.run
-
-    def run(one: Line, *arguments: Any, **options: Any) -> runner.Run:
-        if one.name == "2":
-            raise KeyboardInterrupt
-        return plain(one, *arguments, **options)
-
-    monkeypatch.setattr(runner, "run", run)
-    assert command.main(["--out", str(tmp_path)]) == 1
-    assert list(results.load(tmp_path / "gpu.json")) == ["1"]
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def test_a_signal_keeps_figures_and_leaves_out_the_rest(tmp_path: Path, number: signal.Signals) -> None:
+    """The signal comes while line 2 hangs, after its first figure; it goes to the command, as from a batch system."""
+    out = tmp_path / "out"
+    process = subprocess.Popen([sys.executable, "-m", f"{HERE}", str(out)], cwd=ROOT)
+    try:
+        log, deadline = out / "logs" / "line_2.log", time.monotonic() + 60
+        while not log.exists() or "reported" not in log.read_text(encoding="utf-8"):
+            assert process.poll() is None and time.monotonic() < deadline
+            time.sleep(0.05)
+        child = identity(int(log.read_text(encoding="utf-8").split()[-1]))
+        process.send_signal(number)
+        assert process.wait(60) == 1
+    finally:
+        process.kill()
+    found = results.load(out / "gpu.json")
+    assert {name: (one.verdict, one.why) for name, one in found.items()} == {
+        "1": ("ok", ""),
+        "2": ("failed", runner.INTERRUPTED),
+    }
+    assert found["2"].figures and not alive(child)
 
 
 def test_bad_input_ends_with_2(tmp_path: Path, small: dict[str, Line], capsys: pytest.CaptureFixture[str]) -> None:
