@@ -21,6 +21,10 @@ from oblr_megatron.model.precision import DTYPES, precision_fields, uses_transfo
 HFConfig = PreTrainedConfig
 """A transformers configuration of a model in `families.FAMILIES`."""
 
+COMPILED_FORMS = 64
+"""Most compiled forms of one function. Microbatches differ in length and in rows, the first layer's input has other
+strides, and passes run with and without gradients: up to 48 forms of megatron-core's residual addition."""
+
 
 def hf_config_of(values: Mapping[str, Any]) -> HFConfig:
     """The transformers configuration of a config.json.
@@ -104,10 +108,16 @@ def _recompute(options: ParallelConfig) -> dict[str, Any]:
 def _kernels(device: torch.device, *, transformer_engine: bool) -> dict[str, Any]:
     """Fused kernels only with CUDA: otherwise megatron-core would compile them with a C++ compiler, or fail.
 
+    megatron-core compiles them with torch.compile. Past its limit of 8 forms, torch would run a function uncompiled,
+    with more memory and only a warning (seen on an H200).
+
     megatron-core's own rotary embedding of packed samples waits for the GPU, for q and for k in each layer. Transformer
     Engine's kernel does not (not yet run on a GPU).
     """
     fused = device.type == "cuda"
+    if fused:
+        limits = torch._dynamo.config
+        limits.recompile_limit = max(limits.recompile_limit, COMPILED_FORMS)
     return {
         "bias_activation_fusion": fused,
         "bias_dropout_fusion": fused,
