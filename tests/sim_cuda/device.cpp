@@ -123,7 +123,9 @@ struct DeviceMemory final : c10::Allocator {
                                     : mmap(nullptr, bytes, PROT_READ | PROT_WRITE,
                                            MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE, -1, 0);
     TORCH_CHECK(pointer && pointer != MAP_FAILED, "the host has no memory for the simulated device");
-    if (limit == INT64_MAX) std::memset(pointer, 0xFF, bytes);  // NaN: whoever reads it before it is written is seen
+    // NaN: whoever reads it before it is written is seen. Below a limit, what is not computed reads as zeros.
+    if (limit == INT64_MAX) std::memset(pointer, 0xFF, bytes);
+    else if (bytes < kMapped) std::memset(pointer, 0, bytes);
     own.live += bytes;
     own.peak = std::max(own.peak, own.live);
     own.blocks++;
@@ -509,6 +511,8 @@ Tensor& product_out(const Tensor& a, const Tensor& b, at::ScalarType dtype, Tens
   if (out.sizes() != at::IntArrayRef(sizes)) resized(out, sizes);
   if (std::max({a.numel(), b.numel(), out.numel()}) <= limit)
     host(out).copy_(host(a).to(dtype).matmul(host(b).to(dtype)));
+  else if (out.numel() <= limit)
+    host(out).fill_(kNotComputed);
   return out;
 }
 

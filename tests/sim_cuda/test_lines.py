@@ -59,7 +59,8 @@ def test_a_line_ends_with_every_figure(tmp_path: Path, name: str) -> None:
     print(f"line {name}: {outcome.verdict} {outcome.why}", *outcome.figures.items(), sep="\n    ")
     assert outcome.verdict in ("ok", "not met", REHEARSED), f"{outcome.why}\n{done.stdout[-500:]}"
     for bound in LINES[name].bounds:
-        assert bound.optional or bound.found(outcome.figures), bound.pattern
+        longer = outcome.verdict == REHEARSED and "8192 tokens" in bound.pattern  # than a rehearsal's sequences
+        assert bound.optional or longer or bound.found(outcome.figures), bound.pattern
         assert hardware == HARDWARE or bound.pattern in hardware or not bound.broken(outcome.figures), bound.pattern
 
 
