@@ -165,17 +165,33 @@ class RankSizes:
         return sum(self._adapters)
 
     @property
+    def adapted_matrices(self) -> list[tuple[int, int, bool]]:
+        """(outputs, inputs, whether every expert has one) of a layer's matrices with adapters."""
+        inner, of_experts = self.expert_ffn or self.ffn, self.experts > 0
+        shapes = {
+            "q_proj": (self.query, self.hidden, False),
+            "k_proj": (self.kv, self.hidden, False),
+            "v_proj": (self.kv, self.hidden, False),
+            "o_proj": (self.hidden, self.query, False),
+            "gate_proj": (inner, self.hidden, of_experts),
+            "up_proj": (inner, self.hidden, of_experts),
+            "down_proj": (self.hidden, inner, of_experts),
+        }
+        return [shapes[target] for target in self.adapted]
+
+    @property
     def _adapters(self) -> tuple[int, int]:
         """Elements of the adapters outside experts, and of experts.
 
         Of a matrix [p, d] an A [rank, d] and a B [p, rank]. Outside experts one of the two is cut over ranks.
         """
-        h, of_mlp = self.hidden, self.expert_ffn or self.ffn
-        outer = {"q_proj": self.query, "k_proj": self.kv, "v_proj": self.kv, "o_proj": self.query}
-        dense = sum(h + outer[target] for target in self.adapted if target in outer)
-        mlp = sum(h + of_mlp for target in self.adapted if target not in outer)
-        one = self.layers * self.adapter_rank
-        return (one * dense, one * self.local_experts * mlp) if self.experts else (one * (dense + mlp), 0)
+        one, dense, experts = self.layers * self.adapter_rank, 0, 0
+        for outputs, inputs, of_experts in self.adapted_matrices:
+            if of_experts:
+                experts += outputs + inputs
+            else:
+                dense += outputs + inputs
+        return one * dense, one * self.local_experts * experts
 
     @property
     def parameters(self) -> int:

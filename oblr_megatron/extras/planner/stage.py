@@ -21,6 +21,7 @@ Terms = dict[str, float]
 
 BACKWARD = {
     "products": 2.0,
+    "adapters": 2.0,
     "attention": 2.5,
     "elementwise": 2.0,
     "host": 2.0,
@@ -28,7 +29,7 @@ BACKWARD = {
     "context": 2.0,
     "experts": 2.0,
 }
-"""Backward over forward seconds."""
+"""Backward over forward seconds. With adapters the other matrices have no gradient of their own: 1.0 for products."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,6 +54,7 @@ class Stage:
         hidden = sizes.hidden * tokens.count * sizes.element
         return {
             "products": products,
+            "adapters": sizes.layers * self._adapters(tokens),
             "attention": sizes.layers * self._attention(tokens),
             "elementwise": sizes.layers * self._moved(self.elementwise_bytes(tokens)),
             "host": sizes.layers * self.machine.constants.layer_s,
@@ -79,6 +81,7 @@ class Stage:
         """Seconds of a microbatch's backward pass, with recomputation."""
         parallel = self.config.parallel
         factors = BACKWARD | ({} if parallel.sequence_parallel else {"tensor": 1.0})
+        factors |= {"products": 1.0} if self.sizes.adapter_rank else {}
         terms = {name: factors[name] * seconds for name, seconds in self.forward(tokens).items()}
         if parallel.recompute_granularity == "full":
             share = 1.0
@@ -128,6 +131,16 @@ class Stage:
             each, sizes.hidden, sizes.expert_ffn
         )
         return sizes.local_experts * expert + self.product(tokens.split, sizes.experts, sizes.hidden, head=True)
+
+    def _adapters(self, tokens: Tokens) -> float:
+        """Seconds of a layer's adapters: x A^T [n, rank], that times B^T [n, p], and its addition to the output."""
+        sizes, seconds = self.sizes, 0.0
+        for outputs, inputs, of_experts in sizes.adapted_matrices:
+            times = sizes.local_experts if of_experts else 1
+            count = sizes.routed(tokens) / times if of_experts else tokens.count
+            inner = self.product(count, sizes.adapter_rank, inputs) + self.product(count, outputs, sizes.adapter_rank)
+            seconds += times * (inner + self._moved(3 * count * outputs * sizes.element))
+        return seconds
 
     def _attention(self, tokens: Tokens) -> float:
         """Seconds of causal attention: half of all pairs of tokens, divided over the context-parallel ranks."""

@@ -77,21 +77,31 @@ class _Step:
             whole = self.through(first, lambda stage, rows: self.norms_only(stage, rows, ratio))
             terms = added(scaled(whole, self.config.gradnorm.sample_fraction * self.config.algo.keep), self.fixed())
         elif first.kind == "bookkeep":
-            terms = {"products": ratio / 3 * gradient["products"]}
+            terms = self.products_again(gradient, ratio)
         else:
             terms = self.stashed() if first.kind == "stash" else {}
         return added(terms, self.summands()) if terms else terms
+
+    def products_again(self, gradient: Terms, ratio: float) -> Terms:
+        """What mode `bookkeep` adds: norms at `ratio` of weight gradients, or those of adapters a second time."""
+        if self.config.model.lora.rank:
+            return {"adapters": gradient["adapters"] / 3}
+        return {"products": ratio / 3 * gradient["products"]}
 
     def summands(self) -> Terms:
         """The reduce-scatter of each sample's gradient over context-parallel ranks, before its norm."""
         if self.links.cp == 1:
             return {}
-        each = max(
-            sum(self.links.context(p * d * stage.sizes.wide) * count for p, d, count in stage.sizes.matrices)
-            for stage in self.stages
-        )
+        each = max(map(self.summand, self.stages))
         measured = samples_of_a_rank(self.config, self.layout) * self.config.gradnorm.sample_fraction
         return {"context": measured * each * self.stretch}
+
+    def summand(self, stage: Stage) -> float:
+        """Seconds of one sample's reduce-scatters on a stage."""
+        sizes = stage.sizes
+        if sizes.adapter_rank:
+            return self.links.context(sum(sizes.trained) * sizes.wide)
+        return sum(self.links.context(p * d * sizes.wide) * count for p, d, count in sizes.matrices)
 
     def forward_only(self) -> Terms:
         """The forward passes for the reference model and for log pi_old, if the run needs them."""
@@ -114,7 +124,8 @@ class _Step:
         """Seconds of a microbatch in a norm pass: norms replace weight gradients, at `ratio` of their FLOPs."""
         tokens = stage.sizes.tokens(rows, longest_sample(self.config))
         forward, backward = stage.forward(tokens), stage.backward(tokens)
-        backward["products"] -= (1 - ratio) * forward["products"]
+        if not stage.sizes.adapter_rank:  # adapters have the same pass twice
+            backward["products"] -= (1 - ratio) * forward["products"]
         return added(forward, backward)
 
     def through(self, run: Pass, cost: Callable[[Stage, int], Terms]) -> Terms:
@@ -136,13 +147,13 @@ class _Step:
     def stashed(self) -> Terms:
         """Writing, squaring and reading the gradients of single samples."""
         samples = samples_of_a_rank(self.config, self.layout)
-        return {"memory": self.moved(max(s.sizes.parameters for s in self.stages) * BYTES_MOVED * samples)}
+        return {"memory": self.moved(max(sum(s.sizes.trained) for s in self.stages) * BYTES_MOVED * samples)}
 
     def per_fold(self) -> Terms:
         """Work on the gradient of every fold."""
         folds = folds_of_a_rank(self.config, self.layout)
-        dense = max(stage.sizes.dense_parameters * stage.sizes.wide for stage in self.stages)
-        whole = max(stage.sizes.parameters * stage.sizes.wide for stage in self.stages)
+        dense = max(stage.sizes.trained[0] * stage.sizes.wide for stage in self.stages)
+        whole = max(sum(stage.sizes.trained) * stage.sizes.wide for stage in self.stages)
         return {
             "memory": folds * self.moved(FOLD_MOVES * whole),
             "context": folds * 2 * self.stretch * self.links.context(dense),
@@ -153,8 +164,8 @@ class _Step:
         parallel, constants = self.config.parallel, self.setting.machine.constants
         gathers = 1 if parallel.use_distributed_optimizer else 2
         seconds = gathers * max(
-            self.links.data(stage.sizes.dense_parameters * stage.sizes.wide)
-            + self.links.expert_data(stage.sizes.expert_parameters * stage.sizes.wide)
+            self.links.data(stage.sizes.trained[0] * stage.sizes.wide)
+            + self.links.expert_data(stage.sizes.trained[1] * stage.sizes.wide)
             for stage in self.stages
         )
         return {"data": seconds * self.stretch * (1 - constants.hidden * parallel.overlap_grad_reduce)}
@@ -166,7 +177,7 @@ class _Step:
         for stage in self.stages:
             sizes = stage.sizes
             each = 8 * sizes.wide + (2 if sizes.element < sizes.wide else 0)
-            dense, experts = float(sizes.dense_parameters), float(sizes.expert_parameters)
+            dense, experts = map(float, sizes.trained)
             if sharded:
                 here = links.data(dense * sizes.element) + links.expert_data(experts * sizes.element)
                 gathered = max(gathered, here)
@@ -178,10 +189,10 @@ class _Step:
         """The moves of offloaded optimizer state to host memory and back, once a step."""
         most = 0.0
         for stage in self.stages:
-            held = float(stage.sizes.dense_parameters), float(stage.sizes.expert_parameters)
+            dense, experts = map(float, stage.sizes.trained)
             if self.config.parallel.use_distributed_optimizer:
-                held = self.sharded(*held)
-            most = max(most, offloaded_bytes(self.config, int(sum(held))))
+                dense, experts = self.sharded(dense, experts)
+            most = max(most, offloaded_bytes(self.config, int(dense + experts)))
         host = self.setting.machine.constants.host_gb_s * 1e9
         return {"offload": 2 * most / host * self.stretch} if most else {}
 

@@ -154,6 +154,34 @@ def test_costs_of_norm_modes_match_select_mode() -> None:
     assert training_phases(setting(1, machine=machine))["norms"].seconds == 0
 
 
+@pytest.mark.parametrize(("model", "tokens_of_mlp"), [("Qwen3-8B", 1), ("Qwen3-30B-A3B", 8)])
+def test_adapters_leave_out_the_gradients_of_the_weights(model: str, tokens_of_mlp: int) -> None:
+    """Two of three products with W, three with A and B; a second pass costs the same again; only A and B are moved."""
+    machine = PlannerMachine(ROUND, replace(PLAIN, attention=1e9, memory=1e9))
+
+    def phases(mode: str, **model_options: Any) -> Any:
+        sections: dict[str, dict[str, Any]] = {
+            "gradnorm": {"mode": mode},
+            "algo": {"baseline": "optimal", "snr": {"num_folds": 1}},
+            "model": model_options,
+        }
+        found = setting(1, sections, machine=machine, model=model)
+        return training_phases(found), RankSizes.of(found.hf_config, found.config, 0)
+
+    (plain, _), (lora, sizes) = phases("two_pass"), phases("two_pass", lora={"rank": 16})
+    gradient, terms = plain["gradient"].terms["products"], lora["gradient"].terms
+    assert terms["products"] == pytest.approx(2 / 3 * gradient)
+    dense = sum(outputs + inputs for outputs, inputs, of_experts in sizes.adapted_matrices if not of_experts)
+    mlp = sum(outputs + inputs for outputs, inputs, of_experts in sizes.adapted_matrices if of_experts)
+    forward = 2 * 128 * 2048 * 16 * sizes.layers * (dense + tokens_of_mlp * mlp) / 1e15
+    assert terms["adapters"] == pytest.approx(3 * forward)
+    norms = lora["norms"].terms
+    assert (norms["products"], norms["adapters"]) == pytest.approx((terms["products"], terms["adapters"]))
+    assert phases("bookkeep", lora={"rank": 16})[0]["norms"].seconds == pytest.approx(forward)
+    moved = lora["optimizer"].terms["memory"] / plain["optimizer"].terms["memory"]
+    assert moved == pytest.approx(sizes.adapter_parameters / sizes.parameters)
+
+
 def test_offloaded_state_crosses_the_hosts_link_twice() -> None:
     machine = PlannerMachine(ROUND, replace(PLAIN, host_gb_s=10.0))
     parameters = RankSizes.of(setting(1).hf_config, run_config(), 0).parameters
