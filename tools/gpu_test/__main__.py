@@ -36,8 +36,14 @@ def main(arguments: Sequence[str] | None = None) -> int:
         print(f"error: {error}", file=sys.stderr)
         return EXIT_USER
     chosen = [LINES[name] for name in options.lines or LINES]
-    signal.signal(signal.SIGTERM, signal.default_int_handler)  # a batch system's limit
-    outcomes = run_lines(chosen, earlier, options.out, rehearse=options.rehearse, console=console)
+    before = signal.signal(signal.SIGTERM, signal.default_int_handler)  # a batch system's limit
+    try:
+        outcomes = run_lines(chosen, earlier, options.out, rehearse=options.rehearse, console=console)
+    finally:
+        signal.signal(signal.SIGTERM, before)
+    if not outcomes:
+        console.print("interrupted before the first line")
+        return EXIT_RUN
     show(outcomes, console)
     console.print(f"wrote {options.out / 'gpu.json'} and {options.out / 'gpu.md'}", highlight=False)
     done = len(outcomes) == len(chosen)

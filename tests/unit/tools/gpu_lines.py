@@ -7,9 +7,6 @@ import subprocess
 import sys
 import time
 
-from tools.gpu_test import __main__ as command
-from tools.gpu_test import runner
-from tools.gpu_test.line import Line
 from tools.gpu_test.report import Report
 
 HERE = "tests.unit.tools.gpu_lines"
@@ -49,6 +46,10 @@ def probe(report: Report, missing: str = "") -> None:
 
 def main(out: str) -> int:
     """The command with a line that ends, one that hangs, and a third."""
+    from tools.gpu_test import __main__ as command
+    from tools.gpu_test import runner
+    from tools.gpu_test.line import Line
+
     names = ("fine", "hangs", "fine")
     lines = {str(n): Line(name=str(n), title="a line", measure=f"{HERE}:{name}") for n, name in enumerate(names, 1)}
     command.LINES, command.PROBE = lines, Line(name="probe", title="a line", measure=f"{HERE}:probe")

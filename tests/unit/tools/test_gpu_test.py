@@ -162,7 +162,7 @@ def test_a_line_that_lacks_something_is_not_run(
 def test_a_signal_keeps_figures_and_leaves_out_the_rest(tmp_path: Path, number: signal.Signals) -> None:
     """The signal comes while line 2 hangs, after its first figure; it goes to the command, as from a batch system."""
     out = tmp_path / "out"
-    process = subprocess.Popen([sys.executable, "-m", f"{HERE}", str(out)], cwd=ROOT)
+    process = subprocess.Popen([sys.executable, "-m", HERE, str(out)], cwd=ROOT)
     try:
         log, deadline = out / "logs" / "line_2.log", time.monotonic() + 60
         while not log.exists() or "reported" not in log.read_text(encoding="utf-8"):
