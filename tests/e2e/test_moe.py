@@ -24,6 +24,7 @@ from oblr_megatron.weights.shm import Bucket, SharedBuffer
 from tests.e2e.conftest import records
 from tests.e2e.forked import call_forked, forked, forked_cli, run_script
 from tests.e2e.test_push import Direct
+from tests.e2e.test_train import check_lora_run
 from tests.e2e.tiny_rollout import Weights, change, largest_error, sample
 from tests.tiny import make_moe_hf_dir
 
@@ -149,6 +150,21 @@ def test_routes_reach_the_gradient_in_every_order_of_a_step(
     assert logged["refilled"][0]["groups/dropped"] > 0, "otherwise no batch was refilled"
     fresh = logged["stream"][1]["moe/route_mismatch_fraction"]
     assert 0 <= fresh < 0.01 < logged["one_step"][1]["moe/route_mismatch_fraction"], "old weights chose other experts"
+
+
+@pytest.mark.nightly
+def test_a_run_of_experts_adapters(mixture: Path, tmp_path: Path, overrides: Callable[..., list[str]]) -> None:
+    """Every expert's adapters on two ranks, merged into the pushed weights; the engine has the trainer's log-probs."""
+    options = {
+        "model__path": mixture / "model",
+        "model__lora__rank": 4,
+        "parallel__expert_model_parallel_size": 2,
+        "optimizer__lr": 0.01,
+        "weights__verify": "true",
+    }
+    result = forked(2, overrides(tmp_path / "run", num_steps=3, **options))
+    assert result.returncode == 0, result.stderr[-3000:]
+    check_lora_run(tmp_path / "run", mixture / "model")
 
 
 def check_export(run_dir: Path, converted: Path) -> None:
