@@ -25,6 +25,7 @@ from studies.sweep import Cell, Selection, select
 
 ASKED_FILE = "asked.json"
 PLACES = ("run_dir", "start_dir", "control_from")  # paths may change: a study can be moved
+COSTS = ("timing_s/step", "timing_s/gradient", "timing_s/push", "perf/peak_memory_bytes")
 
 
 @dataclass(frozen=True, slots=True)
@@ -55,6 +56,7 @@ class Result:
     num_steps: int
     solved: Array  # [n] pass@k; NaN where the backend does not report it
     entropy: Array  # [n] nats a token, of the samples of the next step; at the end of the last step
+    costs: dict[str, float]  # by COSTS: median over the steps; NaN where the backend does not report it
 
     @property
     def auc(self) -> float:
@@ -166,7 +168,8 @@ def read_result(key: Key, out: Path) -> Result | None:
         what = f"{sampled} or {greedy} is missing at step 0 or {num_steps}"
         raise UserError(what, where=str(run_dir), fix="remove the run's directory and run the study again")
     steps, accuracy, greedily, solved_any, entropy = np.array(points, dtype=np.float64).T
-    return Result(key, steps, accuracy, greedily, num_steps, solved_any, entropy)
+    costs = {name: float(np.median([record.get(name, math.nan) for record in records[1:]])) for name in COSTS}
+    return Result(key, steps, accuracy, greedily, num_steps, solved_any, entropy, costs)
 
 
 def cells_on_disk(out: Path, task: str, arm: str) -> list[Cell]:

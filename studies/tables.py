@@ -9,6 +9,7 @@ import numpy as np
 
 from oblr_megatron.formatting import MISSING
 from studies.plan import Plan
+from studies.results import COSTS
 from studies.statistics import Difference, Interval, bootstrap_interval, holm, t_interval
 from studies.summary import ArmSummary, TaskSummary, area, drop, environment, final, final_greedy
 from studies.sweep import Cell
@@ -121,7 +122,7 @@ def section(task: TaskSummary) -> str:
     target = f"Target: {number(task.target)}. Reference: {task.reference.arm}. Best peer: {peer}."
     parts = [f"\n## {task.task}\n\n{target}\n"]
     if task.seen:
-        parts += [levels(task), differences(task), diversity(task)]
+        parts += [levels(task), differences(task), diversity(task), costs(task)]
     return "\n".join([*parts, sweeps(task)])
 
 
@@ -194,6 +195,17 @@ def diversity(task: TaskSummary) -> str:
             rows.append([arm.arm, str(len(known)), *(level(t_interval(column)) for column in known.T)])
     header = ["arm", "seeds that reach it", "entropy there", "pass@k there"]
     return "At the target:\n\n" + table(header, rows) if rows else ""
+
+
+def costs(task: TaskSummary) -> str:
+    """Seconds and memory of a step: median over steps, then over seeds. Only of backends that report the gradient's."""
+    rows = []
+    for arm in task.seen:
+        step, gradient, push, memory = (float(np.median(arm.of(lambda run, n=name: run.costs[n]))) for name in COSTS)
+        if not math.isnan(gradient):
+            rows.append([arm.arm, f"{step:.1f}", f"{gradient:.1f}", f"{push:.2f}", f"{memory / 1e9:.1f}"])
+    header = ["arm", "step s", "gradient s", "push s", "peak memory GB"]
+    return "Cost, next to the other runs of `--jobs`:\n\n" + table(header, rows) if rows else ""
 
 
 def sweeps(task: TaskSummary) -> str:

@@ -193,6 +193,23 @@ def test_entropy_and_pass_at_k_are_read_where_the_target_is_reached(tmp_path: Pa
     assert f"| ours | 2 | {entropy} [{entropy}, {entropy}] | {solved} [{solved}, {solved}] |" in text
 
 
+def test_costs_are_medians_over_steps_and_seeds(out: Path) -> None:
+    """A step with an evaluation takes longer and does not count; arms without timings have no row."""
+    assert "Cost" not in document(plan_of(), summarise(plan_of(), out))
+    for seed in range(3):
+        path = key_of("sums", "ours", 1e-2, seed).run_dir(out) / "metrics.jsonl"
+        records = [json.loads(line) for line in path.read_text().splitlines()]
+        for record in records[1:]:
+            record.update({"timing_s/step": 30.0 + seed, "timing_s/gradient": 20.0, "timing_s/push": 0.25})
+            record["perf/peak_memory_bytes"] = 4e9
+        records[0]["timing_s/push"] = 25.0
+        records[-1]["timing_s/step"] = 300.0
+        path.write_text("".join(json.dumps(record) + "\n" for record in records))
+    text = document(plan_of(), summarise(plan_of(), out))
+    header, _, *rows = text[text.index("| arm | step s") - 1 : text.index("Sweep")].strip("\n").splitlines()
+    assert header.startswith("| arm") and rows == ["| ours | 31.0 | 20.0 | 0.25 | 4.0 |"]
+
+
 @pytest.mark.parametrize(("slope", "bound"), [(0.2, "<"), (0.05, "~")])
 def test_a_reference_that_misses_the_target_bounds_ratios_from_above(tmp_path: Path, slope: float, bound: str) -> None:
     """One of three seeds of the reference misses it; the peer's all reach it, or none."""
