@@ -180,7 +180,7 @@ class VllmEngine:
         if self._ready:
             return
         try:
-            self._receive(f"{self.spec.name} to start", self._started_at, self.deadlines.start)
+            self._receive("the start", self._started_at, self.deadlines.start)
         except RunError as error:
             self._lose(str(error))
             if self.restart and not isinstance(error, EngineLostError):
@@ -236,7 +236,7 @@ class VllmEngine:
             EngineLostError: the engine died, or took longer than `deadlines.generate`.
             RunError: the engine refused.
         """
-        what = f"{len(prompts)} x {request.group_size} samples of {self.spec.name}"
+        what = f"{len(prompts)} x {request.group_size} samples"
         pairs = zip(prompts, positions, strict=True)
         asked = [PromptRequest(position, tuple(ids), request, position) for ids, position in pairs]
         for reply in self._begin_sampling(what, asked):
@@ -251,7 +251,7 @@ class VllmEngine:
         `stream`.
         """
         self._turns_end = time.monotonic() + self.deadlines.generate
-        replies = self._begin_sampling(f"the turns of {self.spec.name}", [])
+        replies = self._begin_sampling("the turns", [])
 
         def answers() -> Iterator[Answered]:
             for reply in replies:
@@ -282,11 +282,11 @@ class VllmEngine:
 
     def speculation(self) -> DraftReport:
         """Drafts since the last call, and the bound; see `EngineServer.speculation`."""
-        return self.call("speculation", {}, what=f"{self.spec.name}'s speculation", seconds=self.deadlines.sleep)
+        return self.call("speculation", {}, what="the speculation", seconds=self.deadlines.sleep)
 
     def sleep(self, level: int) -> None:
         """See `RolloutEngine.sleep`; only on a GPU, because vLLM's CPU backend cannot sleep."""
-        self.call("sleep", {"level": level}, what=f"{self.spec.name} to sleep", seconds=self.deadlines.sleep)
+        self.call("sleep", {"level": level}, what="the sleep", seconds=self.deadlines.sleep)
 
     def wake(self, tags: Sequence[str]) -> None:
         """Take the memory of these tags back; see `EngineServer.wake`.
@@ -295,7 +295,7 @@ class VllmEngine:
             EngineLostError: also if the engine could not take all of its memory back. The message has the free memory
                 and the trainer's share.
         """
-        what = f"{self.spec.name} to wake ({', '.join(tags)})"
+        what = f"the waking ({', '.join(tags)})"
         try:
             self.call("wake", {"tags": tags}, what=what, seconds=self.deadlines.sleep)
         except EngineLostError:
@@ -337,7 +337,7 @@ class VllmEngine:
         return reply
 
     def _too_late(self, what: str, seconds: float) -> EngineDeadlineError:
-        error = EngineDeadlineError(self.owner, what, seconds)
+        error = EngineDeadlineError(self.owner, f"{what} of {self.spec.name}", seconds)
         self._lose(f"{self.spec.name} was killed: {error}")
         return error
 

@@ -207,7 +207,7 @@ class EngineReceiver(LockstepReceiver):
     def _call(self, method: str, *, begin: float | None = None, wait: bool = True, **arguments: Any) -> Any:
         """Post a message after the previous one was answered. Its deadline counts from `begin`, or from the push's."""
         self._settle()
-        what = f"push {self._holding.version} into {self._engine.spec.name}"
+        what = f"push {self._holding.version}"
         seconds, begin = self._engine.deadlines.push, self.begin if begin is None else begin
         self._engine.post(method, arguments, what=what, seconds=seconds, begin=begin)
         self._unanswered = True
