@@ -59,7 +59,7 @@ class NoiseSplit:
     """Averages of `between` and `within` over steps (horizon `algo.snr.horizon`).
 
     Args:
-        algo: baseline, norm_power, aggregation, kl_coefficient and snr.horizon are read.
+        algo: baseline, norm_power, keep, aggregation, kl_coefficient and snr.horizon are read.
         num_prompts: Q.
         group_size: G.
         router_losses: whether a router loss adds to the gradient.
@@ -83,6 +83,7 @@ class NoiseSplit:
             and not (algo.kl_coefficient or router_losses or chosen)
         )
         self._of = {"num_prompts": num_prompts, "group_size": group_size, "baseline": algo.baseline}
+        self._of |= {"norm_power": algo.norm_power, "keep": algo.keep}
         self._num_prompts, self._group_size = num_prompts, group_size
         self._measured = False  # whether the last step had folds and exact norms
         self._decay = decay_of(algo.snr)
@@ -126,6 +127,6 @@ class NoiseSplit:
         return {"between": self._between, "within": self._within, "weight": self._weight} | self._of
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Continue from `state_dict`; averages of another Q, G or baseline are ignored."""
-        if all(state[name] == value for name, value in self._of.items()):
+        """Continue from `state_dict`; averages of another Q, G, baseline, norm_power or keep are ignored."""
+        if all(state.get(name) == value for name, value in self._of.items()):
             self._between, self._within, self._weight = state["between"], state["within"], state["weight"]

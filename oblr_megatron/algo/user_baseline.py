@@ -72,7 +72,7 @@ def user_values(name: str, rewards: Tensor, norms_sq: Tensor, lengths: Tensor, h
         raise UserError(what, where=WHERE, fix="return one value for each reward, a torch.float64 tensor [Q, G]")
     if not values.isfinite().all():
         what = f"baseline {name!r} returned a value that is NaN or infinite"
-        fix = "return finite values for finite inputs, also where all norms or lengths of a group are 0"
+        fix = "return finite values where norms or lengths of a group are 0, and where history.expected is NaN"
         raise UserError(what, where=WHERE, fix=fix)
     return values
 
@@ -91,7 +91,7 @@ def check_baseline(name: str, num_prompts: int, group_size: int) -> None:
     few = inputs.of(torch.arange(min(num_prompts, MOST_PROMPTS)), torch.arange(min(group_size, MOST_RESPONSES)))
     zeros = torch.zeros_like(few.rewards)
     _values(name, replace(few, norms_sq=zeros, lengths=zeros))
-    first_step = [replace(few, history=NO_HISTORY)] if facts.pool else []
+    first_step = [replace(few, history=history) for history in _without_pools(few.history)] if facts.pool else []
     for given in (few, *first_step):
         for what, fix in _Trial(name, facts, given).broken():
             raise UserError(f"baseline {name!r} {what}", where=WHERE, fix=fix)
@@ -102,6 +102,15 @@ def _random_inputs(num_prompts: int, group_size: int, facts: Baseline) -> Baseli
     rewards, norms, steps, known = torch.rand(4, num_prompts, group_size, generator=random, dtype=torch.float64)
     history = History(known[:, 0], pull=0.5) if facts.pool else NO_HISTORY
     return BaselineInputs(rewards, 0.1 + norms, 1 + (9 * steps).floor(), history)
+
+
+def _without_pools(known: History) -> Iterator[History]:
+    """Histories of a first step: of no prompt, as NaN, which a run has, and None; and of one prompt alone."""
+    assert known.expected is not None, "of a pooled baseline"
+    nothing = torch.full_like(known.expected, torch.nan)
+    yield NO_HISTORY
+    yield replace(known, expected=nothing)
+    yield replace(known, expected=torch.cat([known.expected[:1], nothing[1:]]))
 
 
 def _values(name: str, inputs: BaselineInputs) -> Tensor:
@@ -148,8 +157,10 @@ class _Trial:
         if self._follows(~own, norms_alone=True)[prompt].any():
             what = "reads the norms of other prompts, which may be known only later"
             yield what, "read the rewards of other prompts alone"
-        # In the first step a pooled baseline may take the other prompts' mean reward.
-        beyond = facts.prior or facts.over == "batch" or (facts.pool != "" and self._inputs.history.expected is None)
+        # Without a pool, as in the first step, a baseline may take the other prompts' mean reward.
+        expected = self._inputs.history.expected
+        no_pool = expected is None or bool(expected.isnan().any())
+        beyond = facts.prior or facts.over == "batch" or (facts.pool != "" and no_pool)
         row = slice(int(prompt), int(prompt) + 1)
         if not beyond and self._differs(self._inputs.of(self._prompts[row], self._responses), self._values[row]).any():
             what = 'reads other prompts, but declares neither prior=True nor over="batch"'

@@ -78,6 +78,20 @@ PRESETS: dict[str, dict[str, Any]] = {
 """Values that `algo.preset` fills in. Keys that the user sets keep their values."""
 
 
+def open_to_preset(algo: Any) -> Any:
+    """[algo] of a run's config.json without the keys of recipes, so that another preset fills them in.
+
+    Every key is set there, and set keys win over a preset. A section that lacks some of these keys is the user's own,
+    and stays as it is.
+    """
+    keys = {key for recipe in PRESETS.values() for key in recipe}
+    if not isinstance(algo, dict) or not keys <= algo.keys():
+        return algo
+    of_snr = {key for recipe in PRESETS.values() for key in recipe.get("snr", {})}
+    snr = {key: value for key, value in algo["snr"].items() if key not in of_snr}
+    return {key: value for key, value in algo.items() if key not in keys} | {"snr": snr}
+
+
 class SnrConfig(Section):
     """The signal-to-noise schedule of the learning rate (OBLR-PO, Theorem 4). Its estimates are always logged."""
 

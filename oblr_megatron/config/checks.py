@@ -80,6 +80,10 @@ def problems(config: Config) -> Iterator[Problem]:
     if config.algo.snr.reads_num_folds and config.num_prompts % folds:
         what = f"num_prompts {config.num_prompts} is not a multiple of algo.snr.num_folds {folds}"
         yield what, "change one of them; folds hold equally many whole prompts"
+    snr, fewest = config.algo.snr, config.num_prompts if config.algo.snr.estimator == "prompts" else folds
+    if config.algo.schedule == "snr" and snr.estimator in ("folds", "plugin", "prompts") and fewest < 2:
+        what = f'algo.schedule "snr" with one fold (algo.snr.estimator {snr.estimator!r}): the noise stays unknown'
+        yield what, 'set algo.snr.num_folds and num_prompts to 2 or more, or algo.snr.estimator to "momentum"'
     yield from _updates(config)
     yield from _centering(config)
     yield from _samples(config)
@@ -113,6 +117,11 @@ def biases(config: Config) -> Iterator[str]:
         yield (
             f"algo.updates_per_batch {config.algo.updates_per_batch} biases the gradient of all updates but the first: "
             "they use samples of an earlier policy; signal and noise are those of the first"
+        )
+    if rollout.max_staleness and rollout.importance_sampling == "none" and not rollout.only:
+        yield (
+            f"rollout.max_staleness {rollout.max_staleness} without rollout.importance_sampling biases the gradient, if "
+            "samples are of an earlier policy: nothing corrects them"
         )
     if rollout.rejection != "none":
         yield (

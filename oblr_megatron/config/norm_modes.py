@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
+from oblr_megatron.config.baselines import facts_of
 from oblr_megatron.errors import Problem
 
 if TYPE_CHECKING:
@@ -42,14 +43,16 @@ def _fp8_problem(config: Config, mode: str, block: int) -> Problem | None:
 
 
 def _one_pass_problem(config: Config, mode: str, block: int) -> Problem | None:
-    algo, what = config.algo, ""
+    algo, facts, what = config.algo, facts_of(config.algo.baseline), ""
     if mode == "inline" and config.reads_own_norms:
         what = f"{config.reads_own_norms} reads norms of its own step, which come too late in one pass"
         return what, 'set gradnorm.mode to "auto"'
     if mode != "inline" and algo.keep < 1:
         what = f"algo.keep {algo.keep:g} leaves out single responses, but {mode} needs all of a group"
         return what, 'set gradnorm.mode to "auto"'
-    if config.gradnorm.sample_fraction < 1:
+    if facts.needs_norms and facts.divisor == "centred_std":
+        what = f"algo.baseline {algo.baseline!r} divides by a deviation over all prompts, whose norms come too late"
+    elif config.gradnorm.sample_fraction < 1:
         what = "gradnorm.sample_fraction below 1 measures some samples, but one pass measures all"
     elif algo.kl_coefficient:
         what = f"algo.kl_coefficient {algo.kl_coefficient:g} adds a KL penalty's gradient, which one pass would scale"

@@ -19,7 +19,7 @@ from typing import Any, TypeVar
 from pydantic import Field, ValidationError
 from pydantic_core import ErrorDetails
 
-from oblr_megatron.config.algo import AlgoConfig
+from oblr_megatron.config.algo import AlgoConfig, open_to_preset
 from oblr_megatron.config.baselines import facts_of
 from oblr_megatron.config.checkpoint import CheckpointConfig
 from oblr_megatron.config.checks import apply_override, blamed, problems
@@ -161,6 +161,8 @@ def parse_config(table: dict[str, Any], where: str = "config", overrides: Sequen
         UserError: names the first wrong key, its value and the bound.
     """
     changed = deepcopy(table)
+    if any(override.partition("=")[0].strip() == "algo.preset" for override in overrides):
+        changed["algo"] = open_to_preset(changed.get("algo", {}))
     for override in overrides:
         apply_override(changed, override)
     config = validated(Config, changed, where, overrides)

@@ -280,7 +280,7 @@ class StepGradient:
 
         def weigh(numbers: Tensor, energies: Tensor) -> Tensor:
             own = numbers.cpu()
-            norms[own] = energies.cpu()
+            norms[own] = torch.maximum(norms[own], energies.cpu())  # an empty microbatch has number 0 and energy 0
             return to_device(advantage(prompts, norms.view(len(prompts), -1)).flatten()[own], parallel.device)
 
         loss_of = self._loss(weigh)

@@ -157,12 +157,13 @@ def select_mode(model: HFDir, config: Config, world_size: int) -> ModeChoice:
 
 
 def with_saved_mode(config: Config, checkpoints: Sequence[Checkpoint]) -> Config:
-    """Keep the mode that "auto" chose before, in the same layout: modes differ in the last bits of a gradient."""
+    """Keep the mode that "auto" chose before for the same layout and norms: modes differ in a gradient's last bits."""
     if config.gradnorm.mode != "auto" or not checkpoints:
         return config
-    before = checkpoints[0].state["config"]
-    same = before["parallel"] == config.parallel.model_dump(mode="json")
-    return with_mode(config, before["gradnorm"]["mode"]) if same else config
+    before, now = checkpoints[0].state["config"], config.model_dump(mode="json")
+    mode = before["gradnorm"]["mode"]
+    same = before["gradnorm"] == now["gradnorm"] | {"mode": mode}
+    return with_mode(config, mode) if same and all(before[name] == now[name] for name in ("parallel", "algo")) else config
 
 
 def find_saved(config: Config, model: HFDir) -> list[Checkpoint]:

@@ -32,7 +32,7 @@ from tests.distributed.test_gradnorm_modes import (
     scored,
     step_of,
 )
-from tests.tiny import make_hf_dir
+from tests.tiny import make_hf_dir, make_moe_hf_dir
 
 LAYOUTS: dict[int, list[dict[str, Any]]] = {1: [{}], 2: [{"tp": 2, "sp": True}, {"pp": 2}, {"cp": 2}, {}]}
 
@@ -107,8 +107,10 @@ def tempered_steps(path: str, layouts: list[dict[str, Any]]) -> list[tuple[torch
     return results
 
 
-def step_with(path: str, parallel: Parallel, algo: dict[str, Any], options: dict[str, Any]) -> tuple[Any, ...]:
-    config = config_of(path, LOGIT, 4, algo=algo, **options)
+def step_with(
+    path: str, parallel: Parallel, algo: dict[str, Any], options: dict[str, Any], folds: int = 4
+) -> tuple[Any, ...]:
+    config = config_of(path, LOGIT, folds, algo=algo, **options)
     policy, forwards = policy_of(path, parallel, config), []
     for chunk in policy.chunks:
         chunk.register_forward_pre_hook(lambda *_: forwards.append(1))
@@ -136,3 +138,25 @@ def test_energies_temper_the_gradient_in_one_pass(model: str, world_size: int) -
             torch.testing.assert_close(found, norms, rtol=1e-10, atol=0)
             torch.testing.assert_close(coefficients, c, rtol=1e-10, atol=0)
             assert (sq_norm, fold_mean) == pytest.approx((total, mean), rel=1e-10)
+
+
+POOLED = {"baseline": "pooled", "norm_power": 0.25}  # no group is left out
+UNEVEN: list[dict[str, Any]] = [{"micro_batch_tokens": tokens} for tokens in (12, 24)]
+
+
+def mixture_steps(path: str, sizes: dict[str, Any]) -> list[tuple[torch.Tensor, float]]:
+    """Norms and squared norm of the gradient, with microbatches of several sizes."""
+    with layout(**sizes) as parallel:
+        steps = [step_with(path, parallel, POOLED, options, folds=2) for options in UNEVEN]
+    return [(norms, sq_norm) for norms, _, sq_norm, *_ in steps]
+
+
+def test_microbatches_without_samples_have_no_energy(tmp_path: Path) -> None:
+    """Replicas that share experts run equally many microbatches; the empty ones leave the norms as they are."""
+    path = str(make_moe_hf_dir(tmp_path / "moe", seed=7, dtype=torch.float64))
+    ((one, sq_norm), *_) = run_ranks(mixture_steps, 1, path, {})[0]
+    assert one[0, 0] > 0, "of sample 0, whose number the empty microbatches have"
+    for rank in run_ranks(mixture_steps, 2, path, {"ep": 2}):
+        for norms, found in rank:
+            torch.testing.assert_close(norms, one, rtol=1e-10, atol=0)
+            assert found == pytest.approx(sq_norm, rel=1e-10)

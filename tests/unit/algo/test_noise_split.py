@@ -114,6 +114,18 @@ def test_averages_of_an_earlier_configuration_are_not_logged(toy) -> None:
     assert split.metrics()
 
 
+@pytest.mark.parametrize("changed", [{"norm_power": 0.25}, {"keep": 0.5}])
+def test_averages_of_another_estimator_are_ignored(toy, changed: dict[str, float]) -> None:
+    """Also those of a checkpoint that does not say what they are of."""
+    split, other = (NoiseSplit(AlgoConfig(baseline="pooled", **more), Q, G) for more in ({}, changed))
+    split.observe(stats_of_steps(toy, "rloo")[0])
+    state = split.state_dict()
+    assert state["weight"] > 0
+    for each in (state, {name: state[name] for name in state if name not in changed}):
+        other.load_state_dict(each)
+        assert other.state_dict()["weight"] == 0
+
+
 @pytest.mark.parametrize(("num_prompts", "size"), [(2 * Q, G), (Q, 2 * G)])
 def test_a_run_with_another_batch_begins_with_no_averages(toy, num_prompts: int, size: int) -> None:
     split, other = (NoiseSplit(AlgoConfig(baseline="rloo"), *of) for of in ((Q, G), (num_prompts, size)))

@@ -138,6 +138,18 @@ def divides_by_zero(rewards: Tensor, norms_sq: Tensor, lengths: Tensor, history:
     return ((norms_sq * rewards).sum(1, keepdim=True) / norms_sq.sum(1, keepdim=True)).expand_as(rewards)
 
 
+@baseline(over="nothing", pool="plain")
+def forgets_the_first_step(rewards: Tensor, norms_sq: Tensor, lengths: Tensor, history: History) -> Tensor:
+    """A run's first step has a history of NaN."""
+    known = torch.zeros(len(rewards), dtype=torch.float64) if history.expected is None else history.expected
+    return known[:, None].expand_as(rewards)
+
+
+@baseline(over="others", needs_norms=True, divisor="centred_std")
+def divides_by_all(rewards: Tensor, norms_sq: Tensor, lengths: Tensor, history: History) -> Tensor:
+    return mean_of_others(rewards, norms_sq)
+
+
 @baseline(over="nothing")
 def fails(rewards: Tensor, norms_sq: Tensor, lengths: Tensor, history: History) -> Tensor:
     raise KeyError("scale")
@@ -201,6 +213,7 @@ def test_correct_functions_pass(function: str) -> None:
         ("single_precision", "returned torch.float32 [4, 4]"),
         ("number", "returned float"),
         ("divides_by_zero", "NaN or infinite"),
+        ("forgets_the_first_step", "NaN or infinite"),
         ("fails", "raised KeyError: 'scale'"),
         ("takes_two", "raised TypeError"),
         ("undeclared", "does not declare what it reads"),
@@ -247,6 +260,7 @@ def configured(*overrides: str) -> Config:
         ("of_other_prompts", ["rollout.overlap=stream"], "reads the rewards of all prompts"),
         ("weighted", ["gradnorm.sample_fraction=0.5"], "reads every norm of its step"),
         ("weighted", ["algo.updates_per_batch=2"], "norms measured before the first update"),
+        ("divides_by_all", ["gradnorm.mode=stash"], "whose norms come too late"),
         ("undeclared", [], "does not declare what it reads"),
     ],
 )
@@ -255,6 +269,12 @@ def test_the_config_is_checked_with_the_facts(function: str, overrides: list[str
     with pytest.raises(UserError) as caught:
         configured(f"algo.baseline={named(function)}", *overrides)
     assert said in caught.value.what
+
+
+def test_a_divisor_that_reads_all_norms_takes_two_passes() -> None:
+    config = configured(f"algo.baseline={named('divides_by_all')}")
+    check_baseline(config.algo.baseline, Q, G)
+    assert resolve(tiny_config().to_dict(), config, 1).mode == "two_pass"
 
 
 def test_what_is_neither_a_name_nor_a_function() -> None:

@@ -189,6 +189,9 @@ def test_baselines_that_need_no_other_response(baseline: str) -> None:
         (["rollout.top_p=0.9", "rollout.top_k=20", "rollout.environment=m:f"], []),
         (["rollout.min_p=0.1"], ["min_p 0.1"]),
         (["rollout.rejection=token"], ['rollout.rejection "token"']),
+        (["rollout.max_staleness=5", "rollout.importance_sampling=none"], ["max_staleness 5 without"]),
+        (["rollout.max_staleness=5"], []),
+        (["rollout.max_staleness=5", "rollout.importance_sampling=none", "rollout.only=true"], []),
         (["algo.preset=gspo"], ["algo.updates_per_batch 4"]),
         (["algo.preset=gspo", "algo.updates_per_batch=1"], ["preset 'gspo' has no effect"]),
         (
@@ -200,6 +203,29 @@ def test_baselines_that_need_no_other_response(baseline: str) -> None:
 def test_what_biases_the_gradient_is_said_in_one_line_each(overrides: list[str], said: list[str]) -> None:
     found = list(biases(parse_config(MINIMAL, overrides=overrides)))
     assert len(found) == len(said) and all(part in line for part, line in zip(said, found, strict=True))
+
+
+@pytest.mark.parametrize(
+    ("estimator", "folds", "prompts", "works"),
+    [
+        ("folds", 1, 8, False),
+        ("plugin", 1, 8, False),
+        ("prompts", 1, 1, False),
+        ("prompts", 1, 8, True),
+        ("momentum", 1, 8, True),
+        ("folds", 2, 8, True),
+    ],
+)
+def test_the_snr_schedule_needs_an_estimate_of_the_noise(
+    estimator: str, folds: int, prompts: int, works: bool
+) -> None:
+    batch = [f"algo.snr.estimator={estimator}", f"algo.snr.num_folds={folds}", f"num_prompts={prompts}"]
+    overrides = [*batch, "algo.baseline=optimal"]
+    parse_config(MINIMAL, overrides=overrides)
+    if works:
+        parse_config(MINIMAL, overrides=[*overrides, "algo.schedule=snr"])
+    else:
+        assert "one fold" in refused([*overrides, "algo.schedule=snr"])
 
 
 def test_the_template_is_checked_with_a_chat_template_too() -> None:

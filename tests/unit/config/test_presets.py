@@ -93,6 +93,15 @@ def test_the_command_line_wins_over_a_preset_in_the_file() -> None:
 
 
 @pytest.mark.parametrize("preset", PUBLISHED)
+def test_a_preset_on_the_command_line_replaces_that_of_a_saved_run(preset: str) -> None:
+    """config.json holds every key, and given keys win. Those that no recipe sets stay."""
+    for before in ("oblr_tempered", "oblr_po", "dapo"):
+        saved = parsed("algo.pool_decay=0.5", "algo.snr.num_folds=8", preset=before).model_dump(mode="json")
+        found = parse_config(saved, "config.json", [f"algo.preset={preset}", "algo.clip_high=0.1"]).algo
+        assert found == parsed("algo.pool_decay=0.5", "algo.snr.num_folds=8", "algo.clip_high=0.1", preset=preset).algo
+
+
+@pytest.mark.parametrize("preset", PUBLISHED)
 def test_what_a_run_saves_is_read_back(preset: str) -> None:
     config = parsed(f"algo.preset={preset}", "algo.snr.floor=0.25")
     assert parse_config(json.loads(json.dumps(config.model_dump(mode="json")))) == config
