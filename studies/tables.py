@@ -201,7 +201,7 @@ def costs(task: TaskSummary) -> str:
     """Seconds and memory of a step: median over steps, then over seeds. Only of backends that report the gradient's."""
     rows = []
     for arm in task.seen:
-        step, gradient, push, memory = (float(np.median(arm.of(lambda run, n=name: run.costs[n]))) for name in COSTS)
+        step, gradient, push, memory = np.median([[run.costs[name] for name in COSTS] for run in arm.runs], axis=0)
         if not math.isnan(gradient):
             rows.append([arm.arm, f"{step:.1f}", f"{gradient:.1f}", f"{push:.2f}", f"{memory / 1e9:.1f}"])
     header = ["arm", "step s", "gradient s", "push s", "peak memory GB"]

@@ -34,6 +34,8 @@ from oblr_megatron.formatting import size
 from oblr_megatron.memory.rank_shapes import ELEMENT_BYTES
 from oblr_megatron.memory.training import optimizer_bytes
 from oblr_megatron.runtime.run_lock import repeated
+from oblr_megatron.weights.adapter import AdapterShape, adapter_shapes
+from oblr_megatron.weights.names import ModelShape
 
 MANIFEST = "checkpoint.json"
 FORMAT, VERSION = "oblr_megatron", 2
@@ -260,9 +262,12 @@ def prune(committed: Path, keep_last: int, keep: Collection[Path], damaged: Coll
 def checkpoint_bytes(model: HFDir, config: Config) -> int:
     """Size of a checkpoint: weights, fp32 masters if the weights are bf16, optimizer moments, average gradient.
 
-    Example: Qwen3-8B in bf16 with Adam takes 8.19e9 * (2 + 4 + 8) = 115 GB.
+    Of a run with adapters only these count. Example: Qwen3-8B in bf16 with Adam takes 8.19e9 * (2 + 4 + 8) = 115 GB.
     """
-    numbers = sum(prod(shape) for shape in model.shapes.values())
+    lora, shapes = config.model.lora, model.shapes
+    if lora.rank:
+        shapes = adapter_shapes(ModelShape.of(model.config), AdapterShape(lora.rank, lora.targets))
+    numbers = sum(map(prod, shapes.values()))
     return numbers * ELEMENT_BYTES[config.model.dtype] + optimizer_bytes(config, numbers) + FIXED_BYTES
 
 

@@ -48,6 +48,9 @@ def check_adapters(hf_config: Mapping[str, Any], config: Config) -> None:
         what = f"adapters of experts that {etp} tensor-parallel ranks share are not supported"
         fix = "set parallel.expert_tensor_parallel_size to 1"
         raise UserError(what, where=where, fix=fix)
+    if num_experts(hf_config) and set(lora.targets) <= set(OF_MLP):
+        what = "adapters of experts alone are not supported"
+        raise UserError(what, where=where, fix='add a matrix of the attention, e.g. "o_proj"')
     if num_experts(hf_config) and config.rollout.lora == "adapter":
         what, fix = "engines take no adapters of a mixture", 'set rollout.lora to "merged"'
         raise UserError(what, where="config: rollout.lora", fix=fix)

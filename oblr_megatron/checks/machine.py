@@ -143,7 +143,9 @@ def refuse(problem: Problem | None) -> None:
 
 
 def check_pushable(hf_config: Mapping[str, Any], config: Config, *, on_gpu: bool) -> None:
-    """Refuse to verify the experts of a GPU engine: vLLM keeps them in a layout that only its kernels read.
+    """Refuse pushes that an engine on a GPU cannot take, or cannot verify.
+
+    vLLM keeps experts there in a layout that only its kernels read.
 
     Args:
         hf_config: the model's config.json.
@@ -151,14 +153,34 @@ def check_pushable(hf_config: Mapping[str, Any], config: Config, *, on_gpu: bool
         on_gpu: whether trainer and engines have GPUs. On a CPU experts keep the loaded layout (`engine.cpu`).
 
     Raises:
-        UserError: weights.verify is on for a mixture of experts on GPUs.
+        UserError: weights.verify is on for a mixture of experts on GPUs; or `check_slot`.
     """
+    if config.model.lora.rank and config.rollout.lora == "adapter" and config.rollout.replay is None:
+        dtype = config.model.dtype if config.rollout.dtype == "auto" else config.rollout.dtype
+        fix = 'set model.dtype or rollout.dtype to "bfloat16", or rollout.lora to "merged"'
+        check_slot(dtype, on_gpu=on_gpu, where="config: rollout.lora", fix=fix)
     if on_gpu and num_experts(hf_config) and config.weights.verify and config.rollout.replay is None:
         raise UserError(
             "weights.verify cannot read experts back, because vLLM keeps them in the layout of its GPU kernels",
             where="config: weights.verify",
             fix="set it to false",
         )
+
+
+def check_slot(dtype: str, *, on_gpu: bool, where: str, fix: str) -> None:
+    """Refuse adapters in an engine on a GPU that is not in bfloat16: vLLM's kernels for its slots take 16 bits only.
+
+    Args:
+        dtype: of the engine.
+        on_gpu: whether the engine has a GPU.
+        where: the option that asks for adapters.
+        fix: the way out.
+
+    Raises:
+        UserError: names the dtype.
+    """
+    if on_gpu and dtype != "bfloat16":
+        raise UserError(f"an engine on a GPU takes adapters in bfloat16 only, not in {dtype}", where=where, fix=fix)
 
 
 def check_head_size(hf_config: Mapping[str, Any], path: Path, *, on_gpu: bool) -> None:

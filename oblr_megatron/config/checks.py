@@ -120,8 +120,8 @@ def biases(config: Config) -> Iterator[str]:
         )
     if rollout.max_staleness and rollout.importance_sampling == "none" and not rollout.only:
         yield (
-            f"rollout.max_staleness {rollout.max_staleness} without rollout.importance_sampling biases the gradient, if "
-            "samples are of an earlier policy: nothing corrects them"
+            f"rollout.max_staleness {rollout.max_staleness} without rollout.importance_sampling biases the gradient "
+            "if samples are of an earlier policy: nothing corrects them"
         )
     if rollout.rejection != "none":
         yield (

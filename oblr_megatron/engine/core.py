@@ -15,7 +15,7 @@ from __future__ import annotations
 import secrets
 import traceback
 from collections import Counter, defaultdict
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
 from typing import Any
@@ -28,6 +28,7 @@ from oblr_megatron.engine.http_messages import PROTOCOL, DraftReport, Holding, I
 from oblr_megatron.engine.protocol import EngineSpec, PromptRequest, SamplingRequest
 from oblr_megatron.engine.samples import sampling_params, to_sample
 from oblr_megatron.engine.state import InvalidRequest, Refusal, WeightState, check_reset
+from oblr_megatron.engine.workers import WorkerError, call_workers
 from oblr_megatron.errors import DamagedError, RunError, WeightError
 from oblr_megatron.extension import extension
 from oblr_megatron.types import Sample
@@ -189,7 +190,7 @@ class EngineServer:
     def open_push(self, init_info: dict[str, Any]) -> None:
         """Pass the transport's parameters to vLLM."""
         with _refusals():
-            self._llm.init_weight_transfer_engine({"init_info": init_info})
+            call_workers(self._llm, "init_weight_transfer_engine", init_info=init_info)
 
     def start_push(self, holding: Holding, manifest: Manifest) -> None:
         """Begin to replace the weights; nothing is sampled until `finish_push`. Unfinished responses are dropped."""
@@ -198,21 +199,22 @@ class EngineServer:
         self._drop(Refusal(reason))
         with self._state.begin(holding, manifest), _refusals():
             if self._spec.lora is not None:
-                self._llm.apply_model(partial(stage, manifest=manifest if self._state.adapts else None))
+                self._on_models(partial(stage, manifest=manifest if self._state.adapts else None))
             self._names = frozenset(spec.name for spec in manifest)
-            self._llm.start_weight_update()
+            call_workers(self._llm, "start_weight_update")
 
     def update_push(self, holding: Holding, update_info: dict[str, Any]) -> None:
         """Load one bucket."""
         with self._state.bucket(parts_of(update_info), holding), _refusals():
-            self._llm.update_weights({"update_info": update_info})
+            call_workers(self._llm, "update_weights", update_info=update_info)
 
     def finish_push(self, holding: Holding) -> None:
         """Serve the new weights, provided that all of them have come, and that they are all that the engine holds."""
         with self._state.finish(holding), _refusals():
-            self._llm.finish_weight_update(weight_version=str(holding.version))  # it removes adapters
+            call_workers(self._llm, "finish_weight_update")  # it removes adapters
+            self._llm.update_weight_version(str(holding.version))
             if self._state.adapts:
-                self._llm.apply_model(install)
+                self._on_models(install)
                 self._lora = lora_request()
             check_reset(self._llm.reset_prefix_cache())
             if not self._state.adapts and not self._state.holding.version:  # later pushes have the same tensors
@@ -225,9 +227,9 @@ class EngineServer:
         """
         self._state.fail(reason, holding)
         if self._state.leave_session():
-            try:
-                self._llm.update_weights({"update_info": {}})
-            except Exception:  # noqa: BLE001  a failing update is the only way to end vLLM's update session early
+            try:  # a failing update is the only way to end vLLM's update session early
+                call_workers(self._llm, "update_weights", update_info={})
+            except WorkerError:
                 return
             raise AssertionError("vLLM accepted an empty update")
 
@@ -236,8 +238,8 @@ class EngineServer:
         from oblr_megatron.weights.verify import read_back
 
         if self._state.adapts:
-            return self._llm.apply_model(partial(read_adapter, names=self._names))
-        return self._llm.apply_model(read_back)
+            return self._on_models(partial(read_adapter, names=self._names))
+        return self._on_models(read_back)
 
     def speculation(self) -> DraftReport:
         """Drafts since the last call, and the bound; a `Refusal` if the engine does not speculate."""
@@ -262,11 +264,15 @@ class EngineServer:
 
     def _check_written(self) -> None:
         """Refuse an engine that keeps a weight of its checkpoint which no push replaces."""
-        reports = self._llm.apply_model(partial(unwritten, pushed=frozenset(self._shapes)))
+        reports = self._on_models(partial(unwritten, pushed=frozenset(self._shapes)))
         names = sorted({name for report in reports for name in report})
         if names:
             what = f"the engine computes with {len(names)} parameters that no push writes"
             raise WeightError(f"{what}: {', '.join(names[:5])}{', ...' if len(names) > 5 else ''}")
+
+    def _on_models(self, function: Callable[[Any], Any]) -> list[Any]:
+        """A function of every worker's model."""
+        return call_workers(self._llm, "apply_model", fn=function)
 
     def _decode(self) -> dict[int, Groups]:
         """One decoding step: the groups that it has completed, by their calls."""

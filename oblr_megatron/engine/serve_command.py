@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Any, Literal, get_args
 
 from oblr_megatron.checks.layout import heads_problem, num_experts
-from oblr_megatron.checks.machine import build_problem, check_head_size, refuse
+from oblr_megatron.checks.machine import build_problem, check_head_size, check_slot, refuse
 from oblr_megatron.checks.vllm_options import (
     cache_bytes,
     check_processor,
@@ -136,6 +136,8 @@ def serve(options: argparse.Namespace) -> int:
     if spec.lora is not None and num_experts(model.config):
         what, fix = "engines take no adapters of a mixture", "leave it out, and set rollout.lora to 'merged' in the run"
         raise UserError(what, where="--lora", fix=fix)
+    if spec.lora is not None:
+        check_slot(spec.dtype, on_gpu=on_gpu, where="--lora", fix="add --dtype bfloat16")
     check_sizes(spec, model.config, torch.cuda.device_count())
     model.tokenizer()  # raises if it does not fit the model
     if options.die_with_parent:

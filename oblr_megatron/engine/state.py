@@ -4,11 +4,11 @@ An engine samples from one complete set of weights, or not at all. `core.EngineS
 weights inside a step of this class:
 
     with state.begin(holding, manifest):                       # Holding(version=3)
-        llm.start_weight_update()
+        call_workers(llm, "start_weight_update")
     with state.bucket(parts, holding):                         # one step per bucket
-        llm.update_weights({"update_info": update_info})
+        call_workers(llm, "update_weights", update_info=update_info)
     with state.finish(holding):
-        llm.finish_weight_update("3")
+        call_workers(llm, "finish_weight_update")
         check_reset(llm.reset_prefix_cache())
     state.check_usable()                                       # before each request for samples
 

@@ -13,7 +13,7 @@ from oblr_megatron.checkpoint.hf_dir import HFDir, check_hf_dir
 from oblr_megatron.checkpoint.other_formats import MERGE
 from oblr_megatron.checks.layout import num_experts
 from oblr_megatron.checks.lengths import check_positions
-from oblr_megatron.checks.machine import build_problem, check_head_size, refuse
+from oblr_megatron.checks.machine import build_problem, check_head_size, check_slot, refuse
 from oblr_megatron.config import with_own_scores
 from oblr_megatron.data.sources import kind_of
 from oblr_megatron.environments.registry import check_environment
@@ -82,8 +82,12 @@ def check(options: argparse.Namespace) -> EvalTask:
 
     import torch  # a common mistake ends before the seconds that this takes
 
-    check_head_size(model.config, model.path, on_gpu=torch.cuda.is_available())
-    if torch.cuda.is_available():
+    on_gpu = torch.cuda.is_available()
+    check_head_size(model.config, model.path, on_gpu=on_gpu)
+    if adapter is not None:
+        dtype = config.model.dtype if config.rollout.dtype == "auto" else config.rollout.dtype
+        check_slot(dtype, on_gpu=on_gpu, where="--adapter", fix=f"add rollout.dtype=bfloat16, or {MERGE}")
+    if on_gpu:
         refuse(build_problem())
     sets = load_sets(sources, config, model.tokenizer())
     if options.out is not None:

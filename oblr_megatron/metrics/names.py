@@ -81,7 +81,9 @@ METRICS: tuple[Metric, ...] = (
     Metric("baseline/spread", "", "standard deviation over prompts of the run's baseline, averaged over each group"),
     Metric("baseline/self_dependence", "", "change of a response's baseline per unit of its own reward"),
     Metric("pool/<source>/mean", "", "mean reward of a data source over earlier steps, weighted as the baseline asks"),
-    Metric("pool/trust", "", "trust in a prompt's own earlier rewards: 0, the pool alone; 1, their full weight by norms"),
+    Metric(
+        "pool/trust", "", "trust in a prompt's own earlier rewards: 0, the pool alone; 1, their full weight by norms"
+    ),
     Metric("pool/effective_samples", "responses", "(sum w)^2 / sum w^2: responses that the pools' new sums rest on"),
     Metric("pool/pull", "", "weight of the pool in the baseline optimal_pooled"),
     Metric("pool/energy_trust", "", "weight of a prompt's own earlier energies A^2 w in predicting its next: 0 none"),

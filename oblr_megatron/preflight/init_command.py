@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import math
 import re
 import shlex
 import tomllib
@@ -37,7 +38,8 @@ MOST = 0.8  # share of mathematical answers that makes "math" the reward
 SEEN_ROWS = 100  # by which columns and convention are chosen
 KEPT = 0.99  # share of rows that data.max_prompt_tokens keeps
 RESPONSE_TOKENS = 512
-TINY, TINY_RATE, RATE = 50_000_000, 5e-4, 1e-6  # parameters, and learning rates below and above
+RATES = ((50_000_000, 5e-4), (400_000_000, 3e-5), (math.inf, 1e-6))
+"""(parameters, learning rate of models below): of the demo, of SmolLM2-135M (examples), and the usual rate."""
 
 Sections = dict[str, dict[str, tuple[str | int | float, str]]]
 """Value and comment of the keys of each section. Example: {"": {"num_steps": (100, "Optimizer steps.")}}"""
@@ -184,7 +186,7 @@ def settings(model: HFDir, data: DataConfig, out: Path) -> Sections:
     lengths = sorted(len(one.token_ids) for one in read_prompts(data.train[0], data, tokenizer, training=True))
     kept = lengths[int(KEPT * (len(lengths) - 1))]
     longest = min(data.max_prompt_tokens, max(16, 1 << (kept - 1).bit_length()))  # up to a power of two
-    rate = TINY_RATE if total_parameters(model.config) < TINY else RATE
+    rate = next(rate for below, rate in RATES if total_parameters(model.config) < below)
     columns = {"question": data.question_column, "answer": data.answer_column}
     response = max(1, min(RESPONSE_TOKENS, positions - longest))
     shared = f"Tokens. Longer responses are cut. Prompt and response share the model's {positions} positions."
@@ -208,7 +210,9 @@ def settings(model: HFDir, data: DataConfig, out: Path) -> Sections:
         },
         "rollout": {"max_response_tokens": (response, shared)},
         "reward": {"name": (reward, why)},
-        "optimizer": {"lr": (rate, "Learning rate: 1e-6 for 0.6B parameters and more, up to 5e-4 for tiny models.")},
+        "optimizer": {
+            "lr": (rate, "Learning rate: 5e-4 for tiny models, 3e-5 for 0.1B parameters, 1e-6 for 0.6B and more.")
+        },
     }
 
 

@@ -163,7 +163,9 @@ def with_saved_mode(config: Config, checkpoints: Sequence[Checkpoint]) -> Config
     before, now = checkpoints[0].state["config"], config.model_dump(mode="json")
     mode = before["gradnorm"]["mode"]
     same = before["gradnorm"] == now["gradnorm"] | {"mode": mode}
-    return with_mode(config, mode) if same and all(before[name] == now[name] for name in ("parallel", "algo")) else config
+    return (
+        with_mode(config, mode) if same and all(before[name] == now[name] for name in ("parallel", "algo")) else config
+    )
 
 
 def find_saved(config: Config, model: HFDir) -> list[Checkpoint]:

@@ -123,7 +123,10 @@ def test_one_loss_too_many(rollout):
     engines, _, path = rollout
     path.rename(path.with_name("away"))
     os.kill(engines._engine.pid, signal.SIGKILL)
-    with pytest.raises(EngineLostError, match=r"(?s)engine 0 failed while rank 0 waited for the start: .*1 restarts .*rollout.max_restarts"):
+    with pytest.raises(
+        EngineLostError,
+        match=r"(?s)engine 0 failed while rank 0 waited for the start: .*1 restarts .*rollout.max_restarts",
+    ):
         sample(engines, **SMALL)
     path.with_name("away").rename(path)
     assert engines.metrics() == {"rollout/restarts": 1}

@@ -12,6 +12,7 @@ import signal
 import subprocess
 import sys
 import time
+from math import prod
 from pathlib import Path
 
 import pytest
@@ -19,9 +20,12 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from oblr_megatron.checkpoint import partials, store
+from oblr_megatron.checkpoint.hf_dir import check_hf_dir
 from oblr_megatron.checkpoint.store import CheckpointError, Manifest, NoSpaceError
 from oblr_megatron.checks.run_dir import CHECKPOINTS
+from oblr_megatron.config import parse_config
 from oblr_megatron.errors import RunError
+from tests.tiny import make_hf_dir
 
 FILES = {"common.pt": b"\x00\x01state", "__0_0.distcp": bytes(range(64)), "hf/config.json": b'{"a": 1}', "empty": b""}
 STATE = {"seed": 7, "average": 0.1, "rng": [1, 2, 3], "name": "Zürich", "best": None, "nan": float("nan")}
@@ -289,6 +293,18 @@ def test_free_space_is_checked_before_writing(tmp_path: Path) -> None:
     store.check_space(tmp_path / "not" / "there", free // 2)
     with pytest.raises(NoSpaceError, match=r"[\d.]+ GiB needed, [\d.]+ GiB free"):
         store.check_space(tmp_path, free - store.RESERVE_BYTES // 2)
+
+
+@pytest.mark.parametrize(("dtype", "bytes_each"), [("float32", 4 + 8), ("bfloat16", 2 + 4 + 8)])
+def test_a_checkpoint_of_adapters_needs_room_for_these_alone(tmp_path: Path, dtype: str, bytes_each: int) -> None:
+    model = check_hf_dir(make_hf_dir(tmp_path / "model"))
+    table = {"run_dir": "r", "data": {"train": "t.jsonl"}, "model": {"path": str(tmp_path / "model"), "dtype": dtype}}
+    needed = store.checkpoint_bytes(model, parse_config(table)) - store.FIXED_BYTES
+    assert needed == bytes_each * sum(prod(shape) for shape in model.shapes.values())
+    width, layers, heads = (model.config[key] for key in ("hidden_size", "num_hidden_layers", "num_attention_heads"))
+    adapted = parse_config(table, "here", ["model.lora.rank=3", "model.lora.targets=['o_proj']"])
+    of_adapters = 3 * layers * (width + heads * model.config["head_dim"])
+    assert store.checkpoint_bytes(model, adapted) - store.FIXED_BYTES == bytes_each * of_adapters
 
 
 def test_a_full_disk_is_an_error_and_the_old_checkpoint_stays(tmp_path: Path) -> None:

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from oblr_megatron.checks.layout import check_layout, num_experts
+from oblr_megatron.checks.layout import check_adapters, check_layout, num_experts
 from oblr_megatron.checks.machine import check_pushable
 from oblr_megatron.config import Config, parse_config
 from oblr_megatron.errors import UserError
@@ -103,6 +103,51 @@ def test_routing_replay_needs_experts() -> None:
     with pytest.raises(UserError, match="moe_routing_replay") as caught:
         check_layout(MODEL | {"num_experts": 0}, config, 1)
     assert caught.value.where == "config: model"
+
+
+@pytest.mark.parametrize(
+    ("targets", "expert_ranks", "refused"),
+    [
+        (["q_proj", "gate_proj", "up_proj", "down_proj"], 1, ""),
+        (["o_proj"], 2, ""),
+        (["gate_proj", "up_proj", "down_proj"], 1, "of experts alone"),
+        (["o_proj", "down_proj"], 2, "2 tensor-parallel ranks share"),
+    ],
+)
+def test_adapters_of_experts(targets: list[str], expert_ranks: int, refused: str) -> None:
+    """megatron-core's optimizer of dense weights is empty without an adapter of the attention, and cannot be saved."""
+    base: dict[str, Any] = {"run_dir": "r", "data": {"train": "t.jsonl"}}
+    base |= {"model": {"path": "m", "lora": {"rank": 8, "targets": targets}}}
+    base["parallel"] = {"tensor_model_parallel_size": expert_ranks}
+    if refused:
+        with pytest.raises(UserError, match=refused) as caught:
+            check_adapters(MODEL, parse_config(base))
+        assert caught.value.where == "config: model.lora.targets"
+    else:
+        check_adapters(MODEL, parse_config(base))
+    check_adapters(MODEL | {"num_experts": 0}, parse_config(base))
+
+
+@pytest.mark.parametrize(
+    ("dtype", "engine", "pushed", "on_gpu", "works"),
+    [
+        ("float32", "auto", "adapter", True, False),
+        ("bfloat16", "float32", "adapter", True, False),
+        ("float32", "bfloat16", "adapter", True, True),
+        ("bfloat16", "auto", "adapter", True, True),
+        ("float32", "auto", "merged", True, True),
+        ("float32", "auto", "adapter", False, True),
+    ],
+)
+def test_slots_on_a_gpu_are_in_bfloat16(dtype: str, engine: str, pushed: str, on_gpu: bool, works: bool) -> None:
+    base: dict[str, Any] = {"run_dir": "r", "data": {"train": "t.jsonl"}}
+    base |= {"model": {"path": "m", "dtype": dtype, "lora": {"rank": 8}}, "rollout": {"lora": pushed, "dtype": engine}}
+    if works:
+        check_pushable(MODEL, parse_config(base), on_gpu=on_gpu)
+    else:
+        with pytest.raises(UserError, match="not in float32") as caught:
+            check_pushable(MODEL, parse_config(base), on_gpu=on_gpu)
+        assert caught.value.where == "config: rollout.lora"
 
 
 VERIFY = {"weights": {"verify": True}}

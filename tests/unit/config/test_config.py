@@ -216,9 +216,7 @@ def test_what_biases_the_gradient_is_said_in_one_line_each(overrides: list[str],
         ("folds", 2, 8, True),
     ],
 )
-def test_the_snr_schedule_needs_an_estimate_of_the_noise(
-    estimator: str, folds: int, prompts: int, works: bool
-) -> None:
+def test_the_snr_schedule_needs_an_estimate_of_the_noise(estimator: str, folds: int, prompts: int, works: bool) -> None:
     batch = [f"algo.snr.estimator={estimator}", f"algo.snr.num_folds={folds}", f"num_prompts={prompts}"]
     overrides = [*batch, "algo.baseline=optimal"]
     parse_config(MINIMAL, overrides=overrides)

@@ -17,6 +17,7 @@ from oblr_megatron.cli import main
 from oblr_megatron.config import Config, load_config
 from oblr_megatron.data.rows import read_rows
 from oblr_megatron.errors import EXIT_OK, EXIT_USER
+from oblr_megatron.observe.performance import flops
 from tests.tiny import make_hf_dir
 
 SUMS = [{"question": f"t{n} t{n + 1}", "answer": f"{2 * n + 1}"} for n in range(2, 12)]
@@ -60,6 +61,14 @@ def test_a_model_without_the_letters_of_a_box_is_scored_by_its_whole_response(tm
     assert (config.reward.name, config.data.template, config.data.chat_template) == ("exact_match", "{question}", False)
     assert (config.data.max_prompt_tokens, config.rollout.max_response_tokens) == (16, 112)  # of 128 positions
     assert config.run_dir == Path("run/first") and config.optimizer.lr == 5e-4 and config.model.path == words
+
+
+@pytest.mark.parametrize(("parameters", "rate"), [(4e7, 5e-4), (1.35e8, 3e-5), (5.96e8, 1e-6), (8.2e9, 1e-6)])
+def test_the_rate_follows_the_size(
+    tmp_path: Path, words: Path, monkeypatch: pytest.MonkeyPatch, parameters: float, rate: float
+) -> None:
+    monkeypatch.setattr(flops, "total_parameters", lambda _: int(parameters))
+    assert written(tmp_path, words, SUMS).optimizer.lr == rate
 
 
 @pytest.mark.parametrize(

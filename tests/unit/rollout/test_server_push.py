@@ -18,6 +18,7 @@ import torch
 from oblr_megatron.engine import http_messages as http
 from oblr_megatron.engine.core import _refusals, failure
 from oblr_megatron.engine.http_door import error_answer
+from oblr_megatron.engine.workers import WorkerError
 from oblr_megatron.errors import DamagedError, RunError, WeightError
 from oblr_megatron.rollout import server_push
 from oblr_megatron.rollout.push import push
@@ -163,7 +164,7 @@ def test_a_refusal_is_not_pushed_again_when_another_server_finds_damage(engines_
 
 @pytest.mark.parametrize("damaged", [True, False])
 def test_damage_in_vllms_worker_reaches_the_trainer_as_damage(damaged: bool) -> None:
-    """With several GPUs the engine gets the worker's error as text, in the sentences of vLLM's executor."""
+    """The engine gets the worker's error as text."""
     text = "another fault"
     if damaged:
         with pytest.raises(DamagedError) as raised:
@@ -171,7 +172,7 @@ def test_damage_in_vllms_worker_reaches_the_trainer_as_damage(damaged: bool) -> 
         text = str(raised.value)
 
     with pytest.raises(RunError) as refusal, _refusals():
-        raise Exception(f"Call to update_weights method failed: Worker failed with error '{text}', please check")
+        raise WorkerError(text)
     reply = failure(refusal.value)
     answer = error_answer(reply.kind(reply.error))
     assert answer.body is not None

@@ -1,0 +1,48 @@
+"""Calls to every worker of a vLLM engine that leave the workers in step if some of them fail.
+
+vLLM's `collective_rpc` raises at the first worker that fails and leaves the answers of the others in their queues.
+Every later call then reads the answers of the one before (vLLM 0.32, `MultiprocExecutor.collective_rpc`). Here a
+worker's error is part of its answer.
+"""
+
+from __future__ import annotations
+
+import traceback
+from typing import Any
+
+from oblr_megatron.errors import RunError
+
+
+class WorkerError(Exception):
+    """A worker failed; all have answered. The text is the first error's."""
+
+
+def call_workers(llm: Any, method: str, **arguments: Any) -> list[Any]:
+    """Call a method of every worker.
+
+    Args:
+        llm: `vllm.LLM`.
+        method: name of a method of vLLM's worker.
+        **arguments: its arguments, the same on every worker.
+
+    Returns:
+        One result for each worker.
+
+    Raises:
+        WorkerError: at least one worker failed.
+    """
+    answers = llm.collective_rpc(answer, args=(method, arguments))
+    for _, error in answers:
+        if error:
+            raise WorkerError(error)
+    return [value for value, _ in answers]
+
+
+def answer(worker: Any, method: str, arguments: dict[str, Any]) -> tuple[Any, str]:
+    """(result, "") of a worker's method, or (None, its error). Runs in the worker; the log gets vLLM's tracebacks."""
+    try:
+        return getattr(worker, method)(**arguments), ""
+    except Exception as error:  # noqa: BLE001  a worker that raises would leave the others' answers unread
+        if not isinstance(error, RunError):
+            traceback.print_exc()
+        return None, str(error) or type(error).__name__
