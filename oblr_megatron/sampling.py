@@ -234,6 +234,7 @@ class Sampling:
         Raises:
             RunError: the reward has failed for every response of reward.max_failed_steps steps.
         """
+        record.visits = batch.prompts, batch.scored.rewards
         if self.refills:
 
             def draw(count: int, number: int) -> Batch:
@@ -244,7 +245,7 @@ class Sampling:
             seed = call_seed(self.config.seed, record.done - 1)
             refilled = refill(batch, draw, max_batches=MAX_BATCHES, seed=seed)
             record.metrics |= refilled.metrics() | step_metrics.of_rewards(refilled.rewards)
-            batch = refilled.step
+            batch, record.visits = refilled.step, (refilled.prompts, refilled.rewards)
         record.prompts, record.samples, record.scored = batch.prompts, batch.samples, batch.scored
         self.failed_steps.count(record.rewards)
         return batch
@@ -332,8 +333,8 @@ class Sampling:
         record.metrics = metrics | record.metrics | self.engines.metrics()
         record.metrics |= {"data/epoch": self.stream.epoch, "data/skipped": self.stream.num_skipped}
         self.write(record)
-        if self.prompt_log is not None:
-            self.prompt_log.write(record.done, record.prompts, scored)
+        if self.prompt_log is not None and record.visits is not None:
+            self.prompt_log.write(record.done, *record.visits)
         for line in step_metrics.sample_lines(record, self.config.log.samples):
             self.display.message(line)
 

@@ -16,7 +16,7 @@
 #   OBLR_REQUEUE_FAILED   0; 1 also requeues after a failed run (but not after an input error)
 #   OBLR_LOGS             directory in which the logs, NAME-JOBID.logs, are; by default OBLR_HOME
 # Settings of the servers' script:
-#   OBLR_SERVER_TP        1; GPUs per vLLM server (a node runs OBLR_GPUS_PER_NODE / OBLR_SERVER_TP servers)
+#   OBLR_SERVER_TP        rollout.tensor_parallel_size; GPUs per vLLM server (a node runs OBLR_GPUS_PER_NODE / it)
 #   OBLR_SERVERS_S        1800; deadline in seconds for the servers to be ready
 
 set -euo pipefail
@@ -292,12 +292,21 @@ oblr_launch() {
 
 # --- servers ---------------------------------------------------------------------------------------------------------
 
+# GPUs of an engine: rollout.tensor_parallel_size of the overrides, else of the config, else 1; 1 without GPUs.
+oblr_engine_tp() {
+    local key=rollout.tensor_parallel_size found
+    found="$(printf '%s\n' "${overrides[@]}" | sed -n "s/^$key *= *//p" | tail -n 1)"
+    [[ -n $found ]] || found="$(awk '/^\[/ { on = $1 == "[rollout]" } on && $1 == "tensor_parallel_size" { print $3 }' \
+        "$OBLR_CONFIG")"
+    ((gpus > 0)) && echo "${found:-1}" || echo 1
+}
+
 # The servers' URLs, and the API key that they share with the trainers.
 oblr_servers() {
     local list="${SLURM_JOB_NODELIST_HET_GROUP_1:-}" host k
     [[ -n $list ]] || die "$EXIT_USER" "the job has no second component; submit this script with its hetjob line"
     mapfile -t server_nodes < <(scontrol show hostnames "$list")
-    server_tp="${OBLR_SERVER_TP:-1}" servers_each=1 urls=()
+    server_tp="${OBLR_SERVER_TP:-$(oblr_engine_tp)}" servers_each=1 urls=()
     oblr_number OBLR_SERVER_TP "$server_tp" 1 $((gpus > 0 ? gpus : 1))
     ((gpus == 0)) || servers_each=$((gpus / server_tp))
     for host in "${server_nodes[@]}"; do

@@ -88,7 +88,7 @@ class Saver:
     """Saves checkpoints of one run, one at a time. All calls except `report` and `close` are collective.
 
     Args:
-        config: `checkpoint` and `run_dir` are read.
+        config: `checkpoint`, `run_dir`, and what best_metric depends on, are read.
         parallel: layout of the ranks that save.
         model: directory the run started from, for config and tokenizer.
         resumed: state of the resumed checkpoint.
@@ -102,6 +102,7 @@ class Saver:
     def __init__(self, config: Config, parallel: Parallel, model: HFDir, resumed: Facts | None = None) -> None:
         self._options, self._model, self._rank = config.checkpoint, model, parallel.rank
         self._directory, self._seconds = config.run_dir / CHECKPOINTS, config.parallel.distributed_timeout_s
+        self._measure = _measure(config.model_dump(mode="json"))
         self._num_bytes = store.checkpoint_bytes(model, config)
         self._group = dist.new_group(backend="gloo", timeout=timedelta(seconds=self._seconds))
         self._writer = TorchDistWriter(self._group, parallel)
@@ -188,12 +189,15 @@ class Saver:
             self.best = self._best_before = Best(step, values[self._options.best_metric])
 
     def _carried(self, resumed: Facts | None) -> Best | None:
-        """The best so far, if it has the same metric and lies in this run directory, as the first rank sees it."""
+        """The best so far, if it has the same metric and lies in this run directory, as the first rank sees it.
+
+        The metric is another one if evaluation or reward have changed, whatever its name.
+        """
         best = None
         if self._rank == 0 and resumed is not None and resumed["best"]:
             earlier = Best(*resumed["best"])
-            metric = resumed["config"]["checkpoint"]["best_metric"]
-            if metric == self._options.best_metric and (self._directory / store.step_name(earlier.step)).is_dir():
+            same = _measure(resumed["config"]) == self._measure
+            if same and (self._directory / store.step_name(earlier.step)).is_dir():
                 best = earlier
         shared = [best]
         dist.broadcast_object_list(shared, src=0, group=self._group)
@@ -349,6 +353,13 @@ class _Job:
 
     def _fail(self, reason: str) -> None:
         self.failure = self.failure or reason
+
+
+def _measure(config: Mapping[str, Any]) -> dict[str, Any]:
+    """The settings that give checkpoint.best_metric its meaning, from a configuration as JSON."""
+    evaluate = {key: value for key, value in config["evaluate"].items() if key != "every_steps"}
+    metric = config["checkpoint"]["best_metric"]
+    return {"metric": metric, "evaluate": evaluate, "reward": config["reward"]["name"]}
 
 
 def _in_thread(work: Callable[[], Saved], name: str) -> Future[Saved]:

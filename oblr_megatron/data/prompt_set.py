@@ -16,7 +16,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from itertools import islice
 from typing import TYPE_CHECKING, Any
 
-from oblr_megatron.data.rows import LOST_BACKSLASH, Row, Skipped, read_rows
+from oblr_megatron.data.rows import LOST_BACKSLASH, NO_TEXT, Row, Skipped, read_rows
 from oblr_megatron.data.sources import LONE_BACKSLASH, ONE_PER_LINE
 from oblr_megatron.data.template import LongRows, RefusedError, check_template, render, too_long
 from oblr_megatron.errors import UserError
@@ -76,8 +76,7 @@ class PromptSet:
             self._ends.append(len(self._tokens))
         self.skipped.sort(key=lambda skip: (skip.file, skip.line))
         if not self._rows:
-            what = f"no usable row ({summary(skipped)})" if skipped else "the data set is empty"
-            raise UserError(what, where=path, fix=_fix(skipped))
+            raise without_rows(path, skipped)
 
     def __len__(self) -> int:
         return len(self._rows)
@@ -178,13 +177,13 @@ def read_prompts(
     skipped: list[Skipped] = []
     rows = read_rows(source, config, skipped, training=training)
     prompts = PromptSet(source.path, rows, skipped, config, tokenizer, limit=limit)
-    warn_of([prompts])
+    warn_of([(prompts.path, prompts.skipped)])
     return prompts
 
 
-def warn_of(sets: Sequence[PromptSet]) -> None:
-    """Log one warning about the skipped rows of all sets."""
-    parts = [f"{one.path}: skipped {len(one.skipped)} rows ({summary(one.skipped)})" for one in sets if one.skipped]
+def warn_of(sets: Iterable[tuple[str, Sequence[Skipped]]]) -> None:
+    """Log one warning about the skipped rows of all sets, given by path."""
+    parts = [f"{path}: skipped {len(skipped)} rows ({summary(skipped)})" for path, skipped in sets if skipped]
     if parts:
         logger.warning("%s", "; ".join(parts))
 
@@ -197,6 +196,12 @@ def summary(skipped: Sequence[Skipped]) -> str:
     groups = sorted(by_reason.values(), key=len, reverse=True)
     several = len({skip.file for skip in skipped}) > 1
     return ", ".join(f"{len(group)} {group[0].reason} ({_lines(group, several)})" for group in groups)
+
+
+def without_rows(path: str, skipped: Sequence[Skipped]) -> UserError:
+    """The error of a data set without a usable row."""
+    what = f"no usable row ({summary(skipped)})" if skipped else "the data set is empty"
+    return UserError(what, where=path, fix=_fix(skipped))
 
 
 def _fix(skipped: Sequence[Skipped]) -> str:
@@ -214,6 +219,8 @@ def _fix(skipped: Sequence[Skipped]) -> str:
         LONE_BACKSLASH: "double the backslashes of LaTeX commands in JSON: \\\\sum",
         "flagged": "give training rows without overlaps_benchmark",
     }
+    if NO_TEXT in reason:
+        return 'name a column with text or numbers, or a field of it ("a.b"), as the answer column'
     given = (fix for start, fix in fixes.items() if reason.startswith(start))
     return next(given, "give rows with the question and answer columns")
 

@@ -18,6 +18,8 @@ if TYPE_CHECKING:
 MOST_DIGITS = 50
 """A tolerance with a larger exponent is ignored: written out, "1e999999999" has a billion digits."""
 
+NO_TEXT = "is no text and no number but"
+KINDS = {list: "a list", dict: "a table", bool: "a truth value"}
 LOST_BACKSLASH = "a control character in place of a LaTeX command's backslash"
 _LOST_BACKSLASH = re.compile(
     r"[\x00-\x08\x0b\x0c\x0e-\x1f](?=[A-Za-z])|\r(?:ight|ho|m|angle|floor|ceil)(?![a-z])|\n(?:eq|abla|mid)(?![a-z])"
@@ -71,6 +73,7 @@ def read_rows(
     skipped: list[Skipped],
     *,
     training: bool = False,
+    unanswered: bool = False,
     names: Mapping[str, str] | None = None,
 ) -> Iterator[Row]:
     """The usable rows in file order; blank lines are ignored.
@@ -80,6 +83,7 @@ def read_rows(
         config: fallback column names, after those of the source and its convention.
         skipped: skipped rows are appended here.
         training: skip rows flagged `overlaps_benchmark`, and read the convention's training split.
+        unanswered: keep rows without an answer, which is then empty.
         names: other names of files by path, as the source of rows without such a column.
 
     Raises:
@@ -91,7 +95,7 @@ def read_rows(
     for record in open_source(source, training=training):
         default = (names or {}).get(record.path, record.file)
         try:
-            row = _row(record, convention, questions, answers, training, default)
+            row = _row(record, convention, questions, answers, training, default, unanswered)
             if config.keep_columns:
                 row = row._replace(columns=_columns(record.value))
         except _UnusableError as reason:
@@ -117,6 +121,7 @@ def _row(
     answers: Iterable[str],
     training: bool,
     source: str,
+    unanswered: bool,
 ) -> Row:
     """The row; `source` is that of a row without such a column."""
     values = record.value
@@ -124,9 +129,9 @@ def _row(
         raise _UnusableError(values)
     question = _question(values, questions, convention)
     answer = next((gold for name in answers if (gold := _gold(values, name, convention))), "")
-    if not answer:
+    if not (answer or unanswered):
         unboxed = [name for name in answers if name in convention.solutions and text(_field(values, name)).strip()]
-        raise _UnusableError(f"no \\boxed in {unboxed[0]!r}") if unboxed else _missing(answers)
+        raise _UnusableError(f"no \\boxed in {unboxed[0]!r}") if unboxed else _no_answer(values, answers)
     if training and values.get("overlaps_benchmark"):
         raise _UnusableError("flagged overlaps_benchmark")
     row = Row(
@@ -203,6 +208,13 @@ def _is_conversation(value: list[Any]) -> bool:
 
 def _missing(columns: Iterable[str]) -> _UnusableError:
     return _UnusableError(f"no {' or '.join(repr(column) for column in dict.fromkeys(columns))}")
+
+
+def _no_answer(values: dict[str, Any], columns: Iterable[str]) -> _UnusableError:
+    """No column has an answer, or one has a value that is none."""
+    found = {name: KINDS.get(type(_field(values, name)), "") for name in columns}
+    odd = next(((name, kind) for name, kind in found.items() if kind), None)
+    return _UnusableError(f"{odd[0]!r} {NO_TEXT} {odd[1]}") if odd else _missing(columns)
 
 
 def _field(values: dict[str, Any], name: str) -> Any:

@@ -15,7 +15,7 @@ from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import TYPE_CHECKING
 
-from oblr_megatron.data.prompt_set import PromptSet, warn_of
+from oblr_megatron.data.prompt_set import PromptSet, warn_of, without_rows
 from oblr_megatron.data.rows import Row, Skipped, normalized, plain_text, read_rows
 from oblr_megatron.data.sources import distinct_names
 from oblr_megatron.data.template import LongRows
@@ -60,7 +60,7 @@ def training_sets(
         duplicates = Duplicates()
         first = [list(own) for own in without(duplicates.repeated, rows)]  # the last row may contradict the first one
         rows = without(duplicates.contradicted, first)
-    benchmarks = _benchmarks(config, held_out, long_rows)
+    benchmarks, unread = _benchmarks(config, held_out, long_rows)
 
     def overlap(row: Row) -> str:
         name = benchmarks.overlapping(plain_text(row.question))
@@ -70,21 +70,33 @@ def training_sets(
         PromptSet(source.path, own, left_out, config, tokenizer)
         for source, own, left_out in zip(config.train, without(overlap, rows), skipped, strict=True)
     ]
-    warn_of(sets)
+    warn_of([*((one.path, one.skipped) for one in sets), *unread.items()])
     return sets
 
 
-def _benchmarks(config: DataConfig, held_out: Mapping[str, SourceConfig], long_rows: LongRows) -> Benchmarks:
-    """The questions of config.exclude and of the held-out sets; empty if overlaps are allowed.
+def _benchmarks(
+    config: DataConfig, held_out: Mapping[str, SourceConfig], long_rows: LongRows
+) -> tuple[Benchmarks, dict[str, list[Skipped]]]:
+    """The questions of config.exclude and of the held-out sets, and rows of the former without one, by path.
 
-    A question that is far longer than any prompt is left out, because no training row contains it.
+    Empty if overlaps are allowed. A question needs no answer. One that is far longer than any prompt is left out,
+    because no training row contains it.
+
+    Raises:
+        UserError: a set of config.exclude cannot be read or has no question. (`PromptSet` refuses such a held-out set.)
     """
-    benchmarks = Benchmarks(threshold=config.overlap_threshold)
+    benchmarks, unread = Benchmarks(threshold=config.overlap_threshold), dict[str, list[Skipped]]()
     if config.overlap_threshold > 0:
         for name, source in [*((source.path, source) for source in config.exclude), *held_out.items()]:
-            rows = (row for row in read_rows(source, config, []) if not long_rows.exceeding(row))
-            benchmarks.add(name, (plain_text(row.question) for row in rows), whole=bool(source.gym_task))
-    return benchmarks
+            left_out: list[Skipped] = []
+            rows = read_rows(source, config, left_out, unanswered=True)
+            questions = [None if long_rows.exceeding(row) else plain_text(row.question) for row in rows]
+            if source in config.exclude:
+                if not questions:
+                    raise without_rows(name, left_out)
+                unread[name] = left_out
+            benchmarks.add(name, (each for each in questions if each is not None), whole=bool(source.gym_task))
+    return benchmarks, unread
 
 
 def _without(reason_of: Callable[[Row], str], rows: Iterable[Row], path: str, skipped: list[Skipped]) -> Iterator[Row]:

@@ -91,6 +91,7 @@ def _schema(tool: str) -> dict[str, Any]:
             where=TOOLS,
             fix="give every parameter a type, and a line under Args: in the docstring",
         ) from error
+    schema["function"]["name"] = tool.rpartition(":")[2]  # the toolbox knows it by this; the function may have another
     return schema
 
 

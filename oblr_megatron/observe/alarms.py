@@ -107,7 +107,9 @@ def _failures(window: Window) -> str:
 
 def _timeouts(window: Window) -> str:
     count = window.totals["reward/timeouts"]
-    text = f"Responses that were not scored in time and count as 0: {count:,}; raise reward.timeout_s."
+    late = window.totals[EPISODES[1]]  # they count if the environment gives the reward
+    keys = "reward.timeout_s" + (", or rollout.environment.deadline_s for late episodes" if late else "")
+    text = f"Responses that were not scored in time and count as 0: {count:,}; raise {keys}."
     return text if count else ""
 
 

@@ -1,7 +1,7 @@
 """The best reward of every prompt in every step, RUN_DIR/logs/prompts.jsonl, and the prompts that were never solved.
 
 A line is {"step": 12, "lowest": 0.0, "best": {"gsm8k/41": 0.0, ...}}: the lowest reward of the step, and the best of
-each prompt by "source/id". Wrong answers in the data are what stays unsolved.
+each prompt by "source/id", also of those that dynamic sampling left out. Wrong answers in the data stay unsolved.
 """
 
 from __future__ import annotations
@@ -15,7 +15,9 @@ from typing import TYPE_CHECKING
 from oblr_megatron.metrics import intact_lines, step_lines
 
 if TYPE_CHECKING:
-    from oblr_megatron.types import Prompt, Scored
+    from torch import Tensor
+
+    from oblr_megatron.types import Prompt
 
 PROMPTS_FILE = "logs/prompts.jsonl"
 VISITS = 4  # fewer tell nothing about a prompt
@@ -32,11 +34,13 @@ class PromptLog:
     def __init__(self, run_dir: Path, keep_until: int | None = None) -> None:
         self._lines = step_lines(run_dir / PROMPTS_FILE, keep_until)
 
-    def write(self, step: int, prompts: Sequence[Prompt], scored: Scored) -> None:
-        """Add a step: its prompts and their rewards [Q, G]."""
-        names = [f"{prompt.source}/{prompt.id}" for prompt in prompts]
-        best = dict(zip(names, scored.rewards.amax(-1).tolist(), strict=True))
-        lowest = float(scored.rewards.min())
+    def write(self, step: int, prompts: Sequence[Prompt], rewards: Tensor) -> None:
+        """Add a step: all prompts that were sampled, and their rewards [S, G]."""
+        best: dict[str, float] = {}
+        for prompt, reward in zip(prompts, rewards.amax(-1).tolist(), strict=True):
+            name = f"{prompt.source}/{prompt.id}"  # a prompt may come twice in a step
+            best[name] = max(reward, best.get(name, reward))
+        lowest = float(rewards.min())
         self._lines.write(json.dumps({"step": step, "lowest": lowest, "best": best}) + "\n")
 
 

@@ -110,24 +110,35 @@ def _unsaved_best(path: Path, run_dir: Path) -> tuple[bool, bool, Best | None]:
 
 
 def test_the_best_is_carried_into_a_run_that_holds_it(tmp_path: Path) -> None:
-    """Not into a new directory, and not to another metric: exporting or comparing it would fail."""
-    assert run_ranks(_carried, 2, make_hf_dir(tmp_path / "model"), tmp_path) == [[Best(20, 0.8), None, None, None]] * 2
+    """Not into a new directory, and not to another metric or meaning of it: exporting or comparing it would fail."""
+    best = Best(20, 0.8)
+    found = run_ranks(_carried, 2, make_hf_dir(tmp_path / "model"), tmp_path)
+    assert found == [[best, None, None, None, best, None, None]] * 2
 
 
 def _carried(path: Path, directory: Path) -> list[Best | None]:
-    """The best of a run that goes on, of one in a new directory, under another metric, under none."""
+    """The best of a run that goes on, of one in a new directory, under another metric, under none, evaluated at other
+    steps, in another way, with another reward."""
     (directory / "old" / CHECKPOINTS / store.step_name(20)).mkdir(parents=True, exist_ok=True)
     before = config_of(path, directory / "old", best_metric=METRIC).model_dump(mode="json")
-    cases = [("old", METRIC), ("new", METRIC), ("old", "eval/other/accuracy"), ("old", "")]
+    cases: list[tuple[str, str, list[str]]] = [
+        ("old", METRIC, []),
+        ("new", METRIC, []),
+        ("old", "eval/other/accuracy", []),
+        ("old", "", []),
+        ("old", METRIC, ["evaluate.every_steps=7", "num_steps=9"]),
+        ("old", METRIC, ["evaluate.samples_per_prompt=4"]),
+        ("old", METRIC, ["reward.name=exact_match"]),
+    ]
     with layout() as parallel:
         return [
             Saver(
-                config_of(path, directory / name, best_metric=metric),
+                parse_config(config_of(path, directory / name, best_metric=metric).model_dump(), "here", changed),
                 parallel,
                 check_hf_dir(path),
                 {"step": 20, "best": [20, 0.8], "config": before},
             ).best
-            for name, metric in cases
+            for name, metric, changed in cases
         ]
 
 

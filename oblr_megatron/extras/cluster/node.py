@@ -103,7 +103,9 @@ def _examine_gpus(report: NodeReport, expected: int) -> None:
     if expected == 0:
         report.facts["GPUs"] = "CPU"
         return
-    listed = _said(["nvidia-smi", f"--query-gpu={','.join(QUERY)}", "--format=csv,noheader,nounits"])
+    own = os.environ.get("CUDA_VISIBLE_DEVICES", "")  # without ConstrainDevices nvidia-smi sees other jobs' GPUs
+    chosen = [f"--id={own}"] if own and "MIG" not in own else []
+    listed = _said(["nvidia-smi", f"--query-gpu={','.join(QUERY)}", "--format=csv,noheader,nounits", *chosen])
     if listed is None:
         report.add("nvidia-smi does not answer", "check the driver, or give the container the GPUs (utility)")
         return

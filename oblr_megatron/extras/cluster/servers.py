@@ -23,7 +23,7 @@ from oblr_megatron.checks.vllm_options import serve_words
 from oblr_megatron.config import Config, load_config
 from oblr_megatron.engine import serve_command as serve
 from oblr_megatron.errors import EXIT_OK, RunError
-from oblr_megatron.rollout.placement import engine_dtype
+from oblr_megatron.rollout.placement import adapter_shape, engine_dtype
 from oblr_megatron.runtime.command_line import guarded, parse
 
 POLL_S, ANSWER_S = 1.0, 5.0
@@ -84,6 +84,7 @@ def serve_arguments(config: Config, environment: Mapping[str, str], port: int, t
         "seed": config.seed,
         "num-threads": rollout.num_threads,
         "speculation-below": rollout.speculation_below,
+        "lora": adapter_shape(config),
     }
     words = [word for name, value in values.items() if value is not None for word in (f"--{name}", str(value))]
     routes = ["--moe-routing-replay"] if config.model.moe_routing_replay else []

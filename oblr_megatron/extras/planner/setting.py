@@ -127,7 +127,8 @@ class Prediction:
     def mfu(self) -> float:
         """FLOPs of a plain gradient of all samples over the trainer's peak during norms, gradient and optimizer."""
         setting = self.setting
-        flops = training_flops(setting.hf_config, [longest_sample(setting.typical)]) * setting.samples
+        frozen = setting.config.model.lora.rank > 0
+        flops = training_flops(setting.hf_config, [longest_sample(setting.typical)], frozen=frozen) * setting.samples
         peak = setting.machine.peak_flops(fp8=setting.config.model.fp8 != "none")
         training = sum(self.phases[name].seconds for name in ("norms", "gradient", "optimizer"))
         return flops / (training * setting.world_size * peak)

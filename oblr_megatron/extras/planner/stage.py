@@ -88,9 +88,32 @@ class Stage:
             if parallel.recompute_method == "block":
                 share = min(1.0, parallel.recompute_num_layers / self.sizes.layers)
             return added(terms, {name: share * seconds for name, seconds in self.layers(tokens).items()})
-        if parallel.recompute_granularity == "selective" and "core_attn" in parallel.recompute_modules:
-            terms["attention"] += self.layers(tokens)["attention"]
+        if parallel.recompute_granularity == "selective":
+            return added(terms, *(self._module(name, tokens) for name in parallel.recompute_modules))
         return terms
+
+    def _module(self, name: str, tokens: Tokens) -> Terms:
+        """Seconds of the forward pass through the layers' modules of a name in parallel.recompute_modules."""
+        sizes, routed = self.sizes, self.sizes.routed(tokens) if self.sizes.experts else 0
+        terms: Terms = {}
+        match name:
+            case "core_attn":
+                terms, elements = {"attention": self._attention(tokens)}, 0.0
+            case "mlp":
+                up, down = (2 * sizes.ffn, sizes.hidden), (sizes.hidden, sizes.ffn)
+                terms = {"products": sum(self.product(tokens.count, *shape) for shape in (up, down))}
+                elements = 3 * tokens.count * sizes.ffn
+            case "moe":
+                terms = {"products": self._experts(tokens), "experts": self._routing(tokens)}
+                elements = routed * (3 * sizes.expert_ffn + 4 * sizes.hidden)
+            case "moe_act":
+                elements = routed * 3 * sizes.expert_ffn
+            case "layernorm":
+                elements = 4 * tokens.split * sizes.hidden
+            case _:
+                raise AssertionError(f"{name} is no module")
+        moved = float(elements * sizes.element) * self.machine.constants.passes
+        return {key: sizes.layers * seconds for key, seconds in (terms | {"elementwise": self._moved(moved)}).items()}
 
     def product(self, count: float, outputs: int, inputs: int, *, head: bool = False) -> float:
         """Seconds of a matrix product with a shard [outputs, inputs]."""

@@ -51,16 +51,27 @@ def forward_flops(hf: Mapping[str, Any], lengths: Iterable[int], *, head: bool =
         head: include the output layer, for every token.
     """
     lengths = list(lengths)
-    weights = _matrices(hf, hf.get("num_experts_per_tok") or 0)
-    if head:
-        weights += hf["vocab_size"] * hf["hidden_size"]
     pairs = sum(length * (length + 1) // 2 for length in lengths)
-    return 2.0 * weights * sum(lengths) + 4.0 * hf["num_hidden_layers"] * _query(hf) * pairs
+    return _product_flops(hf, lengths, head=head) + 4.0 * hf["num_hidden_layers"] * _query(hf) * pairs
 
 
-def training_flops(hf: Mapping[str, Any], lengths: Iterable[int]) -> float:
-    """FLOPs of a forward and a backward pass. For each product, backward has two: for inputs and for weights."""
-    return 3 * forward_flops(hf, lengths)
+def _product_flops(hf: Mapping[str, Any], lengths: Iterable[int], *, head: bool) -> float:
+    """FLOPs of the products with weights in one forward pass."""
+    weights = _matrices(hf, hf.get("num_experts_per_tok") or 0) + head * hf["vocab_size"] * hf["hidden_size"]
+    return 2.0 * weights * sum(lengths)
+
+
+def training_flops(hf: Mapping[str, Any], lengths: Iterable[int], *, frozen: bool = False) -> float:
+    """FLOPs of a forward and a backward pass. For each product, backward has two: for inputs and for weights.
+
+    Args:
+        hf: the model's config.json.
+        lengths: tokens of each sequence, prompt and response.
+        frozen: the weights have no gradient (LoRA). The adapters' own products, below 1%, are not counted.
+    """
+    lengths = list(lengths)
+    whole = forward_flops(hf, lengths)
+    return 3 * whole - (_product_flops(hf, lengths, head=True) if frozen else 0.0)
 
 
 def _query(hf: Mapping[str, Any]) -> int:

@@ -49,7 +49,9 @@ class Utilization:
         seconds = sum(timing.get(f"timing_s/{phase}", 0.0) for phase in TRAINING)
         if self.peak_flops is None or not seconds:
             return metrics
-        flops = training_flops(self.hf_config, self._trained(samples, scored)) * self.config.algo.keep  # on average
+        frozen = self.config.model.lora.rank > 0
+        flops = training_flops(self.hf_config, self._trained(samples, scored), frozen=frozen)
+        flops *= self.config.algo.keep  # on average
         metrics["perf/mfu/actor"] = flops / (seconds * self.world_size * self.peak_flops)
         metrics["perf/mfu/with_norms"] = metrics["perf/mfu/actor"] * (1 + self._norms_apart)
         return metrics

@@ -35,7 +35,9 @@ def skipped_of(prompts: Any) -> list[tuple[int, str]]:
 @pytest.mark.parametrize("column", ["question", "answer", "id", "source"])
 def test_half_of_a_surrogate_pair(tokenizer: PreTrainedTokenizerFast, tmp_path: Path, column: str) -> None:
     path = write_rows(tmp_path / "rows.jsonl", [GOOD | {column: f"3+3{HALF}"}, GOOD, GOOD | {"unused": HALF}])
-    other = write_rows(tmp_path / "other.jsonl", [{"question": "7+7=", "answer": 14, column: f"8+8{HALF}"}])
+    other = write_rows(
+        tmp_path / "other.jsonl", [{"question": "7+7=", "answer": 14, column: f"8+8{HALF}"}, {"question": "9+9="}]
+    )
     for prompts in (stream(tokenizer, path, deduplicate=False), stream(tokenizer, path, exclude=other)):
         assert skipped_of(prompts)[0] == (1, "half of a surrogate pair")
     data = config(path)

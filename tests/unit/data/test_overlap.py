@@ -5,6 +5,7 @@ Oracle of the overlap: the definition, computed by brute force. Not covered: par
 
 from __future__ import annotations
 
+import json
 import logging
 import re
 from pathlib import Path
@@ -87,6 +88,19 @@ def test_rows_that_contain_a_benchmark_question_are_dropped(tokenizer: PreTraine
         ("train.jsonl", 5, "overlapping sums"),
     ]
     assert len(stream(tokenizer, train, exclude=str(test), overlap_threshold=0)) == 5
+
+
+def test_benchmarks_need_no_answers_but_questions(tokenizer: PreTrainedTokenizerFast, tmp_path: Path) -> None:
+    train, lines = rows(tmp_path / "train.jsonl", (DUCKS, 1), ("2+2", 4)), tmp_path / "bench.jsonl"
+    lines.write_text(json.dumps({"question": DUCKS}) + "\n" + json.dumps({"problem": "2+2"}) + "\n")
+    prompts = stream(tokenizer, train, exclude=str(lines))
+    assert reasons(prompts) == [("train.jsonl", 1, f"overlapping {lines}")]
+    for text, said in (('{"problem": "2+2", "answer": "4"}\n', "1 no 'question'"), ("", "the data set is empty")):
+        lines.write_text(text)
+        with pytest.raises(UserError, match=said) as error:
+            stream(tokenizer, train, exclude=str(lines))
+        assert error.value.where == str(lines)
+        assert len(stream(tokenizer, train, exclude=str(lines), overlap_threshold=0)) == 2
 
 
 def test_an_error_if_no_training_row_remains(tokenizer: PreTrainedTokenizerFast, tmp_path: Path) -> None:

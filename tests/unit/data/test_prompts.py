@@ -68,10 +68,10 @@ def test_skipped_rows_and_their_reasons(tokenizer: PreTrainedTokenizerFast, capl
         (9, "not UTF-8"),
         (10, "flagged overlaps_benchmark"),
         (11, "longer than data.max_prompt_tokens 20"),
-        (12, "no 'answer'"),
+        (12, "'answer' is no text and no number but a truth value"),
     ]
     [line] = caplog.messages
-    for part in ("9 rows", "3 no 'answer' (lines 4, 8, 12), 1 not JSON (line 2)", "(line 11: 40 tokens)"):
+    for part in ("9 rows", "2 no 'answer' (lines 4, 8), 1 not JSON (line 2)", "(line 11: 40 tokens)"):
         assert part in line
     assert line.count(str(BROKEN)) == 1 and "\n" not in line
     taken = prompts.next_prompts(3)

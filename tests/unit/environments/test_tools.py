@@ -96,6 +96,21 @@ async def patient(seconds: float) -> str:
     return "waited"
 
 
+class Tools:
+    @staticmethod
+    def total(first: int, second: int) -> int:
+        """Add two numbers.
+
+        Args:
+            first: one number.
+            second: the other one.
+        """
+        return first + second
+
+
+plus = add
+
+
 def untyped(first):
     """Nobody knows."""
     return first
@@ -191,6 +206,12 @@ def test_the_prompt_describes_the_tools() -> None:
     assert tools[1]["function"]["parameters"]["properties"]["second"]["type"] == "integer"
     assert json.loads(json.dumps(tools)) == tools
     assert make_tokenizer().chat_template is None and "tools" not in config.data.chat_template_options
+
+
+def test_a_tool_is_described_by_the_name_that_the_toolbox_knows() -> None:
+    """A static method or another name of a function: the function's own name is not the one that is called."""
+    described = schemas([f"{HERE}:Tools.total", f"{HERE}:plus"])
+    assert [tool["function"]["name"] for tool in described] == ["Tools.total", "plus"]
 
 
 def test_the_short_form() -> None:

@@ -97,6 +97,9 @@ def test_failures_and_timeouts_have_remedies_of_their_own() -> None:
     assert " 3;" in late[0].text and "reward.timeout_s" in late[0].text
     assert " 4;" in both[0].text and "ValueError: no number in it" in both[0].text
     assert "reward.timeout_s" not in both[0].text
+    late_episodes = {"step": 1, "reward/timeouts": 2, "environment/timeouts": 2}
+    found = {alarm.name: alarm.text for alarm in AlarmWatch(PLANNED).check(late_episodes)}
+    assert "rollout.environment.deadline_s" in found["timeouts"] and "episodes" in found
 
 
 def test_a_long_run_with_a_flat_reward_raises_none() -> None:

@@ -9,14 +9,13 @@ import torch
 from oblr_megatron.metrics import MetricsWriter
 from oblr_megatron.observe.prompt_log import VISITS, PromptLog, never_solved
 from oblr_megatron.observe.report.page import write_report
-from oblr_megatron.types import Prompt, Scored
+from oblr_megatron.types import Prompt
 
 PROMPTS = [Prompt(n, f"row<{n}>", "", (1,), "", "sums") for n in range(3)]
 
 
-def scored(*rewards: list[float]) -> Scored:
-    values = torch.tensor(rewards, dtype=torch.float64)
-    return Scored(values, torch.ones_like(values), 0)
+def scored(*rewards: list[float]) -> torch.Tensor:
+    return torch.tensor(rewards, dtype=torch.float64)
 
 
 def run_of(run_dir: Path, steps: int = VISITS) -> PromptLog:
@@ -43,6 +42,13 @@ def test_equal_rewards_tell_nothing(tmp_path: Path) -> None:
     for step in range(9):
         log.write(step, PROMPTS, scored([0.0], [0.0], [0.0]))
     assert never_solved(tmp_path, 99) == {}
+
+
+def test_a_prompt_that_comes_twice_in_a_step_is_solved_by_either(tmp_path: Path) -> None:
+    log = PromptLog(tmp_path)
+    for step in range(VISITS):
+        log.write(step, [PROMPTS[0], PROMPTS[1], PROMPTS[0]], scored([1.0], [0.0], [0.0]))
+    assert never_solved(tmp_path, 99) == {"sums/row<1>": VISITS}
 
 
 def test_a_resumed_run_counts_its_steps_once(tmp_path: Path) -> None:

@@ -90,6 +90,19 @@ def test_gpus_that_are_missing_or_in_use(tmp_path: Path, monkeypatch: pytest.Mon
     assert found.same["GPU kind"] == "NVIDIA H100 80GB HBM3"
 
 
+def test_gpus_of_other_jobs_are_not_asked_about(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Without ConstrainDevices nvidia-smi sees all GPUs of a node, and SLURM sets CUDA_VISIBLE_DEVICES alone."""
+    monkeypatch.setattr(torch.version, "cuda", None)
+    one, other = SMI.splitlines()[1:3]
+    (tmp_path / "nvidia-smi").write_text(f'#!/bin/sh\n{one}\ncase "$*" in *--id=0*) ;; *) {other} ;; esac\n')
+    (tmp_path / "nvidia-smi").chmod(0o755)
+    monkeypatch.setenv("PATH", f"{tmp_path}:{os.environ['PATH']}")
+    for own, busy in (("0", False), ("", True)):
+        monkeypatch.setenv("CUDA_VISIBLE_DEVICES", own)
+        found = examine("a", tmp_path / "none.toml", [], expect_gpus=1, ports=())
+        assert any("GPUs are in use" in what for what, _ in found.problems) == busy
+
+
 def test_a_gpu_that_names_no_memory_is_no_error(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "nvidia-smi").write_text('#!/bin/sh\necho "580.65.06, [N/A], [N/A], 12.1, NVIDIA GB10"\n')
     (tmp_path / "nvidia-smi").chmod(0o755)

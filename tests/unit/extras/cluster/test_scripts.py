@@ -168,6 +168,25 @@ def test_numbers_are_checked(tmp_path: Path, settings: dict[str, str], message: 
     assert done.stderr.count("\n") == 1
 
 
+@pytest.mark.parametrize(
+    ("preset", "words", "settings", "servers"),
+    [
+        ("qwen3_8b", [], {}, 2),
+        ("qwen3_0.6b", [], {}, 8),
+        ("qwen3_32b", [], {}, 1),
+        ("qwen3_32b", ["rollout.tensor_parallel_size=4"], {}, 2),
+        ("qwen3_32b", [], {"OBLR_SERVER_TP": "2"}, 4),
+        ("qwen3_32b", [], {"OBLR_GPUS_PER_NODE": "0"}, 1),
+    ],
+)
+def test_a_server_has_as_many_gpus_as_an_engine_of_the_preset(
+    tmp_path: Path, preset: str, words: list[str], settings: dict[str, str], servers: int
+) -> None:
+    said = started(tmp_path, "servers", preset, *words, **settings).stdout
+    (line,) = (line for line in said.splitlines() if "servers: http" in line)
+    assert line.count("http://node:") == servers
+
+
 def test_tasks_inherit_the_scripts_environment(tmp_path: Path) -> None:
     """sbatch --export=NONE sets SLURM_EXPORT_ENV, which srun reads."""
     started(tmp_path, "servers", "qwen3_8b", SLURM_EXPORT_ENV="NONE", NCCL_DEBUG="INFO")

@@ -28,12 +28,23 @@ def test_each_task_has_its_port_and_its_gpus() -> None:
     serve.add_arguments(parser)
     given = parser.parse_args(servers.serve_arguments(config, environment, 12002, 4))
     assert (given.host, given.port, given.tensor_parallel_size) == ("gpu-07", 12003, 4)
-    assert given.moe_routing_replay
+    assert given.moe_routing_replay and given.lora is None
     assert (given.dtype, given.max_model_len, given.max_num_seqs) == ("bfloat16", 500, 7)
     assert given.api_key_env == "OBLR_API_KEY"
     assert servers.devices_of(environment, 4) == "4,5,6,7"
     assert servers.devices_of(environment | {"CUDA_VISIBLE_DEVICES": "3,2,1,0"}, 2) == "1,0"
     assert servers.devices_of({"SLURM_LOCALID": "1"}, 4) is None
+
+
+@pytest.mark.parametrize(("pushed", "lora"), [("adapter", "16:q_proj,o_proj"), ("merged", "None")])
+def test_a_run_that_pushes_adapters_has_servers_that_take_them(pushed: str, lora: str) -> None:
+    model = {"path": "models/q", "dtype": "bfloat16", "lora": {"rank": 16, "targets": ["q_proj", "o_proj"]}}
+    table = {"run_dir": "unused", "model": model, "data": {"train": "unused"}, "rollout": {"lora": pushed}}
+    parser = argparse.ArgumentParser()
+    serve.add_arguments(parser)
+    environment = {"SLURMD_NODENAME": "gpu-07", "SLURM_LOCALID": "0"}
+    given = parser.parse_args(servers.serve_arguments(parse_config(table), environment, 12002, 1))
+    assert str(given.lora) == lora
 
 
 @pytest.fixture(autouse=True)

@@ -263,6 +263,29 @@ def test_recomputation_longer_samples_and_more_of_them_cost_time() -> None:
     assert training(replace(setting(8, FOLDS), mean_response_tokens=512)) < plain
 
 
+@pytest.mark.parametrize(
+    ("model", "module", "terms"),
+    [
+        ("Qwen3-8B", "core_attn", {"attention": 0.28}),  # backward has 2.5 times the products of a causal forward
+        ("Qwen3-8B", "mlp", {"products": 0.2}),
+        ("Qwen3-8B", "layernorm", {"elementwise": 0.04}),
+        ("Qwen3-30B-A3B", "moe", {"products": 0.15, "experts": 0.3}),
+        ("Qwen3-30B-A3B", "moe_act", {"elementwise": 0.04}),
+    ],
+)
+def test_a_recomputed_module_runs_forward_once_more(model: str, module: str, terms: dict[str, float]) -> None:
+    """Shares of the gradient's terms, of which forward is a third: at least these, and at most that third."""
+    keys: dict[str, Any] = {"recompute_granularity": "selective"}
+    without, with_it = (
+        training_phases(setting(8, FOLDS, model=model, **more))["gradient"].terms
+        for more in ({}, keys | {"recompute_modules": [module]})
+    )
+    changed = {name: with_it[name] / without[name] - 1 for name in with_it if with_it[name] > 1.0001 * without[name]}
+    assert terms.keys() <= changed.keys() <= terms.keys() | {"elementwise"}
+    for name, share in terms.items():
+        assert share * 0.999 <= changed[name] <= 1 / 2, name
+
+
 def test_the_routing_of_experts_costs_time_for_any_number_of_tokens() -> None:
     experts: dict[str, Any] = {"expert_model_parallel_size": 8}
     small, large = (

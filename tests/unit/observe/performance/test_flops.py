@@ -119,3 +119,10 @@ def test_a_backward_pass_costs_twice_a_forward_pass() -> None:
     with FlopCounterMode(display=False) as counter:
         model(torch.randint(0, config.vocab_size, (1, 24)), use_cache=False).logits.sum().backward()
     assert counter.get_total_flops() == 3 * forward
+    for weight in model.parameters():
+        weight.requires_grad_(False)
+    hidden = torch.randn(1, 24, config.hidden_size, requires_grad=True)
+    with FlopCounterMode(display=False) as counter:
+        model(inputs_embeds=hidden, use_cache=False).logits.sum().backward()
+    expected = training_flops(config.to_dict(), [24], frozen=True) + 3 * masked_pairs(config.to_dict(), 24)
+    assert counter.get_total_flops() == expected, "frozen weights"

@@ -57,6 +57,12 @@ def test_mfu_counts_the_samples_that_are_trained_on() -> None:
     assert penalised["perf/mfu/actor"] == pytest.approx(every, rel=1e-12), "the penalty has a gradient everywhere"
 
 
+def test_frozen_weights_have_no_gradient() -> None:
+    found, whole = metrics("model.lora.rank=4")["perf/mfu/actor"], metrics()["perf/mfu/actor"]
+    assert found == pytest.approx(training_flops(HF, [5, 8], frozen=True) / (2.0 * 4 * PEAK), rel=1e-12)
+    assert 0.6 < found / whole < 0.8
+
+
 @pytest.mark.parametrize(
     ("overrides", "passes"),
     [
