@@ -111,8 +111,8 @@ class PromptStream:
                 raise UserError(
                     f"the data position was saved with {key} {state.get(key)!r}, this run has {own!r}",
                     where=", ".join(source.prompts.path for source in self._sources),
-                    fix="resume with the data, weights, template, data.max_prompt_tokens, benchmarks and seed of the run, and "
-                    "with the columns that its rewards and environment take",
+                    fix="resume with the saved data, weights, template, benchmarks, seed and data.max_prompt_tokens, "
+                    "and with the columns that rewards and environment take",
                 )
         for source, position in zip(self._sources, state.get("sources", [state]), strict=True):
             source.seek(position["epoch"], position["index"])

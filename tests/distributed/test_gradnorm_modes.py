@@ -1,8 +1,9 @@
 """Every mode gives the oracle's norms and the gradient sum_n A_n grad_n, in every layout: fp64, relative 1e-10.
 
 The real advantage rule (leave-one-out `optimal`, truncated importance ratios) turns norms into the gradient. A whole
-step is compared: norms w, loss, B = ||g||^2, M of the folds, and every element of the gradient. The same holds for a
-step with prompts that come in waves (`rollout.overlap = "stream"`), out of order.
+step is compared: norms w, loss, B = ||g||^2 and M of the folds with the oracle's, and every element of the gradient
+with that of the layout's first mode (test_updates.py compares elements with an oracle). The same holds for a step with
+prompts that come in waves (`rollout.overlap = "stream"`), out of order.
 
 Twins are the same mode with other windows (`TWINS`). Each layout takes one of two twins, and lets half of its modes
 stream; the other layouts take the others. The nightly tests run every mode, also streamed, in every layout.

@@ -172,13 +172,19 @@ def test_a_launcher_killed_in_its_first_seconds_leaves_no_rank(inputs: Path, tmp
 
 
 def kill_launchers(kills: int, inputs: Path, tmp_path: Path) -> None:
+    """Every second kill comes within 4 s of the ranks' start, the others within 15 s of the launcher's."""
     draw = random.Random(kills)
     delays = [draw.uniform(0, 15) for _ in range(kills)]
 
     def kill(number: int) -> Job:
         job = start("launcher", inputs, tmp_path / f"run{number}", tmp_path / "tmp")
         with job.process:
-            time.sleep(delays[number])
+            deadline = time.monotonic() + GONE_S
+            while number % 2 and not job.ranks():
+                assert time.monotonic() < deadline and job.process.poll() is None, "no rank was started"
+                time.sleep(0.02)
+            time.sleep(delays[number] / 4 if number % 2 else delays[number])
+            assert job.process.poll() is None or not number % 2, "it has ended by itself"
             job.process.kill()
         return job
 

@@ -12,6 +12,9 @@ from torch import Tensor
 from oblr_megatron.algo.baseline import advantages
 from oblr_megatron.algo.formulas import History
 from oblr_megatron.algo.loss import sample_coefficients
+from oblr_megatron.algo.pools import Pools
+from oblr_megatron.config.algo import AlgoConfig
+from oblr_megatron.types import Prompt, Scored
 
 UNBIASED = ["none", "rloo", "optimal", "pooled_mean", "pooled", "optimal_pooled"]
 EXPECTED, PULL = (0.37, -0.8), 0.6  # what earlier steps told about each prompt, whatever it was
@@ -56,6 +59,33 @@ def test_the_estimator_is_unbiased(toy, name, size):
 @pytest.mark.parametrize("name", ["none", "pooled_mean", "pooled"])
 def test_a_pool_is_unbiased_with_one_response_a_prompt(toy, name):
     torch.testing.assert_close(expectation(toy, name, 1), toy.gradients.mean(0), rtol=0, atol=1e-12)
+
+
+@pytest.mark.parametrize("name", ["pooled_mean", "pooled"])
+def test_the_second_step_of_real_pools_is_unbiased(toy, name):
+    """Every outcome of two steps of one response to each of two prompts; the pools have the first step's rewards."""
+    prompts = [Prompt(number, str(number), "", (1,), "", "toy") for number in range(2)]
+    picks = [(a, b) for a in range(toy.probs.shape[1]) for b in range(toy.probs.shape[1])]
+
+    def values(tensor: Tensor, pick: tuple[int, int]) -> Tensor:
+        return torch.stack([tensor[prompt, response] for prompt, response in enumerate(pick)])
+
+    total, spread = torch.zeros_like(toy.gradients[0]), set()
+    for first in picks:
+        pools = Pools(AlgoConfig(baseline=name))
+        rewards, norms, lengths = (values(part, first)[:, None] for part in (toy.rewards, toy.norms_sq, toy.lengths))
+        pools.observe(prompts, Scored(rewards, lengths, 0), norms, pools.history(prompts))
+        history = pools.history(prompts)
+        spread.add(tuple(history.expected.tolist()))
+        for second in picks:
+            chance = values(toy.probs, first).prod() * values(toy.probs, second).prod()
+            rewards, norms, lengths = (
+                values(part, second)[:, None] for part in (toy.rewards, toy.norms_sq, toy.lengths)
+            )
+            advantage = advantages(name, rewards, norms, lengths, history)
+            total += chance * torch.einsum("p,pd->d", advantage[:, 0], values(toy.scores, second)) / 2
+    assert len(spread) > 4, "the pools depend on the first step"
+    torch.testing.assert_close(total, toy.gradients.mean(0), rtol=0, atol=1e-12)
 
 
 @pytest.mark.parametrize("size", [2, 3])
