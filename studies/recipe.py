@@ -41,7 +41,7 @@ def read_recipe(task: str, path: Path) -> Recipe:
     """Read the config of a task.
 
     Raises:
-        UserError: the file is not a config of a run with one held-out set.
+        UserError: the file is not a config of a run with one held-out set and equally many samples in every step.
     """
     table = read_table(path)
     config = parse_config(table, str(path))
@@ -49,6 +49,10 @@ def read_recipe(task: str, path: Path) -> Recipe:
     if len(held_out) != 1:
         what = f"evaluate.data has {len(held_out)} sets, and a learning curve is of one"
         raise UserError(what, where=str(path), fix="name one held-out set")
+
+    if config.rollout.dynamic_sampling:
+        what = "rollout.dynamic_sampling draws a number of samples that a curve over samples does not count"
+        raise UserError(what, where=str(path), fix="leave it out")
 
     def moved(sources: list[SourceConfig], name: str) -> Iterator[dict[str, Any]]:
         for number, source in enumerate(sources):

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from oblr_megatron.checkpoint.hf_dir import check_hf_dir
-from oblr_megatron.config import parse_config
+from oblr_megatron.config import Config, parse_config
 from oblr_megatron.engine.protocol import SamplingRequest
 from oblr_megatron.errors import UserError
 from oblr_megatron.evaluation.accuracy import metrics
@@ -35,11 +35,13 @@ def open_recipe(config: ToyConfig) -> Iterator[TrlTask]:
     """Open the recipe for TRL; the block's end closes the reward.
 
     Raises:
-        UserError: the recipe has a mistake, or TRL would tokenize a prompt in another way.
+        UserError: the recipe has a mistake or a setting that TRL's arm lacks, or TRL would tokenize a prompt in another
+            way.
     """
     from transformers import AutoModelForCausalLM
 
     run = parse_config(train_table(config), "the study's config")
+    check_settings(run, config.task)
     directory = check_hf_dir(run.model.path)
     tokenizer, inputs = directory.tokenizer(), open_inputs(run, directory, None, [])
     assert inputs.stream is not None, "the recipe samples prompts"
@@ -79,6 +81,23 @@ def open_recipe(config: ToyConfig) -> Iterator[TrlTask]:
         )
 
 
+def check_settings(run: Config, task: str) -> None:
+    """Refuse (UserError) settings without which TRL would be trained on another problem than the run."""
+    rollout = run.rollout
+    for key, used in {
+        "rollout.top_p": rollout.top_p < 1,
+        "rollout.top_k": rollout.top_k > 0,
+        "rollout.min_p": rollout.min_p > 0,
+        "rollout.overlap": rollout.overlap != "none",
+        "rollout.environment": bool(rollout.environment.function),
+        "model.lora": run.model.lora.rank > 0,
+    }.items():
+        if used:
+            raise UserError(
+                f"the TRL backend has no {key}", where=task, fix="leave it out, or leave out the arms of TRL"
+            )
+
+
 class TransformersSampler:
     """Samples for `evaluate` with transformers' `generate`.
 
@@ -100,6 +119,7 @@ class TransformersSampler:
         pad = end if self._tokenizer.pad_token_id is None else self._tokenizer.pad_token_id
         padded = self._tokenizer.pad({"input_ids": [list(p.token_ids) for p in prompts]}, return_tensors="pt")
         drawn = {"temperature": request.temperature, "top_p": request.top_p, "top_k": max(request.top_k, 0)}
+        plain = {"repetition_penalty": 1.0, "no_repeat_ngram_size": 0}  # not those of the model's generation_config
         with torch.random.fork_rng():
             torch.manual_seed(request.seed)
             ids = self._generate(
@@ -109,6 +129,7 @@ class TransformersSampler:
                 do_sample=not request.greedy,
                 eos_token_id=end,
                 pad_token_id=pad,
+                **plain,
                 **({} if request.greedy else drawn),
             )
         rows = ids[:, padded["input_ids"].shape[1] :].tolist()

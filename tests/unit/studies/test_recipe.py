@@ -23,6 +23,7 @@ from studies.plan import load_plan
 from studies.recipe import prepare_recipe
 from studies.toy_trainer import ToyConfig
 from studies.train_backend import train_table
+from studies.trl_recipe import check_settings
 from tests.unit.studies.runs import key_of, recipe_plan, write_recipe
 
 
@@ -62,12 +63,26 @@ def test_bad_recipes_are_refused(recipe: Path, tmp_path: Path) -> None:
     prepare_recipe("words", recipe, tmp_path / "start")
     (longer := tmp_path / "longer.toml").write_text(text.replace("response_tokens = 6", "response_tokens = 7"))
     (none := tmp_path / "none.toml").write_text(text.replace(f'kept = "{tmp_path}/kept.jsonl"', ""))
-    for path, named in ((longer, "has changed"), (none, "evaluate.data has 0 sets")):
+    (uneven := tmp_path / "uneven.toml").write_text(text.replace("[rollout]", "[rollout]\ndynamic_sampling = true"))
+    for path, named in (
+        (longer, "has changed"),
+        (none, "evaluate.data has 0 sets"),
+        (uneven, "rollout.dynamic_sampling draws"),
+    ):
         with pytest.raises(UserError, match=named):
             prepare_recipe("words", path, tmp_path / "start")
     shutil.rmtree(tmp_path / "model")
     with pytest.raises(UserError, match=r"the recipe names .*model, which is missing"):
         prepare_recipe("other", recipe, tmp_path / "start")
+
+
+@pytest.mark.parametrize("key", ["rollout.top_p", "rollout.top_k", "rollout.min_p", "model.lora"])
+def test_settings_that_trl_lacks_are_refused(recipe: Path, tmp_path: Path, key: str) -> None:
+    table = train_table(config_of(recipe, tmp_path))
+    check_settings(parse_config(table), "words")
+    value = {"rollout.top_k": "=16", "model.lora": ".rank=4"}.get(key, "=0.5")
+    with pytest.raises(UserError, match=f"no {key}"):
+        check_settings(parse_config(table, "here", [key + value]), "words")
 
 
 @pytest.mark.skipif(find_spec("trl") is None, reason="TRL, the peer, is not installed")
