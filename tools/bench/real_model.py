@@ -6,7 +6,7 @@
 
 64 responses of about 100 tokens to prompts of about 50, in fp32, and in bf16 on a processor with bf16 units. Rows:
 
-- gradient, transformers: forward and backward of the log-probs by transformers and autograd, processor time
+- gradient, transformers: forward and backward of the responses' log-probs by transformers and autograd, processor time
 - gradient, exact norms: `StepGradient` with the default recipe: norms of all responses, gradient, signal and noise
 - gradient, keep 0.5: the same of the responses that `algo.keep` leaves in
 - step, trl_grpo: TRL's GRPO with transformers' `generate`; `--rows` samples in each pass
@@ -165,9 +165,10 @@ def _arms(
     def transformers() -> None:
         plain.zero_grad()
         for part in microbatches:
-            logits = plain(input_ids=part.input_ids, use_cache=False).logits.float()
-            logprobs = -torch.nn.functional.cross_entropy(logits.flatten(0, 1), part.labels.flatten(), reduction="none")
-            weights = (part.per_token(coefficients[part.sample_index]) * part.mask).flatten().float()
+            hidden = plain.model(input_ids=part.input_ids, use_cache=False).last_hidden_state
+            logits = plain.lm_head(hidden[part.mask]).float()  # as ours, of the responses' tokens alone
+            logprobs = -torch.nn.functional.cross_entropy(logits, part.labels[part.mask], reduction="none")
+            weights = part.per_token(coefficients[part.sample_index])[part.mask].float()
             (-(weights * logprobs).sum()).backward()
 
     policy = build_policy(hf_config, config.model, parallel, config.parallel)
