@@ -160,7 +160,7 @@ def test_small_buckets_carry_the_same_weights(rollout, monkeypatch):
 def test_a_prompt_that_is_too_long_is_refused_and_the_next_call_works(rollout):
     engines, _, _ = rollout
     prompt = sample(engines, count=1)[0].prompt_ids
-    with pytest.raises(RunError, match=r"engine 0 .* rank 0 .* 2 x 1 samples .*64"):
+    with pytest.raises(RunError, match=r"engine 0 .* rank 0 waited for 2 x 1 samples: .*64"):
         list(engines._engine.stream([prompt, (5,) * 70], range(2), _request(engines)))
     assert len(sample(engines)) == 48
 
