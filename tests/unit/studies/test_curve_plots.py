@@ -37,6 +37,7 @@ def task_of(num_arms: int, spread: float = 0.0) -> TaskSummary:
                 10,
                 steps,
                 steps,
+                {},
             )
             for seed in range(3)
         ]
