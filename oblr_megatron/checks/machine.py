@@ -156,9 +156,8 @@ def check_pushable(hf_config: Mapping[str, Any], config: Config, *, on_gpu: bool
         UserError: weights.verify is on for a mixture of experts on GPUs; or `check_slot`.
     """
     if config.model.lora.rank and config.rollout.lora == "adapter" and config.rollout.replay is None:
-        dtype = config.model.dtype if config.rollout.dtype == "auto" else config.rollout.dtype
         fix = 'set model.dtype or rollout.dtype to "bfloat16", or rollout.lora to "merged"'
-        check_slot(dtype, on_gpu=on_gpu, where="config: rollout.lora", fix=fix)
+        check_slot(config.engine_dtype, on_gpu=on_gpu, where="config: rollout.lora", fix=fix)
     if on_gpu and num_experts(hf_config) and config.weights.verify and config.rollout.replay is None:
         raise UserError(
             "weights.verify cannot read experts back, because vLLM keeps them in the layout of its GPU kernels",

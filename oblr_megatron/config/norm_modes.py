@@ -51,7 +51,9 @@ def _one_pass_problem(config: Config, mode: str, block: int) -> Problem | None:
         what = f"algo.keep {algo.keep:g} leaves out single responses, but {mode} needs all of a group"
         return what, 'set gradnorm.mode to "auto"'
     if facts.needs_norms and facts.divisor == "centred_std":
-        what = f"algo.baseline {algo.baseline!r} divides by a deviation over all prompts, whose norms come too late"
+        what = (
+            f"algo.baseline {algo.baseline!r} divides by a deviation over all prompts; one pass knows the norms of some"
+        )
     elif config.gradnorm.sample_fraction < 1:
         what = "gradnorm.sample_fraction below 1 measures some samples, but one pass measures all"
     elif algo.kl_coefficient:

@@ -105,6 +105,11 @@ class Config(Section):
         return 0 < self.rollout.top_k <= LARGEST_SUPPORT
 
     @property
+    def engine_dtype(self) -> str:
+        """Dtype of the engines' weights: rollout.dtype, or by default the trainer's."""
+        return self.model.dtype if self.rollout.dtype == "auto" else self.rollout.dtype
+
+    @property
     def stashes(self) -> bool:
         """Whether a step keeps the gradient of each response of a prompt (mode "stash")."""
         return self.measures_norms and self.gradnorm.mode == "stash"

@@ -85,8 +85,8 @@ def check(options: argparse.Namespace) -> EvalTask:
     on_gpu = torch.cuda.is_available()
     check_head_size(model.config, model.path, on_gpu=on_gpu)
     if adapter is not None:
-        dtype = config.model.dtype if config.rollout.dtype == "auto" else config.rollout.dtype
-        check_slot(dtype, on_gpu=on_gpu, where="--adapter", fix=f"add rollout.dtype=bfloat16, or {MERGE}")
+        fix = f"add rollout.dtype=bfloat16, or {MERGE}"
+        check_slot(config.engine_dtype, on_gpu=on_gpu, where="--adapter", fix=fix)
     if on_gpu:
         refuse(build_problem())
     sets = load_sets(sources, config, model.tokenizer())

@@ -113,8 +113,7 @@ def adapter_shape(config: Config) -> AdapterShape | None:
 
 def engine_dtype(config: Config) -> torch.dtype:
     """Dtype of the engine's weights and of pushes: rollout.dtype, or by default the trainer's."""
-    name = config.model.dtype if config.rollout.dtype == "auto" else config.rollout.dtype
-    return torch.bfloat16 if name == "bfloat16" else torch.float32
+    return torch.bfloat16 if config.engine_dtype == "bfloat16" else torch.float32
 
 
 def _visible_devices(first: int, count: int) -> str:

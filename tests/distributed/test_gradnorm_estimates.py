@@ -155,7 +155,7 @@ def test_microbatches_without_samples_have_no_energy(tmp_path: Path) -> None:
     """Replicas that share experts run equally many microbatches; the empty ones leave the norms as they are."""
     path = str(make_moe_hf_dir(tmp_path / "moe", seed=7, dtype=torch.float64))
     ((one, sq_norm), *_) = run_ranks(mixture_steps, 1, path, {})[0]
-    assert one[0, 0] > 0, "of sample 0, whose number the empty microbatches have"
+    assert one[0, 0] > 0, "an empty microbatch names sample 0, so this norm must not be 0"
     for rank in run_ranks(mixture_steps, 2, path, {"ep": 2}):
         for norms, found in rank:
             torch.testing.assert_close(norms, one, rtol=1e-10, atol=0)

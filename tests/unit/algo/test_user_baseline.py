@@ -260,7 +260,7 @@ def configured(*overrides: str) -> Config:
         ("of_other_prompts", ["rollout.overlap=stream"], "reads the rewards of all prompts"),
         ("weighted", ["gradnorm.sample_fraction=0.5"], "reads every norm of its step"),
         ("weighted", ["algo.updates_per_batch=2"], "norms measured before the first update"),
-        ("divides_by_all", ["gradnorm.mode=stash"], "whose norms come too late"),
+        ("divides_by_all", ["gradnorm.mode=stash"], "one pass knows the norms of some"),
         ("undeclared", [], "does not declare what it reads"),
     ],
 )
