@@ -296,8 +296,8 @@ oblr_launch() {
 oblr_engine_tp() {
     local key=rollout.tensor_parallel_size found
     found="$(printf '%s\n' "${overrides[@]}" | sed -n "s/^$key *= *//p" | tail -n 1)"
-    [[ -n $found ]] || found="$(awk '/^\[/ { on = $1 == "[rollout]" } on && $1 == "tensor_parallel_size" { print $3 }' \
-        "$OBLR_CONFIG")"
+    [[ -n $found ]] || found="$(awk -F '[=#[:space:]]+' '/^\[/ { on = $1 == "[rollout]" }
+        on && $1 == "tensor_parallel_size" { print $2 }' "$OBLR_CONFIG")"
     ((gpus > 0)) && echo "${found:-1}" || echo 1
 }
 

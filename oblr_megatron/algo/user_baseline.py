@@ -105,7 +105,7 @@ def _random_inputs(num_prompts: int, group_size: int, facts: Baseline) -> Baseli
 
 
 def _without_pools(known: History) -> Iterator[History]:
-    """Histories of a first step: of no prompt, as NaN, which a run has, and None; and of one prompt alone."""
+    """Histories without a pool: None; NaN for every prompt, as in a run's first step; NaN for all prompts but one."""
     assert known.expected is not None, "of a pooled baseline"
     nothing = torch.full_like(known.expected, torch.nan)
     yield NO_HISTORY

@@ -160,12 +160,10 @@ def with_saved_mode(config: Config, checkpoints: Sequence[Checkpoint]) -> Config
     """Keep the mode that "auto" chose before for the same layout and norms: modes differ in a gradient's last bits."""
     if config.gradnorm.mode != "auto" or not checkpoints:
         return config
-    before, now = checkpoints[0].state["config"], config.model_dump(mode="json")
-    mode = before["gradnorm"]["mode"]
-    same = before["gradnorm"] == now["gradnorm"] | {"mode": mode}
-    return (
-        with_mode(config, mode) if same and all(before[name] == now[name] for name in ("parallel", "algo")) else config
-    )
+    before = checkpoints[0].state["config"]
+    kept = with_mode(config, before["gradnorm"]["mode"])
+    now = kept.model_dump(mode="json")
+    return kept if all(before[name] == now[name] for name in ("parallel", "algo", "gradnorm")) else config
 
 
 def find_saved(config: Config, model: HFDir) -> list[Checkpoint]:

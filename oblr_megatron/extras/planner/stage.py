@@ -94,26 +94,18 @@ class Stage:
 
     def _module(self, name: str, tokens: Tokens) -> Terms:
         """Seconds of the forward pass through the layers' modules of a name in parallel.recompute_modules."""
-        sizes, routed = self.sizes, self.sizes.routed(tokens) if self.sizes.experts else 0
-        terms: Terms = {}
+        sizes, elements = self.sizes, self._elements(tokens)
+        moved = elements.get(name, 0.0) + (elements["moe_act"] if name == "moe" else 0.0)
+        terms = {"elementwise": self._moved(self._bytes(moved))}
         match name:
             case "core_attn":
-                terms, elements = {"attention": self._attention(tokens)}, 0.0
+                terms["attention"] = self._attention(tokens)
             case "mlp":
-                up, down = (2 * sizes.ffn, sizes.hidden), (sizes.hidden, sizes.ffn)
-                terms = {"products": sum(self.product(tokens.count, *shape) for shape in (up, down))}
-                elements = 3 * tokens.count * sizes.ffn
+                shapes = (2 * sizes.ffn, sizes.hidden), (sizes.hidden, sizes.ffn)
+                terms["products"] = sum(self.product(tokens.count, *shape) for shape in shapes)
             case "moe":
-                terms = {"products": self._experts(tokens), "experts": self._routing(tokens)}
-                elements = routed * (3 * sizes.expert_ffn + 4 * sizes.hidden)
-            case "moe_act":
-                elements = routed * 3 * sizes.expert_ffn
-            case "layernorm":
-                elements = 4 * tokens.split * sizes.hidden
-            case _:
-                raise AssertionError(f"{name} is no module")
-        moved = float(elements * sizes.element) * self.machine.constants.passes
-        return {key: sizes.layers * seconds for key, seconds in (terms | {"elementwise": self._moved(moved)}).items()}
+                terms |= {"products": self._experts(tokens), "experts": self._routing(tokens)}
+        return {key: sizes.layers * seconds for key, seconds in terms.items()}
 
     def product(self, count: float, outputs: int, inputs: int, *, head: bool = False) -> float:
         """Seconds of a matrix product with a shard [outputs, inputs]."""
@@ -127,12 +119,23 @@ class Stage:
         Elements: 8 n' h (two norms, two residuals), 4 n (q + 2 kv) (norms of q and k, rotary embedding), 3 n f (gated
         unit), with n' = n / tp with sequence parallelism. Each token routed to an expert adds 4 h for both ways.
         """
+        return self._bytes(sum(self._elements(tokens).values()))
+
+    def _elements(self, tokens: Tokens) -> dict[str, float]:
+        """Elements of `elementwise_bytes` by part of a layer; parts of parallel.recompute_modules have its names."""
         sizes = self.sizes
-        elements = 8 * tokens.split * sizes.hidden + 4 * tokens.count * sizes.qkv
-        elements += 3 * tokens.count * sizes.ffn
-        if sizes.experts:
-            elements += sizes.routed(tokens) * (3 * sizes.expert_ffn + 4 * sizes.hidden)
-        return float(elements * sizes.element) * self.machine.constants.passes
+        routed = sizes.routed(tokens) if sizes.experts else 0
+        return {
+            "layernorm": 4 * tokens.split * sizes.hidden,
+            "residual": 4 * tokens.split * sizes.hidden,
+            "qkv": 4 * tokens.count * sizes.qkv,
+            "mlp": 3 * tokens.count * sizes.ffn,
+            "moe": 4 * routed * sizes.hidden,
+            "moe_act": 3 * routed * sizes.expert_ffn,
+        }
+
+    def _bytes(self, elements: float) -> float:
+        return float(elements * self.sizes.element) * self.machine.constants.passes
 
     def _peak(self, head: bool = False) -> float:
         """FLOP/s of large products; the output layer stays in bf16 under FP8."""
