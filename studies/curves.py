@@ -28,6 +28,7 @@ from studies.jobs import LOG_FILE, WORKER, Ended, Job, last_line, run_jobs, to_d
 from studies.plan import Plan, load_plan, merged
 from studies.recipe import prepare_recipe, read_recipe
 from studies.results import Key, asked_of, cells_on_disk, is_whole, metrics_dir, read_result, selection_of
+from studies.rows import keep, restore
 from studies.summary import as_json, summarise, write_runs
 from studies.sweep import Cell
 from studies.tables import document
@@ -68,6 +69,7 @@ def study_curves(options: argparse.Namespace) -> int:
         raise UserError(f"--jobs {options.jobs} is less than 1", where="command line", fix="give 1 or more")
     out = options.out.resolve()
     with nullcontext() if options.summary else claimed(out):  # a summary may be written while the study runs
+        restore(plan, out)
         starts = dict.fromkeys(plan.tasks, out / "start") if options.summary else prepared(plan, out)
         study = Curves(plan, out, starts, processes=options.jobs, deadline_s=options.deadline_s)
         if options.summary:
@@ -261,6 +263,8 @@ class Curves:
                 nonlocal count
                 count += 1
                 advance(1)
+                if not ended.fault:
+                    keep(ended.job.key, self.out, ended.seconds)
                 left = duration((time.monotonic() - began) / count * (len(jobs) - count))
                 print(f"{phase} {count}/{len(jobs)}, {left} left  {line_of(ended, self.out)}", flush=True)
 

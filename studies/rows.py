@@ -1,0 +1,141 @@
+"""Finished runs as lines of DIR/rows.jsonl, small enough for a repository.
+
+A clone has no run directories. The study makes them again from the lines, and continues where the file ends. A line
+has the run's key, the settings that differ from their defaults, and its learning curve:
+
+    {"task": "sums", "arm": "tempered", "cell": "64x1/lr0.001", "seed": 100, "date": "2026-11-28", "seconds": 9.3,
+     "settings": {...}, "curve": {"step": [0, 8, ...], "mean_at_k": [...], ...}, "costs": {"timing_s/step": 0.1, ...}}
+"""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Iterator
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import Any
+
+from oblr_megatron.errors import UserError
+from oblr_megatron.metrics import METRICS_FILE, write_whole
+from studies.plan import Plan, merged
+from studies.results import ASKED_FILE, Key, Result, asked_of, metrics_dir, read_result
+from studies.sweep import Cell
+
+ROWS_FILE = "rows.jsonl"
+OF_THE_KEY = {"task", "seed", "num_prompts", "group_size", "start_dir", "run_dir", "control_from"}
+DIGITS = 6  # significant, of every number
+
+
+def keep(key: Key, out: Path, seconds: float) -> None:
+    """Append the line of a run that has ended; nothing if it is incomplete."""
+    result, asked = read_result(key, out), asked_of(key.run_dir(out))
+    if result is None or asked is None:
+        return
+    row = {
+        "task": key.task,
+        "arm": key.arm,
+        "cell": str(key.cell),
+        "seed": key.seed,
+        "date": datetime.now(UTC).date().isoformat(),
+        "seconds": round(seconds, 1),
+        "settings": _settings(asked),
+        "curve": _curve(result),
+        "costs": {name: _short(value) for name, value in result.costs.items() if not math.isnan(value)},
+    }
+    with (out / ROWS_FILE).open("a", encoding="utf-8") as file:
+        file.write(json.dumps(row) + "\n")
+
+
+def restore(plan: Plan, out: Path) -> int:
+    """Make the missing run directories of the file's lines; returns their number.
+
+    Controls that take another arm's rates are left out, and those arms: a line does not hold the rates of single steps.
+
+    Raises:
+        UserError: a line is damaged, or has settings that are unknown today. A last line that was cut is skipped.
+    """
+    path, count = out / ROWS_FILE, 0
+    sources = {arm.rates_of for arm in plan.arms.values()}
+    whole = {name for name, arm in plan.arms.items() if not arm.rates_of and name not in sources}
+    if not path.exists():
+        return 0
+    lines = path.read_text(encoding="utf-8").splitlines(keepends=True)
+    if not lines[-1].endswith("\n"):
+        write_whole(path, "".join(lines := lines[:-1]))  # the next line must not be added to it
+    for number, line in reversed(list(enumerate(lines, 1))):  # a run that was repeated has its last line
+        try:
+            row = json.loads(line)
+            key = Key(row["task"], row["arm"], Cell.parse(row["cell"]), int(row["seed"]))
+            if key.arm in whole and not key.run_dir(out).exists():
+                _write(row, key, out)
+                count += 1
+        except (ValueError, KeyError, TypeError) as error:
+            what = f"not the line of a run: {error!r}".replace("\n", " ")
+            raise UserError(what, where=f"{path}:{number}", fix="restore the line, or remove it") from None
+    return count
+
+
+def _settings(asked: dict[str, Any]) -> dict[str, Any]:
+    """What the run was asked for beyond its key; without defaults, unless a preset would then change it."""
+    from studies.toy_trainer import ToyConfig
+
+    config = ToyConfig.model_validate(asked["config"])
+    short = config.model_dump(mode="json", exclude_defaults=True)
+    found = short if ToyConfig.model_validate(short) == config else config.model_dump(mode="json")
+    optimizer = {name: value for name, value in found.get("optimizer", {}).items() if name != "lr"}
+    own = {name: value for name, value in found.items() if name not in OF_THE_KEY}
+    return {"backend": asked["backend"], **own, "optimizer": optimizer}
+
+
+def _curve(result: Result) -> dict[str, list[float | None]]:
+    """The result's curves by the names of their metrics."""
+    curves = {
+        "step": result.steps,
+        "mean_at_k": result.accuracy,
+        "accuracy": result.greedy,
+        "pass_at_k": result.solved,
+        "entropy": result.entropy,
+    }
+    return {name: [_short(value) for value in values.tolist()] for name, values in curves.items()}
+
+
+def _short(value: float) -> float | None:
+    """The number with few digits; None for NaN, which JSON does not have."""
+    return None if math.isnan(value) else float(f"{value:.{DIGITS}g}")
+
+
+def _write(row: dict[str, Any], key: Key, out: Path) -> None:
+    """Make a run directory from which `read_result` reads the row's curve."""
+    from studies.toy_trainer import ToyConfig
+
+    settings, run_dir = dict(row["settings"]), key.run_dir(out)
+    backend = settings.pop("backend")
+    own = {
+        "task": key.task,
+        "seed": key.seed,
+        "num_prompts": key.cell.num_prompts,
+        "group_size": key.cell.group_size,
+        "start_dir": str(out / "start"),
+        "run_dir": str(run_dir),
+        "optimizer": {"lr": key.cell.lr},
+    }
+    config = ToyConfig.model_validate(merged(settings, own))
+    records = "".join(json.dumps(record) + "\n" for record in _records(row, config.num_steps))
+    directory = metrics_dir(run_dir, backend)
+    directory.mkdir(parents=True)
+    write_whole(run_dir / ASKED_FILE, json.dumps({"backend": backend, "config": config.model_dump(mode="json")}) + "\n")
+    write_whole(directory / METRICS_FILE, records)
+
+
+def _records(row: dict[str, Any], num_steps: int) -> Iterator[dict[str, Any]]:
+    """The lines of metrics.jsonl. A step's entropy is that of the policy before its update."""
+    curve, task = row["curve"], row["task"]
+    records: dict[int, dict[str, Any]] = {}
+    for place, step in enumerate(map(int, curve["step"])):
+        values = {f"eval/{task}/{name}": curve[name][place] for name in ("mean_at_k", "accuracy", "pass_at_k")}
+        of_entropy = min(step + 1, num_steps)
+        records[step] = records.get(step, {}) | {name: value for name, value in values.items() if value is not None}
+        if curve["entropy"][place] is not None:
+            records[of_entropy] = records.get(of_entropy, {}) | {"entropy": curve["entropy"][place]}
+    return ({"step": step, **records[step], **(row["costs"] if step else {})} for step in sorted(records))

@@ -1,0 +1,143 @@
+"""Runs that live on as lines of rows.jsonl: the same curves and tables in another directory, and damaged files."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from oblr_megatron.errors import UserError
+from studies.curves import Curves
+from studies.plan import Plan, load_plan
+from studies.results import Result, read_result
+from studies.rows import ROWS_FILE, keep, restore
+from studies.start import prepare
+from tests.unit.studies.runs import key_of, worker, write_run
+
+PLAN = """
+tasks = ["sums"]
+seeds = 2
+sweep_seeds = [10]
+num_steps = 4
+shapes = ["4x2"]
+evaluate_every = 2
+reference = "ours"
+learning_rates = [1e-2, 1e-3]
+grid_extensions = 0
+[arms.ours]
+algo.norm_power = 0.25
+algo.baseline = "pooled"
+[arms.reinforce_pp]
+peer = true
+algo.preset = "reinforce_pp"
+algo.aggregation = "constant"
+[arms.shuffled]
+rates_of = "reinforce_pp"
+sweep = false
+control = "shuffled"
+"""
+SHAPE = (4, 2)
+
+
+def study_at(out: Path, text: str = PLAN) -> Curves:
+    out.parent.mkdir(parents=True, exist_ok=True)
+    (out.parent / "plan.toml").write_text(text)
+    plan = load_plan(out.parent / "plan.toml")
+    return Curves(plan, out, {"sums": out / "start"}, processes=2, worker=worker(out.parent))
+
+
+def moved(study: Curves, to: Path) -> Plan:
+    """Copy only rows.jsonl."""
+    to.mkdir(parents=True)
+    shutil.copy(study.out / ROWS_FILE, to)
+    return study.plan
+
+
+def assert_same(found: Result | None, wanted: Result | None) -> None:
+    assert found is not None and wanted is not None
+    for name in ("steps", "accuracy", "greedy", "solved", "entropy"):
+        np.testing.assert_allclose(getattr(found, name), getattr(wanted, name), rtol=1e-5)
+    assert found.costs == pytest.approx(wanted.costs, rel=1e-5, nan_ok=True)
+    assert (found.key, found.num_steps) == (wanted.key, wanted.num_steps)
+
+
+def test_a_clone_continues_where_the_lines_end(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    study = study_at(tmp_path / "here/out")
+    study.run()
+    assert not study.failed
+    clone = tmp_path / "there/out"
+    plan = moved(study, clone)
+    assert restore(plan, clone) == 4  # two of ours in the sweep, two in the comparison
+    for run in ((1e-2, 10), (1e-3, 10), (1e-3, 0), (1e-3, 1)):
+        key = key_of("sums", "ours", *run, SHAPE)
+        assert_same(read_result(key, clone), read_result(key, study.out))
+    assert restore(plan, clone) == 0
+    again = study_at(clone)
+    capsys.readouterr()
+    again.run()
+    said = [line for line in capsys.readouterr().out.splitlines() if line.endswith("runs to do")]
+    # reinforce_pp supplies rates to a control, which a line does not hold: it and the control run again
+    assert said == ["sums sweep: 2 of 4 runs to do", "sums main: 4 of 6 runs to do"] and not again.failed
+    other = study_at(clone, PLAN.replace("norm_power = 0.25", "norm_power = 0.125"))
+    with pytest.raises(UserError, match=r"algo\.norm_power is 0\.25, the plan asks for 0\.125"):
+        other.run()
+
+
+def test_toy_runs_and_a_preset_that_was_overridden(tmp_path: Path) -> None:
+    """The settings of real runs survive; `constant` is the default, which the preset alone would change."""
+    text = PLAN.split("[arms.shuffled]", maxsplit=1)[0].replace("seeds = 2", "seeds = 1").replace("[1e-2, 1e-3]", "[1e-3]")
+    (tmp_path / "plan.toml").write_text(text)
+    plan = load_plan(tmp_path / "plan.toml")
+    start = prepare("sums", "middle", tmp_path / "start", steps=3)
+    study = Curves(plan, tmp_path / "out", {"sums": start}, processes=2)
+    study.run()
+    assert not study.failed
+    clone = tmp_path / "clone"
+    moved(study, clone)
+    assert restore(plan, clone) == 2
+    again = Curves(plan, clone, {"sums": start}, processes=2)
+    again.check()
+    for arm in plan.arms:
+        key = key_of("sums", arm, 1e-3, 0, SHAPE)
+        assert_same(read_result(key, clone), read_result(key, study.out))
+        rows = [json.loads(line) for line in (clone / ROWS_FILE).read_text().splitlines()]
+        assert {row["arm"]: row["seconds"] > 0 for row in rows}[arm]
+
+
+def test_curves_with_an_evaluation_after_every_step_or_without_entropies(tmp_path: Path) -> None:
+    write_run(tmp_path / "a", key_of("sums", "ours", 1e-2, 0), [0.1, 0.2, 0.4])
+    (tmp_path / "plan.toml").write_text(PLAN)
+    plan, key = load_plan(tmp_path / "plan.toml"), key_of("sums", "ours", 1e-2, 0)
+    wanted = read_result(key, tmp_path / "a")
+    assert wanted is not None
+    keep(key, tmp_path / "a", 1.0)
+    (tmp_path / "b").mkdir()
+    shutil.copy(tmp_path / "a" / ROWS_FILE, tmp_path / "b")
+    restore(plan, tmp_path / "b")
+    assert_same(read_result(key, tmp_path / "b"), wanted)
+
+
+def test_damaged_files(tmp_path: Path) -> None:
+    write_run(tmp_path / "a", key_of("sums", "ours", 1e-2, 0), [0.1, 0.2, 0.4])
+    write_run(tmp_path / "a", key_of("sums", "ours", 1e-2, 1), [0.1, 0.2, 0.4], cut=True)
+    (tmp_path / "plan.toml").write_text(PLAN)
+    plan, path = load_plan(tmp_path / "plan.toml"), tmp_path / "b" / ROWS_FILE
+    for seed in (0, 1):  # the second is incomplete, and has no line
+        keep(key_of("sums", "ours", 1e-2, seed), tmp_path / "a", 1.0)
+    line = (tmp_path / "a" / ROWS_FILE).read_text()
+    assert line.count("\n") == 1
+    path.parent.mkdir()
+    path.write_text(line + line[:40])  # the machine failed while it wrote the second line
+    assert restore(plan, tmp_path / "b") == 1 and path.read_text() == line
+    for damaged, named in (
+        ("{}\n", "rows.jsonl:2"),
+        ("nonsense\n", "rows.jsonl:2"),
+        (line.replace('"settings": {', '"settings": {"colour": 1, ').replace('"seed": 0', '"seed": 5'), "colour"),
+    ):
+        path.write_text(line + damaged)
+        with pytest.raises(UserError) as caught:
+            restore(plan, tmp_path / "b")
+        assert named in str(caught.value) and "\n" not in str(caught.value)
