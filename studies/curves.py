@@ -50,6 +50,15 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--deadline-s", type=float, default=DEADLINE_S, metavar="S", help="deadline of a run (default: %(default)s)"
     )
+    parser.add_argument(
+        "--beside",
+        nargs=2,
+        action="append",
+        type=Path,
+        default=[],
+        metavar=("PLAN", "DIR"),
+        help="put the tasks of another study with the same reference into the tables, and into their corrections of p",
+    )
     parser.add_argument("--summary", action="store_true", help="only write tables and charts of the existing runs")
     parser.set_defaults(function=study_curves)
 
@@ -67,7 +76,7 @@ def study_curves(options: argparse.Namespace) -> int:
     plan = plan.only(options.only) if options.only else plan
     if options.jobs < 1:
         raise UserError(f"--jobs {options.jobs} is less than 1", where="command line", fix="give 1 or more")
-    out = options.out.resolve()
+    out, others = options.out.resolve(), [beside(plan, *each) for each in options.beside]
     with nullcontext() if options.summary else claimed(out):  # a summary may be written while the study runs
         restore(plan, out)
         starts = dict.fromkeys(plan.tasks, out / "start") if options.summary else prepared(plan, out)
@@ -78,20 +87,40 @@ def study_curves(options: argparse.Namespace) -> int:
             runs = plan.fewest_runs()
             print(f"{runs} runs, more if a sweep adds rates; finished ones are kept", flush=True)
             study.run()
-        for path in write_summary(plan, out):
+        for path in write_summary(plan, out, others):
             print(path)
     for ended in study.failed:
         print(f"failed: {ended.job.key}: {ended.fault} [{ended.job.run_dir}]", file=sys.stderr)
     return EXIT_RUN if study.failed else EXIT_OK
 
 
-def write_summary(plan: Plan, out: Path) -> list[Path]:
+def beside(plan: Plan, path: Path, directory: Path) -> tuple[Plan, Path]:
+    """Plan and directory of another study, whose tasks join the tables.
+
+    Raises:
+        UserError: it has another reference, or no complete run.
+    """
+    other = load_plan(path)
+    if other.reference != plan.reference:
+        what = f"its reference is {other.reference!r}, the study's is {plan.reference!r}"
+        raise UserError(what, where=str(path), fix="name a plan with the same reference")
+    restore(other, directory)
+    summarise(other, directory)
+    return other, directory
+
+
+def write_summary(plan: Plan, out: Path, others: Sequence[tuple[Plan, Path]] = ()) -> list[Path]:
     """Write summary.md, summary.json, runs.csv and the charts; returns their paths, summary.md first.
+
+    Args:
+        plan: the study's plan.
+        out: its directory.
+        others: studies whose tasks are put into the tables, too.
 
     Raises:
         UserError: no run is complete.
     """
-    tasks = summarise(plan, out)
+    tasks = [task for each in ((plan, out), *others) for task in summarise(*each)]
     write_whole(out / "summary.json", json.dumps(as_json(plan, tasks), indent=1, allow_nan=False) + "\n")
     write_runs(tasks, out / "runs.csv")
     charts = write_charts(tasks, out)

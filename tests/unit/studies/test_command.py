@@ -58,6 +58,7 @@ learning_rates = [0.02]
 
 def plan_at(tmp_path: Path, text: str = PLAN) -> Path:
     path = tmp_path / "plan.toml"
+    path.parent.mkdir(exist_ok=True)
     path.write_text(text)
     return path
 
@@ -132,6 +133,29 @@ def test_the_same_directory_with_another_plan(tmp_path: Path, capsys: pytest.Cap
     assert "algo.snr.warmup_steps is 1" in capsys.readouterr().err
     assert main(["study", "curves", str(plan_at(tmp_path)), "--out", str(tmp_path / "out"), "--summary"]) == 0
     assert str(tmp_path / "out/summary.md") in capsys.readouterr().out
+
+
+def test_tables_over_the_tasks_of_two_studies(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """The correction of p is over both: with two tasks of p = 0.5 it is 1."""
+    command = ["study", "curves", str(plan_at(tmp_path)), "--out", str(tmp_path / "out"), "--summary"]
+    study_of(tmp_path).run()
+    text = PLAN.replace('"sums"', '"chain"')
+    plan = load_plan(plan_at(tmp_path / "other", text))
+    other = ["--beside", str(tmp_path / "other/plan.toml"), str(tmp_path / "other/out")]
+    assert main([*command, *other]) == 2 and "no complete run" in capsys.readouterr().err
+    Curves(plan, tmp_path / "other/out", {"chain": tmp_path}, processes=2, worker=worker(tmp_path)).run()
+
+    def overview() -> list[list[str]]:
+        head = (tmp_path / "out/summary.md").read_text().split("\n\n")[3].splitlines()[2:]
+        return [[cell.strip() for cell in line.strip("|").split("|")] for line in head]
+
+    assert main(command) == 0
+    ((task, *_, p, corrected),) = overview()
+    assert task == "sums" and p == corrected == "0.5"
+    assert main([*command, *other]) == 0
+    assert [(row[0], row[-2], row[-1]) for row in overview()] == [("sums", "0.5", "1"), ("chain", "0.5", "1")]
+    plan_at(tmp_path / "other", text.replace('reference = "ours"', 'reference = "rloo"'))
+    assert main([*command, *other]) == 2 and "its reference is 'rloo'" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(

@@ -88,7 +88,7 @@ def test_a_clone_continues_where_the_lines_end(tmp_path: Path, capsys: pytest.Ca
 
 def test_toy_runs_and_a_preset_that_was_overridden(tmp_path: Path) -> None:
     """The settings of real runs survive; `constant` is the default, which the preset alone would change."""
-    text = PLAN.split("[arms.shuffled]", maxsplit=1)[0].replace("seeds = 2", "seeds = 1").replace("[1e-2, 1e-3]", "[1e-3]")
+    text = PLAN[: PLAN.index("[arms.shuffled]")].replace("seeds = 2", "seeds = 1").replace("[1e-2, 1e-3]", "[1e-3]")
     (tmp_path / "plan.toml").write_text(text)
     plan = load_plan(tmp_path / "plan.toml")
     start = prepare("sums", "middle", tmp_path / "start", steps=3)
