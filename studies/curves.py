@@ -28,7 +28,7 @@ from studies.jobs import LOG_FILE, WORKER, Ended, Job, last_line, run_jobs, to_d
 from studies.plan import Plan, load_plan, merged
 from studies.recipe import prepare_recipe, read_recipe
 from studies.results import Key, asked_of, cells_on_disk, is_whole, metrics_dir, read_result, selection_of
-from studies.rows import keep, restore
+from studies.rows import keep, mend, restore
 from studies.summary import as_json, summarise, write_runs
 from studies.sweep import Cell
 from studies.tables import document
@@ -72,13 +72,13 @@ def study_curves(options: argparse.Namespace) -> int:
     from oblr_megatron.checks.packages import require_scipy
 
     require_scipy()
-    plan = load_plan(options.plan)
-    plan = plan.only(options.only) if options.only else plan
+    whole = load_plan(options.plan)
+    plan = whole.only(options.only) if options.only else whole
     if options.jobs < 1:
         raise UserError(f"--jobs {options.jobs} is less than 1", where="command line", fix="give 1 or more")
     out, others = options.out.resolve(), [beside(plan, *each) for each in options.beside]
     with nullcontext() if options.summary else claimed(out):  # a summary may be written while the study runs
-        restore(plan, out)
+        restore(whole, out)
         starts = dict.fromkeys(plan.tasks, out / "start") if options.summary else prepared(plan, out)
         study = Curves(plan, out, starts, processes=options.jobs, deadline_s=options.deadline_s)
         if options.summary:
@@ -98,15 +98,18 @@ def beside(plan: Plan, path: Path, directory: Path) -> tuple[Plan, Path]:
     """Plan and directory of another study, whose tasks join the tables.
 
     Raises:
-        UserError: it has another reference, or no complete run.
+        UserError: it has another reference or a task of this plan; no complete run; or runs of another plan.
     """
-    other = load_plan(path)
+    other, out = load_plan(path), directory.resolve()
     if other.reference != plan.reference:
         what = f"its reference is {other.reference!r}, the study's is {plan.reference!r}"
         raise UserError(what, where=str(path), fix="name a plan with the same reference")
-    restore(other, directory)
-    summarise(other, directory)
-    return other, directory
+    if both := sorted(set(plan.tasks) & set(other.tasks)):
+        raise UserError(f"both plans have the task {both[0]}", where=str(path), fix="name a plan of other tasks")
+    restore(other, out)
+    Curves(other, out, dict.fromkeys(other.tasks, out / "start"), processes=1).check()
+    summarise(other, out)
+    return other, out
 
 
 def write_summary(plan: Plan, out: Path, others: Sequence[tuple[Plan, Path]] = ()) -> list[Path]:
@@ -124,7 +127,8 @@ def write_summary(plan: Plan, out: Path, others: Sequence[tuple[Plan, Path]] = (
     write_whole(out / "summary.json", json.dumps(as_json(plan, tasks), indent=1, allow_nan=False) + "\n")
     write_runs(tasks, out / "runs.csv")
     charts = write_charts(tasks, out)
-    write_whole(out / "summary.md", document(plan, tasks) + incomplete(out))
+    unfinished = "".join(incomplete(directory) for _, directory in ((plan, out), *others))
+    write_whole(out / "summary.md", document(plan, tasks, [other for other, _ in others]) + unfinished)
     return [out / "summary.md", out / "summary.json", out / "runs.csv", *charts]
 
 
@@ -152,6 +156,7 @@ def claimed(out: Path) -> Iterator[None]:
         except OSError:
             fix = "wait for it, or give another --out"
             raise UserError("another study is running here", where=str(out), fix=fix) from None
+        mend(out)
         yield
 
 

@@ -59,7 +59,7 @@ class Job:
             return False
         difference = first_difference(self.asked, found)
         if difference:
-            fix = "restore the plan, remove the directory, or give another --out"
+            fix = "restore the plan, remove the directory and its line in rows.jsonl, or give another --out"
             raise UserError(f"this run belongs to another plan: {difference}", where=str(self.run_dir), fix=fix)
         return True
 

@@ -166,7 +166,7 @@ def read_result(key: Key, out: Path) -> Result | None:
     ]
     if not points or points[0][0] != 0 or points[-1][0] != num_steps:
         what = f"{sampled} or {greedy} is missing at step 0 or {num_steps}"
-        raise UserError(what, where=str(run_dir), fix="remove the run's directory and run the study again")
+        raise UserError(what, where=str(run_dir), fix="remove the run's directory and its line in rows.jsonl")
     steps, accuracy, greedily, solved_any, entropy = np.array(points, dtype=np.float64).T
     costs = {name: float(np.median([record.get(name, math.nan) for record in records[1:]])) for name in COSTS}
     return Result(key, steps, accuracy, greedily, num_steps, solved_any, entropy, costs)

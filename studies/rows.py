@@ -1,17 +1,22 @@
 """Finished runs as lines of DIR/rows.jsonl, small enough for a repository.
 
-A clone has no run directories. The study makes them again from the lines, and continues where the file ends. A line
-has the run's key, the settings that differ from their defaults, and its learning curve:
+A clone has no run directories. The study makes them again from the lines, and continues where the file ends. There
+are two kinds of lines: settings, each before its first run, and runs with their keys and learning curves.
 
-    {"task": "sums", "arm": "tempered", "cell": "64x1/lr0.001", "seed": 100, "date": "2026-11-28", "seconds": 9.3,
-     "settings": {...}, "curve": {"step": [0, 8, ...], "mean_at_k": [...], ...}, "costs": {"timing_s/step": 0.1, ...}}
+    {"settings": "1f0c4a", "backend": "toy", "config": {...}}          all settings but those of the run's key
+    {"task": "sums", "arm": "tempered", "cell": "64x1/lr0.001", "seed": 100, "made": "1f0c4a", "date": "2026-11-28",
+     "seconds": 9.3, "curve": {"step": [0, 8, ...], "mean_at_k": [...], ...}, "costs": {"timing_s/step": 0.1, ...}}
+
+A setting that did not exist when the run was made has today's default, which must therefore change nothing.
 """
 
 from __future__ import annotations
 
+import hashlib
 import json
 import math
 from collections.abc import Iterator
+from contextlib import contextmanager
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
@@ -27,65 +32,87 @@ OF_THE_KEY = {"task", "seed", "num_prompts", "group_size", "start_dir", "run_dir
 DIGITS = 6  # significant, of every number
 
 
-def keep(key: Key, out: Path, seconds: float) -> None:
-    """Append the line of a run that has ended; nothing if it is incomplete."""
+def keep(key: Key, out: Path, seconds: float, date: str = "") -> None:
+    """Append the line of a run that has ended, today by default; nothing if it is incomplete."""
     result, asked = read_result(key, out), asked_of(key.run_dir(out))
     if result is None or asked is None:
         return
+    settings = {"backend": asked["backend"], "config": _beyond_key(asked["config"])}
+    made = hashlib.sha256(json.dumps(settings, sort_keys=True).encode()).hexdigest()[:12]
     row = {
         "task": key.task,
         "arm": key.arm,
         "cell": str(key.cell),
         "seed": key.seed,
-        "date": datetime.now(UTC).date().isoformat(),
+        "made": made,
+        "date": date or datetime.now(UTC).date().isoformat(),
         "seconds": round(seconds, 1),
-        "settings": _settings(asked),
         "curve": _curve(result),
         "costs": {name: _short(value) for name, value in result.costs.items() if not math.isnan(value)},
     }
-    with (out / ROWS_FILE).open("a", encoding="utf-8") as file:
-        file.write(json.dumps(row) + "\n")
+    path, lines = out / ROWS_FILE, [row]
+    if not path.exists() or f'{{"settings": "{made}"' not in path.read_text(encoding="utf-8"):
+        lines = [{"settings": made, **settings}, row]
+    with path.open("a", encoding="utf-8") as file:
+        file.write("".join(json.dumps(line) + "\n" for line in lines))
 
 
 def restore(plan: Plan, out: Path) -> int:
-    """Make the missing run directories of the file's lines; returns their number.
+    """Make the missing run directories of the file's lines; returns their number. A last line that was cut is skipped.
 
     Controls that take another arm's rates are left out, and those arms: a line does not hold the rates of single steps.
 
+    Args:
+        plan: the whole plan, because an arm left out of it may take rates.
+        out: the study's directory.
+
     Raises:
-        UserError: a line is damaged, or has settings that are unknown today. A last line that was cut is skipped.
+        UserError: a line is damaged, or has settings that are unknown today.
     """
-    path, count = out / ROWS_FILE, 0
-    sources = {arm.rates_of for arm in plan.arms.values()}
-    whole = {name for name, arm in plan.arms.items() if not arm.rates_of and name not in sources}
+    path, count, settings = out / ROWS_FILE, 0, dict[str, dict[str, Any]]()
     if not path.exists():
         return 0
-    lines = path.read_text(encoding="utf-8").splitlines(keepends=True)
-    if not lines[-1].endswith("\n"):
-        write_whole(path, "".join(lines := lines[:-1]))  # the next line must not be added to it
-    for number, line in reversed(list(enumerate(lines, 1))):  # a run that was repeated has its last line
-        try:
+    sources = {arm.rates_of for arm in plan.arms.values()}
+    whole = {name for name, arm in plan.arms.items() if not arm.rates_of and name not in sources}
+    lines = [line for line in path.read_text(encoding="utf-8").splitlines(keepends=True) if line.endswith("\n")]
+    runs: dict[Key, tuple[int, dict[str, Any]]] = {}
+    for number, line in enumerate(lines, 1):
+        with _named(path, number):
             row = json.loads(line)
-            key = Key(row["task"], row["arm"], Cell.parse(row["cell"]), int(row["seed"]))
-            if key.arm in whole and not key.run_dir(out).exists():
-                _write(row, key, out)
-                count += 1
-        except (ValueError, KeyError, TypeError) as error:
-            what = f"not the line of a run: {error!r}".replace("\n", " ")
-            raise UserError(what, where=f"{path}:{number}", fix="restore the line, or remove it") from None
+            if "settings" in row:
+                settings[row["settings"]] = row
+            else:  # a run that was repeated has its last line
+                runs[Key(row["task"], row["arm"], Cell.parse(row["cell"]), int(row["seed"]))] = number, row
+    for key, (number, row) in runs.items():
+        if key.arm in whole and not key.run_dir(out).exists():
+            with _named(path, number):
+                _write(row, settings[row["made"]], key, out)
+            count += 1
     return count
 
 
-def _settings(asked: dict[str, Any]) -> dict[str, Any]:
-    """What the run was asked for beyond its key; without defaults, unless a preset would then change it."""
-    from studies.toy_trainer import ToyConfig
+def mend(out: Path) -> None:
+    """Remove a last line that was cut, so that the next line is not added to it."""
+    path = out / ROWS_FILE
+    text = path.read_text(encoding="utf-8") if path.exists() else "\n"
+    if not text.endswith("\n"):
+        write_whole(path, text[: text.rfind("\n") + 1])
 
-    config = ToyConfig.model_validate(asked["config"])
-    short = config.model_dump(mode="json", exclude_defaults=True)
-    found = short if ToyConfig.model_validate(short) == config else config.model_dump(mode="json")
-    optimizer = {name: value for name, value in found.get("optimizer", {}).items() if name != "lr"}
-    own = {name: value for name, value in found.items() if name not in OF_THE_KEY}
-    return {"backend": asked["backend"], **own, "optimizer": optimizer}
+
+@contextmanager
+def _named(path: Path, number: int) -> Iterator[None]:
+    """Name the line in an error."""
+    try:
+        yield
+    except (ValueError, KeyError, TypeError) as error:
+        what = f"not the line of a run: {error!r}".replace("\n", " ")
+        raise UserError(what, where=f"{path}:{number}", fix="restore the line, or remove it") from None
+
+
+def _beyond_key(config: dict[str, Any]) -> dict[str, Any]:
+    """A ToyConfig as JSON without the run's key and paths."""
+    found = {name: value for name, value in config.items() if name not in OF_THE_KEY}
+    return found | {"optimizer": {name: value for name, value in config["optimizer"].items() if name != "lr"}}
 
 
 def _curve(result: Result) -> dict[str, list[float | None]]:
@@ -105,12 +132,11 @@ def _short(value: float) -> float | None:
     return None if math.isnan(value) else float(f"{value:.{DIGITS}g}")
 
 
-def _write(row: dict[str, Any], key: Key, out: Path) -> None:
+def _write(row: dict[str, Any], settings: dict[str, Any], key: Key, out: Path) -> None:
     """Make a run directory from which `read_result` reads the row's curve."""
     from studies.toy_trainer import ToyConfig
 
-    settings, run_dir = dict(row["settings"]), key.run_dir(out)
-    backend = settings.pop("backend")
+    run_dir, backend = key.run_dir(out), settings["backend"]
     own = {
         "task": key.task,
         "seed": key.seed,
@@ -120,7 +146,7 @@ def _write(row: dict[str, Any], key: Key, out: Path) -> None:
         "run_dir": str(run_dir),
         "optimizer": {"lr": key.cell.lr},
     }
-    config = ToyConfig.model_validate(merged(settings, own))
+    config = ToyConfig.model_validate(merged(settings["config"], own))
     records = "".join(json.dumps(record) + "\n" for record in _records(row, config.num_steps))
     directory = metrics_dir(run_dir, backend)
     directory.mkdir(parents=True)

@@ -17,18 +17,15 @@ from studies.sweep import Cell
 Pair = tuple[TaskSummary, ArmSummary, ArmSummary]
 
 
-def document(plan: Plan, tasks: Sequence[TaskSummary]) -> str:
-    """The contents of summary.md."""
-    seeds, samples = len(plan.seeds), plan.num_steps * plan.samples_per_step
-    where = environment()
+def document(plan: Plan, tasks: Sequence[TaskSummary], others: Sequence[Plan] = ()) -> str:
+    """The contents of summary.md; `others` are further plans, whose tasks are in the tables."""
+    seeds, where = len(plan.seeds), environment()
     versions = ", ".join(f"{name} {version}" for name, version in where["versions"].items())
-    rates = ", ".join(map(str, plan.sweep_seeds))
     head = f"""
 # Learning curves
 
-{samples:,} samples per run: {plan.num_steps} steps of {plan.samples_per_step} responses; {seeds} seeds, skill
-"{plan.skill}"; shape (prompts x responses) and rate chosen by the mean area over the sweep's seeds {rates}.
-{where["date"]}, {where["machine"]}; {versions}.
+{"".join(map(_settings, (plan, *others)))}Shape (prompts x responses) and rate are chosen by the mean area over the
+sweep's seeds. {where["date"]}, {where["machine"]}; {versions}.
 
 Accuracy: held-out questions, mean over sampled responses, between 0 and 1. *area*: mean height of the curve.
 *drop*: largest fall below the earlier maximum. *target*: an accuracy, {plan.target_share:.0%} of the way from the
@@ -44,6 +41,13 @@ table. Other p values are not corrected. A best peer is chosen from the same res
     return head + "".join(parts)
 
 
+def _settings(plan: Plan) -> str:
+    samples, rates = plan.num_steps * plan.samples_per_step, ", ".join(map(str, plan.sweep_seeds))
+    return f"""{", ".join(plan.tasks)}: {samples:,} samples per run, {plan.num_steps} steps of {plan.samples_per_step}
+responses; {len(plan.seeds)} seeds, skill "{plan.skill}", sweep's seeds {rates}.
+"""
+
+
 def overview(rows: Sequence[Pair]) -> str:
     """Two arms on each task: samples to the target, with Holm's correction over the tasks."""
     tests = [task.saving(ours, other) for task, ours, other in rows]
@@ -51,7 +55,7 @@ def overview(rows: Sequence[Pair]) -> str:
     cells = [
         [
             *(task.task, number(task.target), *_cost(task, ours), *_cost(task, other)),
-            *(task.bound(ours, other) + _ratio(test), str(test.pairs), probability(test.p), probability(corrected)),
+            *(_ratio(test, task.bound(ours, other)), str(test.pairs), probability(test.p), probability(corrected)),
         ]
         for (task, ours, other), test, corrected in zip(rows, tests, holm([test.p for test in tests]), strict=True)
     ]
@@ -85,10 +89,13 @@ def samples(task: TaskSummary, arm: ArmSummary) -> str:
     return f">{found} ({missed} of {len(arm.runs)} never)" if missed else found
 
 
-def _ratio(test: Difference) -> str:
+def _ratio(test: Difference, bound: str) -> str:
+    """Example: "1.19 [1.11, 1.27]". A lower bound has a lower end alone, an upper bound an upper end."""
     interval = test.interval
-    inside = "" if math.isnan(interval.low) else f" [{interval.low:.2f}, {interval.high:.2f}]"
-    return f"{interval.mean:.2f}{inside}"
+    low = "" if bound in ("<", "~") else f"{interval.low:.2f}"
+    high = "" if bound in (">", "~") else f"{interval.high:.2f}"
+    known = not math.isnan(interval.low) and (low or high)
+    return f"{bound}{interval.mean:.2f}" + (f" [{low}, {high}]".replace("[, ", "[to ") if known else "")
 
 
 def savings(tasks: Sequence[TaskSummary]) -> str:
@@ -110,9 +117,11 @@ def savings(tasks: Sequence[TaskSummary]) -> str:
         cells = [
             MISSING if math.isnan(ratio) else f"{mark}{ratio:.2f}" for mark, ratio in zip(bounds, ratios, strict=True)
         ]
-        rows.append([name, f"{middle:.2f}", *cells])
-    marks = ">: some seeds never reach it, <: some of the reference, ~: some of both"
-    head = f"\nSamples to the target relative to the reference's ({marks}); mean: geometric.\n\n"
+        marks = set(filter(None, bounds))
+        mark = marks.pop() if len(marks) == 1 else "~" * bool(marks)
+        rows.append([name, f"{mark}{middle:.2f}", *cells])
+    meaning = ">: some seeds never reach it, <: some of the reference, ~: some of both"
+    head = f"\nSamples to the target relative to the reference's ({meaning}); mean: geometric.\n\n"
     return head + table(["arm", "mean", *(task.task for task in seen)], rows)
 
 
@@ -122,6 +131,8 @@ def section(task: TaskSummary) -> str:
     target = f"Target: {number(task.target)}. Reference: {task.reference.arm}. Best peer: {peer}."
     parts = [f"\n## {task.task}\n\n{target}\n"]
     if task.seen:
+        sampled, greedy = np.mean([(run.accuracy[0], run.greedy[0]) for arm in task.seen for run in arm.runs], axis=0)
+        parts[0] += f"At the start: {number(sampled)} sampled, {number(greedy)} greedy.\n"
         parts += [levels(task), differences(task), diversity(task), costs(task)]
     return "\n".join([*parts, sweeps(task)])
 

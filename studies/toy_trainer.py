@@ -22,6 +22,7 @@ from pydantic import Field, model_validator
 from torch import Tensor
 
 from oblr_megatron.algo.advantage import running_mean_norm
+from oblr_megatron.algo.baseline import active_groups
 from oblr_megatron.algo.formulas import NO_HISTORY
 from oblr_megatron.algo.noise_split import NoiseSplit
 from oblr_megatron.algo.pools import pools_of
@@ -168,7 +169,8 @@ class ToyRun:
         estimate = self._estimator(batch, history, prompt_seed(call_seed(self.config.seed, step), -1))
         self._split.observe(estimate.stats)
         lr = update(self.policy, self._optimizer, self._schedule, estimate, self.config.optimizer, step)
-        self._mean_norm = running_mean_norm(estimate.weights, self._mean_norm)
+        active = active_groups(self.config.algo.baseline, batch.rewards)  # the trainer measures no w of the others
+        self._mean_norm = running_mean_norm(estimate.weights[active], self._mean_norm)
         scored = Scored(batch.rewards, batch.lengths, failures=0)
         if self._pools is not None:
             self._pools.observe(prompts, scored, estimate.weights, history, estimate.kept)

@@ -12,8 +12,8 @@ import pytest
 from oblr_megatron.errors import UserError
 from studies.curves import Curves
 from studies.plan import Plan, load_plan
-from studies.results import Result, read_result
-from studies.rows import ROWS_FILE, keep, restore
+from studies.results import ASKED_FILE, Result, read_result
+from studies.rows import ROWS_FILE, keep, mend, restore
 from studies.start import prepare
 from tests.unit.studies.runs import key_of, worker, write_run
 
@@ -75,6 +75,7 @@ def test_a_clone_continues_where_the_lines_end(tmp_path: Path, capsys: pytest.Ca
         key = key_of("sums", "ours", *run, SHAPE)
         assert_same(read_result(key, clone), read_result(key, study.out))
     assert restore(plan, clone) == 0
+    assert restore(plan.only(["ours"]), clone) == 0
     again = study_at(clone)
     capsys.readouterr()
     again.run()
@@ -87,7 +88,7 @@ def test_a_clone_continues_where_the_lines_end(tmp_path: Path, capsys: pytest.Ca
 
 
 def test_toy_runs_and_a_preset_that_was_overridden(tmp_path: Path) -> None:
-    """The settings of real runs survive; `constant` is the default, which the preset alone would change."""
+    """The settings of real runs survive, also a key that a preset would set otherwise."""
     text = PLAN[: PLAN.index("[arms.shuffled]")].replace("seeds = 2", "seeds = 1").replace("[1e-2, 1e-3]", "[1e-3]")
     (tmp_path / "plan.toml").write_text(text)
     plan = load_plan(tmp_path / "plan.toml")
@@ -96,15 +97,14 @@ def test_toy_runs_and_a_preset_that_was_overridden(tmp_path: Path) -> None:
     study.run()
     assert not study.failed
     clone = tmp_path / "clone"
-    moved(study, clone)
-    assert restore(plan, clone) == 2
+    assert restore(moved(study, clone), clone) == 2
     again = Curves(plan, clone, {"sums": start}, processes=2)
     again.check()
     for arm in plan.arms:
         key = key_of("sums", arm, 1e-3, 0, SHAPE)
         assert_same(read_result(key, clone), read_result(key, study.out))
-        rows = [json.loads(line) for line in (clone / ROWS_FILE).read_text().splitlines()]
-        assert {row["arm"]: row["seconds"] > 0 for row in rows}[arm]
+    lines = [json.loads(line) for line in (clone / ROWS_FILE).read_text().splitlines()]
+    assert all(line["seconds"] > 0 if "arm" in line else line["backend"] == "toy" for line in lines) and len(lines) == 4
 
 
 def test_curves_with_an_evaluation_after_every_step_or_without_entropies(tmp_path: Path) -> None:
@@ -120,6 +120,27 @@ def test_curves_with_an_evaluation_after_every_step_or_without_entropies(tmp_pat
     assert_same(read_result(key, tmp_path / "b"), wanted)
 
 
+def test_a_run_keeps_its_settings_when_a_default_changes(tmp_path: Path) -> None:
+    """And a setting that did not exist then gets its default."""
+    from studies.toy_trainer import ToyConfig
+
+    key = key_of("sums", "ours", 1e-2, 0)
+    (tmp_path / "plan.toml").write_text(PLAN)
+    write_run(tmp_path / "a", key, [0.1, 0.2, 0.4])
+    asked_path = key.run_dir(tmp_path / "a") / ASKED_FILE
+    asked = json.loads(asked_path.read_text())
+    full = ToyConfig.model_validate(asked["config"]).model_dump(mode="json")
+    full["algo"]["pool_decay"] = 0.5  # the default of that time
+    del full["algo"]["keep"]
+    asked_path.write_text(json.dumps({**asked, "config": full}))
+    keep(key, tmp_path / "a", 1.0)
+    (tmp_path / "b").mkdir()
+    shutil.copy(tmp_path / "a" / ROWS_FILE, tmp_path / "b")
+    assert restore(load_plan(tmp_path / "plan.toml"), tmp_path / "b") == 1
+    config = json.loads((key.run_dir(tmp_path / "b") / ASKED_FILE).read_text())["config"]
+    assert (config["algo"]["pool_decay"], config["algo"]["keep"]) == (0.5, 1.0)
+
+
 def test_damaged_files(tmp_path: Path) -> None:
     write_run(tmp_path / "a", key_of("sums", "ours", 1e-2, 0), [0.1, 0.2, 0.4])
     write_run(tmp_path / "a", key_of("sums", "ours", 1e-2, 1), [0.1, 0.2, 0.4], cut=True)
@@ -128,14 +149,18 @@ def test_damaged_files(tmp_path: Path) -> None:
     for seed in (0, 1):  # the second is incomplete, and has no line
         keep(key_of("sums", "ours", 1e-2, seed), tmp_path / "a", 1.0)
     line = (tmp_path / "a" / ROWS_FILE).read_text()
-    assert line.count("\n") == 1
+    settings, run = line.splitlines(keepends=True)
     path.parent.mkdir()
-    path.write_text(line + line[:40])  # the machine failed while it wrote the second line
-    assert restore(plan, tmp_path / "b") == 1 and path.read_text() == line
+    path.write_text(line + run[:40])  # the machine failed while it wrote the second run
+    assert restore(plan, tmp_path / "b") == 1
+    mend(tmp_path / "b")
+    assert path.read_text() == line
+    other = run.replace('"seed": 0', '"seed": 5')
     for damaged, named in (
-        ("{}\n", "rows.jsonl:2"),
-        ("nonsense\n", "rows.jsonl:2"),
-        (line.replace('"settings": {', '"settings": {"colour": 1, ').replace('"seed": 0', '"seed": 5'), "colour"),
+        ("{}\n", "rows.jsonl:3"),
+        ("nonsense\n", "rows.jsonl:3"),
+        (other.replace('"made": "', '"made": "x'), "rows.jsonl:3"),
+        (settings.replace('"config": {', '"config": {"colour": 1, ') + other, "colour"),
     ):
         path.write_text(line + damaged)
         with pytest.raises(UserError) as caught:
