@@ -16,6 +16,8 @@ EXIT_SIGNAL = 128  # plus the signal number, as in a shell
 
 NO_SPACE = (errno.ENOSPC, errno.EDQUOT)
 """Numbers of an OSError: the disk or the quota is full."""
+MAY_PASS = (*NO_SPACE, errno.EIO, errno.ESTALE, errno.ETIMEDOUT)
+"""The same, or a network file system fails over."""
 
 Problem = tuple[str, str]
 """A fault and its fix; a check that knows no `where` returns it."""

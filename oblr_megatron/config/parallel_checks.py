@@ -19,10 +19,12 @@ def parallel_problems(config: Config) -> Iterator[Problem]:
     yield from _distributed_optimizer(config)
     snr, overlaps = config.algo.snr, config.parallel.overlap_grad_reduce
     if overlaps and config.uses_norms:  # they are measured in the backward of linear layers (model/taps.py)
-        cause = "gradnorm.always" if config.gradnorm.always else f"algo.baseline {config.algo.baseline!r}"
+        other = "gradnorm.always" if config.gradnorm.always else f"algo.baseline {config.algo.baseline!r}"
+        cause = config.reads_own_norms or other
         yield (
             f"parallel.overlap_grad_reduce allows no per-response norms, but {cause} needs them",
-            'set it to false, or use a baseline without norms ("rloo", "group_mean", ...) and gradnorm.always = false',
+            'set it to false, or use a baseline without norms ("rloo", "group_mean", ...), algo.norm_power = 0 and '
+            "gradnorm.always = false",
         )
     if overlaps and snr.needs_folds:
         yield (

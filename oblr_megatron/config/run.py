@@ -111,8 +111,17 @@ class Config(Section):
 
     @property
     def stashes(self) -> bool:
-        """Whether a step keeps the gradient of each response of a prompt (mode "stash")."""
+        """Whether a step keeps gradients of single responses (mode "stash")."""
         return self.measures_norms and self.gradnorm.mode == "stash"
+
+    @property
+    def stash_size(self) -> int:
+        """Gradients that mode "stash" keeps at once.
+
+        A prompt's, if its baseline reads their norms, or if pipeline stages want several microbatches; else one.
+        """
+        together = facts_of(self.algo.baseline).needs_norms or self.parallel.pipeline_model_parallel_size > 1
+        return self.group_size if together else 1
 
     @property
     def per_update(self) -> Config:

@@ -238,7 +238,8 @@ class StepGradient:
                 prompts = [n // group_size for n in own[::group_size]]
                 known[own] = advantage(prompts, torch.zeros(len(prompts), group_size, dtype=torch.float64)).flatten()
                 own = [n for n in own if kept[n]]
-            total = gradients.add(packed, own, loss_of, advantage if known is None else known, group_size)
+            weights = advantage if known is None else known
+            total = gradients.add(packed, own, loss_of, weights, group_size, self._config.stash_size)
             norms[own] = total.sq_norms.cpu()[own]
             broken = ~norms.isfinite()
             if known is not None and bool(broken[own].any()):  # these samples have spoilt main_grad

@@ -127,7 +127,7 @@ def passes_of(
     if mode == "inline":
         return [Pass("inline", share, min(alone, share))]
     if mode == "stash":
-        return [Pass("stash", group, 1)]
+        return [Pass("stash", config.stash_size, 1)]
     if mode == "bookkeep":
         fit = max(1, config.gradnorm.window_tokens // (group * longest_sample(config)))  # prompts in a window
         window = min(prompts, fit) * group

@@ -134,7 +134,7 @@ def _too_large(config: Config, estimates: Mapping[str, MemoryEstimate], free_byt
     if estimates["two_pass"].total >= own.total:  # its microbatches have several samples
         less = f"lower parallel.micro_batch_tokens and {less}"
     if mode == "stash":
-        return what + f"{config.group_size} stashed gradients take {size(own.norms)}", less
+        return what + f"{config.stash_size} stashed gradients take {size(own.norms)}", less
     what += f"the factors of {config.gradnorm.window_tokens} tokens (at least one prompt) take {size(own.norms)}"
     return what, f"lower gradnorm.window_tokens, or {less}"
 

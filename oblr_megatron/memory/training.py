@@ -134,7 +134,7 @@ def estimate_stage(
     fold_sums = main_grad * (folds if streams else int(folds > 1))  # when streaming, held in all passes of a step
     optimizer = optimizer_bytes(config, updated)
     in_passes = optimizer - (offloaded_bytes(config, updated) if on_gpu else 0)
-    stash = config.group_size * main_grad if config.stashes else 0
+    stash = config.stash_size * main_grad if config.stashes else 0
     kept_gradients = 0 if on_gpu and config.rollout.takes_turns else main_grad + stash
     saves = config.checkpoint  # steps run while a copy of the state is written; data-parallel ranks share the writing
     copies = saves.async_save and 0 < saves.every_steps < config.num_steps and not on_gpu

@@ -19,7 +19,7 @@ from threading import get_ident
 from typing import Any
 
 from oblr_megatron.checks.packages import package_versions
-from oblr_megatron.errors import NO_SPACE, UserError
+from oblr_megatron.errors import MAY_PASS, UserError
 from oblr_megatron.metrics.names import Record, in_table_order
 
 METRICS_FILE = "metrics.jsonl"
@@ -31,11 +31,11 @@ logger = logging.getLogger(__name__)
 
 
 class KeptLines:
-    """Appends lines to a file. On a full disk they stay in memory, and the next write repeats them.
+    """Appends lines to a file. While its disk is full or away they stay in memory, and the next write repeats them.
 
     Args:
         path: of the file.
-        prepare: runs before the first line, and again if the disk was full.
+        prepare: runs before the first line, and again if that failed.
     """
 
     def __init__(self, path: Path, prepare: Callable[[], None] = lambda: None) -> None:
@@ -52,10 +52,10 @@ class KeptLines:
             self._append(self.waiting.encode())
             self.waiting = ""
         except OSError as error:
-            if error.errno not in NO_SPACE:
+            if error.errno not in MAY_PASS:
                 raise
             if not self._told:
-                logger.warning("cannot write %s: %s; new lines stay in memory until it has room", self._path, error)
+                logger.warning("cannot write %s: %s; new lines stay in memory until it can", self._path, error)
             self._told = True
 
     def _append(self, left: bytes) -> None:
@@ -93,7 +93,7 @@ class MetricsWriter:
             metrics.write(step, {"reward/mean": 0.53, ...})
 
     The first write creates the file. So a run that is refused before it changes nothing. Every line is flushed, so that
-    a killed run loses nothing. A full disk does not end the run: see `KeptLines`.
+    a killed run loses nothing. A full disk does not end the run, see `KeptLines`.
 
     Args:
         run_dir: created if absent.
@@ -144,7 +144,7 @@ class MetricsWriter:
         write_whole(run_dir / METRICS_FILE, "".join(_line(record) for record in kept))
 
     def close(self) -> None:
-        """Write what a full disk has refused so far, if there is room now; may be called twice."""
+        """Write what the disk has refused so far, if it takes it now; may be called twice."""
         if self._lines.waiting:
             self._lines.write("")
 

@@ -94,6 +94,7 @@ class SampleGradients:
         loss_of: LossFn,
         weights: Tensor | GroupWeights,
         group_size: int,
+        stash_size: int | None = None,
     ) -> GradSum:
         """main_grad += sum_i c_i grad_theta loss_i over some samples, in one pass; collective over the replica.
 
@@ -104,6 +105,8 @@ class SampleGradients:
             weights: c [N] fp64 on the CPU, or a function that is called for some groups once their norms are known. A
                 sample with c = 0 is left out, even if its gradient is not finite.
             group_size: G.
+            stash_size: gradients that mode `stash` holds at once, G by default. 1 if no weight reads another's
+                norm: `weights` is then called for a group with one known norm, and 0 for the others.
         """
         assert self.mode != "inline" or isinstance(weights, torch.Tensor), "mode inline needs the weights first"
         count = len(samples.tokens)
@@ -112,12 +115,13 @@ class SampleGradients:
         total = GradSum(norms, known, [])
 
         def weigh(chosen: Sequence[int]) -> None:
-            """Ask for the weights of the whole groups that have all their norms."""
+            """Ask for the weights of the samples, in order, which have all the norms that these read."""
             if not isinstance(weights, torch.Tensor):
-                groups = [n // group_size for n in chosen[::group_size]]
-                of_groups = norms.index_select(0, to_device(torch.tensor(chosen), norms.device))
-                asked = weights(groups, of_groups.view(-1, group_size))
-                known[list(chosen)] = checked_weights(asked, (len(groups), group_size)).flatten().cpu()
+                groups = list(dict.fromkeys(n // group_size for n in chosen))
+                of_groups = norms.view(-1, group_size).index_select(0, to_device(torch.tensor(groups), norms.device))
+                asked = checked_weights(weights(groups, of_groups), (len(groups), group_size)).cpu()
+                rows = [groups.index(n // group_size) for n in chosen]
+                known[list(chosen)] = asked[rows, [n % group_size for n in chosen]]
 
         match self.mode:
             case "inline":
@@ -126,7 +130,7 @@ class SampleGradients:
                 for window in self._windows(samples, numbers, group_size):
                     self._bookkeep(samples, window, loss_of, total, weigh)
             case "stash":
-                for group in groups_of(numbers, group_size):
+                for group in groups_of(numbers, stash_size or group_size):
                     self._stash(samples, group, loss_of, total, weigh)
             case _:
                 raise AssertionError(f"mode {self.mode} takes two passes")

@@ -210,14 +210,22 @@ class Caller:
             return _failure(error)
 
 
+LARGEST_REWARD = 1e9
+"""In magnitude. Larger ones, such as a float's maximum for "failed", would make a group's gradient overflow."""
+
+
 def score_of(value: object) -> Score:
-    """The score for a reward: a Python number, or a scalar of numpy or torch. An error unless it is finite."""
+    """The score for a reward: a Python number, or a scalar of numpy or torch. An error unless it has a usable size."""
     try:
         plain = value.item() if hasattr(value, "item") else value
         number = float(plain) if isinstance(plain, numbers.Real) else math.nan
     except (TypeError, ValueError, RuntimeError, OverflowError):  # an array; an integer larger than any float
         number = math.nan
-    return Score(number) if math.isfinite(number) else Score(error=f"the reward {value!r:.200} is not a finite number")
+    if not math.isfinite(number):
+        return Score(error=f"the reward {value!r:.200} is not a finite number")
+    if abs(number) > LARGEST_REWARD:
+        return Score(error=f"the reward {value!r:.200} is beyond {LARGEST_REWARD:g}")
+    return Score(number)
 
 
 def _batch_scores(value: object, count: int) -> list[Score]:

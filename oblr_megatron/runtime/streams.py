@@ -1,4 +1,4 @@
-"""Standard output and error that outlast their reader: a pipe or a terminal that is closed ends no run."""
+"""Standard output and error that outlast their reader: a closed pipe or terminal ends no run, nor does a full disk."""
 
 from __future__ import annotations
 
@@ -9,17 +9,24 @@ import sys
 from contextlib import suppress
 from typing import Any
 
+from oblr_megatron.errors import NO_SPACE
+
 GONE = (errno.EPIPE, errno.EIO)  # a pipe, a terminal
 STANDARD = (("stdin", "r"), ("stdout", "w"), ("stderr", "w"))  # by their numbers
 
 
 class LastingFile(io.FileIO):
-    """A descriptor that becomes /dev/null when its reader goes away, also for what other code writes to it."""
+    """A descriptor that becomes /dev/null when its reader goes away, also for what other code writes to it.
+
+    What does not fit on a full disk is dropped, because the metrics, which are kept, say the same.
+    """
 
     def write(self, data: Any) -> int:
         try:
             return super().write(data)
         except OSError as error:
+            if error.errno in NO_SPACE:
+                return memoryview(data).nbytes
             if error.errno not in GONE:
                 raise
             null = os.open(os.devnull, os.O_WRONLY)

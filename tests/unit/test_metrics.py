@@ -6,8 +6,10 @@ Not covered: whether the training loop logs each name with its documented meanin
 from __future__ import annotations
 
 import doctest
+import errno
 import json
 import logging
+import os
 import re
 from importlib import metadata
 from pathlib import Path
@@ -112,6 +114,27 @@ def test_a_full_disk_delays_steps_and_loses_none(tmp_path, caplog):
         writer.write(5, {"lr": 5.0})
         assert [json.loads(line)["step"] for line in lines_of(tmp_path)] == [1, 2, 3, 4, 5]
     assert caplog.text.count("No space left on device") == 1
+
+
+def test_a_file_system_that_fails_over_delays_steps_and_other_faults_end_the_run(tmp_path, caplog, monkeypatch):
+    """ESTALE is what a network file system answers meanwhile."""
+    broken = [errno.ESTALE, errno.EACCES]
+    opened = Path.open
+
+    def fail_over(path, mode="r", *arguments, **options):
+        if mode == "ab" and broken:
+            raise OSError(broken[0], os.strerror(broken[0]), str(path))
+        return opened(path, mode, *arguments, **options)
+
+    with MetricsWriter(tmp_path) as writer:
+        monkeypatch.setattr(Path, "open", fail_over)
+        writer.write(1, {"lr": 1.0})
+        del broken[0]
+        with pytest.raises(PermissionError):
+            writer.write(2, {"lr": 2.0})
+        del broken[0]
+    assert [json.loads(line)["step"] for line in lines_of(tmp_path)] == [1, 2]
+    assert caplog.text.count(os.strerror(errno.ESTALE)) == 1
 
 
 def test_other_ranks_write_nothing(tmp_path):

@@ -43,6 +43,7 @@ def configured(*overrides: str) -> Config:
         (("model.dtype=float64", "parallel.use_distributed_optimizer=true"), "model.dtype 'float64'"),
         (("parallel.overlap_grad_reduce=true",), "algo.baseline 'pooled' needs"),
         (("parallel.overlap_grad_reduce=true", *NORMLESS, "gradnorm.always=true"), "gradnorm.always needs"),
+        (("parallel.overlap_grad_reduce=true", *NORMLESS, "algo.norm_power=0.25"), "algo.norm_power 0.25 needs"),
         (("parallel.overlap_grad_reduce=true", "algo.baseline=rloo"), "algo.snr.estimator 'folds'"),
         (("parallel.overlap_grad_reduce=true", "algo.baseline=rloo", "algo.snr.estimator=prompts"), "'prompts'"),
         (("parallel.overlap_grad_reduce=true", "algo.baseline=rloo", "algo.snr.estimator=plugin"), "'plugin'"),

@@ -69,6 +69,7 @@ CASES: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
     "bookkeep, large vocabulary": (mode("bookkeep"), LARGE),
     "bookkeep, full recomputation": (mode("bookkeep") | recompute("full"), {"num_hidden_layers": 4}),
     "stash": (mode("stash"), {}),
+    "stash, tempered": (mode("stash") | {"algo": {"baseline": "pooled", "norm_power": 0.25}}, {}),
     "large vocabulary": (mode("two_pass"), LARGE),
     "full recomputation": (mode("two_pass") | recompute("full"), {}),
     "selective recomputation": (mode("two_pass") | recompute("selective"), {}),

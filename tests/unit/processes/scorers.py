@@ -48,7 +48,13 @@ def mixed(response: str, answer: str, prompt: str) -> object:
     if response == "print":
         print("noise on standard output")
         os.write(2, b"noise on standard error\n")
-    return {"text": "five", "nan": float("nan"), "infinite": float("inf"), "none": None}.get(response, 1)
+    return {
+        "text": "five",
+        "nan": float("nan"),
+        "infinite": float("inf"),
+        "huge": -sys.float_info.max,
+        "none": None,
+    }.get(response, 1)
 
 
 def mixed_too(response: str, answer: str, prompt: str) -> object:

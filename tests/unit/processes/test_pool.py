@@ -63,6 +63,7 @@ def test_numpy_numbers_are_accepted() -> None:
         ("text", "'five' is not a finite number"),
         ("nan", "not a finite number"),
         ("infinite", "not a finite number"),
+        ("huge", "is beyond 1e+09"),
         ("none", "None is not a finite number"),
     ],
 )

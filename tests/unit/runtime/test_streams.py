@@ -140,3 +140,13 @@ def test_what_is_read_is_all_and_in_order(unbuffered: str) -> None:
         [sys.executable, "-c", code], stdout=subprocess.PIPE, stderr=subprocess.STDOUT, env=environment, check=True
     )
     assert done.stdout.decode().split("\n") == [line for n in range(3) for line in (f"{n} \\u2713", str(n))] + [""]
+
+
+def test_a_full_disk_loses_lines_of_the_console_and_nothing_else(tmp_path: Path) -> None:
+    code = (
+        "import sys; from pathlib import Path; from oblr_megatron.runtime.command_line import guarded\n"
+        f"guarded(lambda: [print(n, flush=True) for n in range(3)] and Path({str(tmp_path / 'done')!r}).touch() or 0)"
+    )
+    with open("/dev/full", "w") as full:
+        subprocess.run([sys.executable, "-c", code], stdout=full, stderr=full, check=True, timeout=100)
+    assert (tmp_path / "done").exists()
