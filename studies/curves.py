@@ -256,6 +256,7 @@ class Curves:
             "recipe": recipe,
             "run_dir": str(run_dir),
             "seed": key.seed,
+            "train_rows": plan.train_rows,
             "num_steps": plan.num_steps,
             "num_prompts": key.cell.num_prompts,
             "group_size": key.cell.group_size,

@@ -146,6 +146,8 @@ class Plan(Section):
     """Seeds of the sweep. They must differ from `seeds`, so that no compared run also chose the rate."""
     num_steps: int = Field(ge=1)
     """Optimizer steps of a run."""
+    train_rows: int | None = Field(None, ge=1)
+    """Runs see only so many of a task's training questions, and come back to them. Backend "toy" only."""
     shapes: Shapes = ((16, 8),)
     """Prompts a step and responses per prompt, as "QxG". The sweep tries every shape; all have the same Q G."""
     temperature: float = Field(1.0, ge=0.01)
@@ -273,6 +275,9 @@ def _check(plan: Plan, where: str) -> None:
         raise UserError(f"recipe {name!r} is not a task of the plan", where=where, fix="add it to the plan's tasks")
     for name, arm in plan.arms.items():
         _check_arm(plan, name, f"{where}: arms.{name}")
+        if plan.train_rows and arm.backend != "toy":
+            what, fix = f"train_rows with backend {arm.backend!r}", 'set backend to "toy", or leave train_rows out'
+            raise UserError(what, where=f"{where}: arms.{name}", fix=fix)
         if arm.model and not (arm.backend == "train" and plan.recipes.keys() >= set(arm.tasks or plan.tasks)):
             what = f"model {arm.model} with backend {arm.backend!r}, or of a task that is no recipe"
             fix = 'set backend to "train" and tasks to recipes, or leave model out'

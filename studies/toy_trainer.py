@@ -64,6 +64,8 @@ class ToyConfig(Section):
     """Directory the run writes."""
     seed: int = Field(0, ge=0)
     """Seed of prompt order and sampling."""
+    train_rows: int | None = Field(None, ge=1)
+    """The run sees only the first so many training questions; None: all."""
     num_steps: int = Field(120, ge=1)
     """Optimizer steps."""
     num_prompts: int = Field(16, ge=1)
@@ -141,7 +143,8 @@ class ToyRun:
 
     def __init__(self, config: ToyConfig) -> None:
         self.config, self.task = config, task_named(config.task)
-        self.train, self.held_out = self.task.rows()
+        train, self.held_out = self.task.rows()
+        self.train = train[: config.train_rows]
         self.policy = load(config.start_dir, self.task, temperature=config.temperature)
         penalised = config.algo.kl_coefficient > 0
         reference = load(config.start_dir, self.task, temperature=config.temperature) if penalised else None

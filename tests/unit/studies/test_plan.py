@@ -103,6 +103,7 @@ def test_the_example_plans() -> None:
         (HEAD + ARMS + "shapes = ['16x4']", ["shape 16x4 has 64 samples a step instead of 128", "arms.rloo"]),
         (HEAD + ARMS + "shapes = ['16x8']\nmore_samples = 2", ["has 128 samples a step instead of 256"]),
         (HEAD + ARMS + "shapes = ['16by8']", ["arms.rloo.shapes"]),
+        ("train_rows = 8\n" + HEAD + ARMS + "backend = 'train'", ["train_rows with backend 'train'", "arms.rloo"]),
         (HEAD + ARMS + "tasks = ['walk']", ["task 'walk' is not a task of the plan"]),
         (HEAD + ARMS + "rates_of = 'ours'", ["control 'none' with rates_of 'ours'"]),
         (HEAD + ARMS + "sweep = false", ["sweep = false without rates_of"]),

@@ -11,7 +11,7 @@ from oblr_megatron.errors import EXIT_USER, UserError
 from oblr_megatron.metrics import read_metrics
 from studies.smoothness import measure, path
 from studies.start import prepare
-from studies.toy_trainer import ToyConfig, main, prompt_order, run_toy
+from studies.toy_trainer import ToyConfig, ToyRun, main, prompt_order, run_toy
 
 
 @pytest.fixture(scope="module")
@@ -75,6 +75,8 @@ def test_prompts_come_in_shuffled_passes_that_depend_on_the_seed_only(start: Pat
     assert order == prompt_order(8, config.model_copy(update={"group_size": 2})) and len(order) == 4
     assert sorted(order[0] + order[1]) == list(range(8)) == sorted(order[2] + order[3])
     assert order != prompt_order(8, config.model_copy(update={"seed": 4}))
+    all_rows = ToyRun(config).train
+    assert ToyRun(config.model_copy(update={"train_rows": 8})).train == all_rows[:8] and len(all_rows) == 4096
 
 
 def test_a_start_is_reused_unless_its_settings_differ(tmp_path: Path) -> None:
