@@ -8,6 +8,9 @@
 
 Calls may come while prompts are being sampled: those of `sample` join the next decoding step. `engine.state` decides
 whether the engine may sample, and which step of a push comes next.
+
+A `RunError` is an answer of a healthy engine. After any other error, such as one of CUDA, the engine cannot be trusted:
+it has `failed`, and its process ends.
 """
 
 from __future__ import annotations
@@ -28,8 +31,8 @@ from oblr_megatron.engine.http_messages import PROTOCOL, DraftReport, Holding, I
 from oblr_megatron.engine.protocol import EngineSpec, PromptRequest, SamplingRequest
 from oblr_megatron.engine.samples import sampling_params, to_sample
 from oblr_megatron.engine.state import InvalidRequest, Refusal, WeightState, check_reset
-from oblr_megatron.engine.workers import WorkerError, call_workers
-from oblr_megatron.errors import DamagedError, RunError, WeightError
+from oblr_megatron.engine.workers import WorkerError, WorkerRefusal, call_workers
+from oblr_megatron.errors import DamagedError, EngineLostError, RunError, WeightError
 from oblr_megatron.extension import extension
 from oblr_megatron.types import Sample
 from oblr_megatron.weights.adapter import adapter_shapes
@@ -44,6 +47,9 @@ Groups = list[tuple[int, list[Sample]]]
 
 class EngineServer:
     """The engine; a call may name every method from `info` on."""
+
+    failed = False
+    """Whether an error has come that is no answer: the process must end."""
 
     def __init__(self, spec: EngineSpec) -> None:
         import vllm
@@ -91,6 +97,7 @@ class EngineServer:
                 value = getattr(self, call.method)(**call.arguments)
                 self._replies.append(Reply(value, number=call.number))
         except Exception as error:  # noqa: BLE001  any error of vLLM must reach the caller, who waits for an answer
+            self.failed = not isinstance(error, RunError)
             self._replies.append(failure(error, call.number))
         return self._take_replies()
 
@@ -205,7 +212,11 @@ class EngineServer:
 
     def update_push(self, holding: Holding, update_info: dict[str, Any]) -> None:
         """Load one bucket."""
-        with self._state.bucket(parts_of(update_info), holding), _refusals():
+        try:
+            parts = parts_of(update_info)
+        except (KeyError, TypeError, ValueError) as error:
+            raise InvalidRequest(f"this describes no bucket: {error!r}") from error
+        with self._state.bucket(parts, holding), _refusals():
             call_workers(self._llm, "update_weights", update_info=update_info)
 
     def finish_push(self, holding: Holding) -> None:
@@ -237,9 +248,8 @@ class EngineServer:
         """Digests of the tensors of the last push in place, one dict per worker; see `weights.verify`."""
         from oblr_megatron.weights.verify import read_back
 
-        if self._state.adapts:
-            return self._on_models(partial(read_adapter, names=self._names))
-        return self._on_models(read_back)
+        with _refusals():
+            return self._on_models(partial(read_adapter, names=self._names) if self._state.adapts else read_back)
 
     def speculation(self) -> DraftReport:
         """Drafts since the last call, and the bound; a `Refusal` if the engine does not speculate."""
@@ -276,12 +286,14 @@ class EngineServer:
 
     def _decode(self) -> dict[int, Groups]:
         """One decoding step: the groups that it has completed, by their calls."""
+        outputs = [one for one in self._llm.llm_engine.step() if one.finished and one.request_id in self._running]
+        # All are read before a call loses its last prompt: an error is answered to every call that samples.
+        groups = [self._group(self._running[output.request_id][1], output) for output in outputs]
         complete: defaultdict[int, Groups] = defaultdict(list)
-        for output in self._llm.llm_engine.step():
-            if output.finished and output.request_id in self._running:
-                call, one = self._running.pop(output.request_id)
-                self._unfinished[call] -= 1
-                complete[call].append((one.number, self._group(one, output)))
+        for output, group in zip(outputs, groups, strict=True):
+            call, one = self._running.pop(output.request_id)
+            self._unfinished[call] -= 1
+            complete[call].append((one.number, group))
         return complete
 
     def _group(self, one: PromptRequest, output: Any) -> list[Sample]:
@@ -298,7 +310,9 @@ class EngineServer:
     def _drop(self, error: Exception) -> None:
         """End all calls that sample with an error."""
         calls = {call for call, _ in self._running.values()} | {*(+self._unfinished)}
-        self.abandon()
+        self.failed = not isinstance(error, RunError)
+        if not self.failed:  # or it could fail again, and nobody would be answered
+            self.abandon()
         self._unfinished.clear()
         self._replies += [failure(error, call) for call in calls]
 
@@ -307,26 +321,24 @@ class EngineServer:
         return replies
 
 
-def failure(error: Exception, number: int = 0) -> Reply:
-    """The reply to a call that ended with an error. One that no code of ours has raised is printed in full."""
+def failure(error: Exception, number: int = 0, kind: type[RunError] = EngineLostError) -> Reply:
+    """The reply to a call that ended with an error. One that no code of ours has raised is printed, and is a `kind`."""
     if isinstance(error, RunError):
         return Reply(error=str(error), kind=type(error), number=number)
     traceback.print_exception(error)
-    return Reply(error=f"{type(error).__name__}: {error}", number=number)
+    return Reply(error=f"{type(error).__name__}: {error}", kind=kind, number=number)
 
 
 @contextmanager
 def _refusals() -> Iterator[None]:
-    """An error of vLLM in a step of a push becomes a refusal.
+    """A refusal of the workers becomes one of the engine.
 
     Raises:
         DamagedError: a bucket has another checksum than the trainer's.
-        Refusal: any other error.
+        Refusal: the request does not fit for another reason.
     """
     try:
         yield
-    except RunError:
-        raise
-    except Exception as error:  # any error: vLLM has no type of its own for a failed update
+    except WorkerRefusal as error:
         kind = DamagedError if DAMAGED in str(error) else Refusal
-        raise kind(str(error) or type(error).__name__) from error
+        raise kind(str(error)) from error

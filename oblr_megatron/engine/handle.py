@@ -5,8 +5,9 @@
     for position, group in engine.stream([(5, 9)], [0], request): ...
     engine.close()
 
-After a missed deadline or a death the engine is lost: the process is killed, and every further call raises an
-`EngineLostError` with the reason. A refusal is an answer, so it does not lose the engine.
+After a missed deadline, a death, or an error that no code of ours has raised, the engine is lost: the process is
+killed, and every further call raises an `EngineLostError` with the reason. A refusal is an answer, so it does not lose
+the engine.
 """
 
 from __future__ import annotations
@@ -192,7 +193,8 @@ class VllmEngine:
         """Call a method of `EngineServer` and wait for the answer; `what` names it in error messages.
 
         Raises:
-            EngineLostError: the engine died, or gave no answer in time and was killed (`EngineDeadlineError`).
+            EngineLostError: the engine died or failed, or gave no answer in time and was killed
+                (`EngineDeadlineError`).
             RunError: the engine refused.
         """
         self.post(method, arguments, what=what, seconds=seconds)
@@ -292,18 +294,9 @@ class VllmEngine:
         """Take the memory of these tags back; see `EngineServer.wake`.
 
         Raises:
-            EngineLostError: also if the engine could not take all of its memory back. The message has the free memory
-                and the trainer's share.
+            EngineLostError: also if the engine could not take all of its memory back.
         """
-        what = f"the waking ({', '.join(tags)})"
-        try:
-            self.call("wake", {"tags": tags}, what=what, seconds=self.deadlines.sleep)
-        except EngineLostError:
-            raise
-        except RunError as error:
-            message = f"{error}; {_free_memory()}, and the engine's share is {self.spec.gpu_memory_utilization:g}"
-            self._lose(message)
-            raise EngineLostError(message) from error
+        self.call("wake", {"tags": tags}, what=f"the waking ({', '.join(tags)})", seconds=self.deadlines.sleep)
 
     def _begin_sampling(self, what: str, asked: Sequence[PromptRequest]) -> Iterator[Reply]:
         """Begin a call with many replies, within `deadlines.generate`."""
@@ -332,9 +325,13 @@ class VllmEngine:
             raise self._too_late(what, seconds) from None
         except PeerGone:
             raise self._died(what) from None
-        if reply.error is not None:
-            raise reply.kind(f"{self.spec.name} failed while {self.owner} waited for {what}: {reply.error}")
-        return reply
+        if reply.error is None:
+            return reply
+        message = f"{self.spec.name} failed while {self.owner} waited for {what}: {reply.error}"
+        if reply.kind is EngineLostError:
+            message += f"; {self._memory()}{log_tail(self.log)}"
+            self._lose(message)
+        raise reply.kind(message)
 
     def _too_late(self, what: str, seconds: float) -> EngineDeadlineError:
         error = EngineDeadlineError(self.owner, f"{what} of {self.spec.name}", seconds)
@@ -355,6 +352,12 @@ class VllmEngine:
         self._channel.close()
         self._writer.close()
         self.buffer.close()
+
+    def _memory(self) -> str:
+        """What a GPU engine may have lacked, for an error message; "" of a CPU engine."""
+        if self.spec.device != "cuda":
+            return ""
+        return f"{_free_memory()}, and the engine's share is {self.spec.gpu_memory_utilization:g}; "
 
     def _check_lost(self) -> None:
         if self._lost is not None:

@@ -1,10 +1,10 @@
 """The HTTP door of an engine: what `oblr-megatron serve` runs in front of the engine's process. Imports no vllm.
 
 A path is a method of `EngineServer`, and a request is a `Call`, as a rank makes it over its socket; nothing else is
-served. Anyone who may call can replace the weights, so every path but /health asks for the key. Without a key
-(`engine.serve_command` allows that on loopback only) the door refuses requests that a web page may have caused: those
-with an Origin header, or with a host name that is not this machine's. A body must have a limited size and arrive within
-`BODY_SECONDS`, the headers before it within `HEADER_SECONDS`.
+served. /health says how long the engine has not answered. Anyone who may call can replace the weights, so every other
+path asks for the key. Without a key (`engine.serve_command` allows that on loopback only) the door refuses requests
+that a web page may have caused: those with an Origin header, or with a host name that is not this machine's. A body
+must have a limited size and arrive within `BODY_SECONDS`, the headers before it within `HEADER_SECONDS`.
 """
 
 from __future__ import annotations
@@ -12,6 +12,7 @@ from __future__ import annotations
 import asyncio
 import hmac
 import signal
+import time
 from collections.abc import AsyncIterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import replace
@@ -53,6 +54,8 @@ BODY_SECONDS = 60.0
 """Most seconds until a whole body has arrived."""
 HEADER_SECONDS = 10.0
 """Most seconds until the headers of a connection's next request have arrived."""
+PING_SECONDS = 1.0
+"""Interval of the pings of the engine."""
 LINGER_SECONDS = 1.0
 """Seconds in which the rest of a refused request is read, so that its client can read the refusal."""
 
@@ -72,6 +75,7 @@ class Engine:
         self._channel = channel
         self._calls, self._prompts = count(1), count()  # numbers
         self._waiting: dict[int, asyncio.Queue[Reply]] = {}
+        self._pinged: float | None = None  # when the ping was sent that is not answered yet
         self._ended = False
 
     async def read(self) -> None:
@@ -84,6 +88,20 @@ class Engine:
         self._ended = True
         for replies in self._waiting.values():
             replies.put_nowait(Reply(error=DEAD))
+
+    async def ping(self) -> None:
+        """Call the engine from time to time, until it has ended: it answers between two steps."""
+        with suppress(RunError):
+            while True:
+                self._pinged = time.monotonic()
+                await self.call("info")
+                self._pinged = None
+                await asyncio.sleep(PING_SECONDS)
+
+    @property
+    def silent(self) -> float:
+        """Seconds for which the engine has left a ping without an answer."""
+        return 0.0 if self._pinged is None else time.monotonic() - self._pinged
 
     async def replies(self, method: str, **arguments: Any) -> AsyncIterator[Any]:
         """The values of all replies to a call. Raises the type of error that the engine has raised."""
@@ -133,7 +151,7 @@ class Door:
             check_access(request.path, request.headers, self._key)
             body = await read_body(request)
             if request.path == http.HEALTH:
-                return web.Response()
+                return _json(to_json(http.Health(silent=self._engine.silent)))
             return _json(await self.ask(request.path, body))
         except (Refused, ValueError, RunError) as error:
             return error_answer(error)
@@ -185,11 +203,13 @@ async def _serve(channel: Channel, host: str, port: int, key: str) -> None:
         loop.add_signal_handler(number, stop.set)
     engine = Engine(await channel.for_loop())
     ends = [asyncio.create_task(engine.read()), asyncio.create_task(stop.wait())]
+    pings = asyncio.create_task(engine.ping())
     runner = make_runner(Door(engine, key))
     await runner.setup()
     await web.TCPSite(runner, host, port, backlog=1024).start()
     print(f"listening on http://{host}:{port}", flush=True)
     await asyncio.wait(ends, return_when=asyncio.FIRST_COMPLETED)
+    pings.cancel()
     await runner.cleanup()
     if not stop.is_set():
         raise PeerGone("the engine has ended")

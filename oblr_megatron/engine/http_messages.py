@@ -36,7 +36,7 @@ REFUSED, INVALID, FAILED = 409, 400, 500
 DAMAGED = "damaged"
 """The "kind" in the JSON of a refusal if a bucket was damaged on the way: a second push may help."""
 
-PROTOCOL = 9
+PROTOCOL = 10
 """Version of these messages, to be raised with every change. Both sides must have the same."""
 
 
@@ -51,6 +51,12 @@ class Holding(Message):
 
     holder: str = ""
     version: int = 0
+
+
+class Health(Message):
+    """The answer to `HEALTH`. Example: Health(silent=0.0)"""
+
+    silent: float  # seconds since the engine left a ping without an answer: at most its current step or part of a push
 
 
 class Info(Message):

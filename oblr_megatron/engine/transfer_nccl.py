@@ -16,7 +16,7 @@ from vllm.distributed.weight_transfer.nccl_common import NCCLWeightTransferInitI
 from vllm.distributed.weight_transfer.nccl_engine import NCCLWeightTransferEngine
 
 from oblr_megatron.engine.transfer import RestartableReload, ShmUpdateInfo
-from oblr_megatron.errors import WeightError
+from oblr_megatron.errors import RunError, WeightError
 from oblr_megatron.weights.device_buffer import device_checksum
 from oblr_megatron.weights.shm import compare_checksums
 
@@ -27,9 +27,16 @@ class CheckedNcclWeightTransferEngine(RestartableReload, NCCLWeightTransferEngin
     update_info_cls = ShmUpdateInfo  # type: ignore[assignment]
 
     def init_transfer_engine(self, init_info: NCCLWeightTransferInitInfo) -> None:
-        """Join the trainer's communicator. One left from another trainer, or from before a failure, is dropped."""
+        """Join the trainer's communicator. One left from another trainer, or from before a failure, is dropped.
+
+        Raises:
+            RunError: it could not. The network is the likely cause, so the engine goes on.
+        """
         self.shutdown()
-        super().init_transfer_engine(init_info)
+        try:
+            super().init_transfer_engine(init_info)
+        except Exception as error:  # any error: a rendezvous has many
+            raise RunError(f"it could not join the trainer: {str(error) or type(error).__name__}") from error
 
     def receive_weights(self, update_info: ShmUpdateInfo) -> None:  # type: ignore[override]
         """Receive a bucket from the trainer, check it, and load its tensors.

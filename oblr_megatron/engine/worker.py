@@ -12,30 +12,32 @@ import signal
 import socket
 import sys
 from collections.abc import Collection
-from contextlib import suppress
+from contextlib import closing, suppress
 
 from oblr_megatron.engine.channel import Channel, PeerGone, Reply
 from oblr_megatron.engine.core import EngineServer, failure
 from oblr_megatron.engine.protocol import EngineSpec
+from oblr_megatron.errors import EXIT_OK, EXIT_RUN, RunError
 from oblr_megatron.runtime.garbage import no_collection
 from oblr_megatron.runtime.processes import die_with, directory_last
 from oblr_megatron.runtime.stopping import SIGNALS
 
 
 def main(arguments: list[str]) -> int:
-    """Receive the spec, start the engine, and answer calls until the parent ends."""
+    """Receive the spec, start the engine, and answer calls until the parent ends or the engine fails."""
     fd, parent = (int(argument) for argument in arguments)
     die_with(parent)
     directory_last()
     outlive(SIGNALS)
     os.set_inheritable(fd, False)
-    with suppress(PeerGone):
-        serve(Channel(socket.socket(fileno=fd)))
-    return 0
+    with suppress(PeerGone), closing(Channel(socket.socket(fileno=fd))) as channel:
+        serve(channel)
+        return EXIT_RUN
+    return EXIT_OK
 
 
 def serve(channel: Channel) -> None:
-    """Start the engine, and answer calls. A start that fails is answered, too, and nothing after it.
+    """Start the engine, and answer calls until it fails. A start that fails is answered, too, and nothing after it.
 
     Raises:
         PeerGone: the parent has ended.
@@ -44,10 +46,10 @@ def serve(channel: Channel) -> None:
     try:
         engine = _start(spec)
     except Exception as error:  # noqa: BLE001  any error of vLLM must reach the parent, which waits for an answer
-        channel.send(failure(error))
+        channel.send(failure(error, kind=RunError))  # another start would fail the same way
         return
     channel.send(Reply())
-    while True:
+    while not engine.failed:
         replies = engine.answer(channel.receive()) if channel.ready() or not engine.sampling else engine.step()
         for reply in replies:
             channel.send(reply)

@@ -80,6 +80,9 @@ def check_digests(engine: str, expected: Sequence[Digests], held: Sequence[Diges
 class Receiver:
     """Where a rank sends one push. This base class is for a rank without engines: it gathers and sends nothing."""
 
+    error: Exception | None = None
+    """Why nothing more is sent."""
+
     def start(self, capacity: int) -> SharedBuffer | None:
         """Tell the engines that the push begins. Returns the buffer for the buckets; None if none is needed."""
         return None
@@ -108,7 +111,6 @@ class LockstepReceiver(Receiver, ABC):
 
     def __init__(self, manifest: Manifest) -> None:
         self._manifest = manifest
-        self.error: Exception | None = None
         self.buckets, self.begin, self.end = 0, time.monotonic(), 0.0
 
     def attempt(self, call: Callable[[], Any]) -> None:
@@ -249,11 +251,13 @@ class Pusher:
         return stats
 
     def _send_ipc(self, receiver: Any, source: Any, capacity: int, opened: int) -> None:
-        from vllm.distributed.weight_transfer.ipc_engine import IPCTrainerInitInfo, IPCTrainerWeightTransferEngine
+        from vllm.distributed.weight_transfer.ipc_engine import IPCTrainerInitInfo
+
+        from oblr_megatron.rollout.ipc_push import IpcSender
 
         if self._sender is None or opened != capacity:
             rank = int(self._engine is None)  # rank 0 sends; here every rank that owns an engine sends to its own
             info = IPCTrainerInitInfo(rank=rank, packed=True, packed_buffer_size_bytes=capacity)
-            self._sender = IPCTrainerWeightTransferEngine.trainer_init(info, client=receiver, source=source)
+            self._sender = IpcSender.trainer_init(info, client=receiver, source=source)
         self._sender.client, self._sender.source = receiver, source
         self._sender.send_weights()

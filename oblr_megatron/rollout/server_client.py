@@ -27,11 +27,13 @@ from oblr_megatron.runtime.http_loop import open_session
 from oblr_megatron.types import Sample
 
 RETRIES = 3
-"""Retries after a dropped connection, before the server counts as lost."""
+"""Retries after a dropped request, before the server counts as lost."""
 BACKOFF_SECONDS = 0.2
 """Wait before the first retry; it doubles with each further one."""
 WATCH_SECONDS = 5.0
 """Interval of the health checks while a server samples."""
+DROPPED = (408, 429)
+"""HTTP status if a request came too slowly, and if a proxy has too many of them."""
 
 
 class ServerLostError(EngineLostError):
@@ -48,9 +50,15 @@ class VllmServer:
     Every error names the server once; `what`, which is waited for, does not.
     """
 
-    def __init__(self, url: str, key: str, *, owner: str = "rank 0", silence_s: float = 30.0) -> None:
-        """The key is empty for none. A sampling server counts as hung after `silence_s` without an answer."""
-        self.name, self.owner, self.silence_s = f"server {url}", owner, silence_s
+    def __init__(
+        self, url: str, key: str, *, owner: str = "rank 0", silence_s: float = 30.0, hang_s: float = 900.0
+    ) -> None:
+        """Args:
+        key: empty for none.
+        silence_s: a sampling server counts as hung after so long without an answer,
+        hang_s: and if its engine has not answered it for so long.
+        """
+        self.name, self.owner, self.silence_s, self.hang_s = f"server {url}", owner, silence_s, hang_s
         self.lost: str | None = None  # why it gets no prompts
         self.unfit = False  # lost, and waiting is useless: it answers, but not as expected
         self.capacity = 1  # sequences it decodes at once
@@ -109,16 +117,20 @@ class VllmServer:
         await self._ask(Any, method, arguments, what, seconds)
 
     async def watch(self) -> NoReturn:
-        """Check its health until it has not answered for `silence_s`; then it is lost (ServerLostError)."""
+        """Check its health until it counts as hung; then it is lost (ServerLostError)."""
         heard = time.monotonic()
         while True:
             await asyncio.sleep(min(WATCH_SECONDS, self.silence_s / 2))
             try:
-                await self._request(http.HEALTH, None, "the health", self.silence_s / 2)
-                heard = time.monotonic()
-            except EngineLostError as error:
+                text = await self._request(http.HEALTH, None, "the health", self.silence_s / 2)
+                health = self._read(http.Health, text, http.HEALTH)
+            except RunError as error:  # any: an answer may be a proxy's
                 if time.monotonic() - heard > self.silence_s:
-                    raise ServerLostError(f"{self.name} has not answered for {self.silence_s:g} s") from error
+                    raise ServerLostError(f"{error}; no sign of life for {self.silence_s:g} s") from error
+                continue
+            heard = time.monotonic()
+            if health.silent > self.hang_s:
+                raise ServerLostError(f"the engine of {self.name} has not answered for {health.silent:.0f} s")
 
     async def close(self) -> None:
         """Close its connections."""
@@ -134,15 +146,18 @@ class VllmServer:
         path, body = http.PATHS[method], to_json(arguments)
         for attempt in range(retries + 1):
             try:
-                text = await self._request(path, body, what, deadline - time.monotonic())
-                return TypeAdapter(kind).validate_json(text)
+                return self._read(kind, await self._request(path, body, what, deadline - time.monotonic()), path)
             except DroppedError:
                 if attempt == retries:
                     raise
                 await asyncio.sleep(BACKOFF_SECONDS * 2**attempt)
-            except ValidationError as error:
-                raise RunError(f"{self.name} sent an invalid answer to {path}: {error}") from error
         raise AssertionError("the last attempt returns or raises")
+
+    def _read(self, kind: Any, text: bytes, path: str) -> Any:
+        try:
+            return TypeAdapter(kind).validate_json(text)
+        except ValidationError as error:
+            raise RunError(f"{self.name} sent an invalid answer to {path}: {error}") from error
 
     async def _request(self, path: str, payload: bytes | None, what: str, seconds: float) -> bytes:
         self._session = self._session or open_session()
@@ -177,13 +192,15 @@ class VllmServer:
         if status == http.REFUSED:
             refused = DamagedError if kind == http.DAMAGED else ServerRefusedError
             raise refused(f"{self.name} refused {what}: {reason}")
+        if status in DROPPED:
+            raise DroppedError(message)
         if status >= http.FAILED:
             raise ServerLostError(message)
         raise RunError(message)
 
 
 class DroppedError(ServerLostError):
-    """A connection failed, or ended before the answer. A retry may help."""
+    """A request did not get through, or its connection ended before the answer. A retry may help."""
 
 
 def reasons(servers: Sequence[VllmServer]) -> str:

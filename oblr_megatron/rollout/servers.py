@@ -53,6 +53,10 @@ POLL_SECONDS = 0.5
 SILENCE_SECONDS = 30.0
 """A sampling server counts as hung after so long without an answer, or after a third of the call's deadline: another
 server needs the rest."""
+HANG_SHARE = 0.5
+"""A server's engine counts as hung if it has not answered its own HTTP server for this share of the call's deadline,
+but at least `SILENCE_SECONDS`. It answers between steps, and a step with a long prompt or a compilation may take
+minutes."""
 
 
 class ServerEngines(RecoveringEngines):
@@ -175,8 +179,9 @@ class _Servers:
 
     def __init__(self, config: Config) -> None:
         key = os.environ.get(API_KEY, "")
-        silence_s = min(SILENCE_SECONDS, config.rollout.generate_timeout_s / 3)
-        self.servers = [VllmServer(url, key, silence_s=silence_s) for url in config.rollout.servers]
+        seconds = config.rollout.generate_timeout_s
+        silence_s, hang_s = min(SILENCE_SECONDS, seconds / 3), max(SILENCE_SECONDS, HANG_SHARE * seconds)
+        self.servers = [VllmServer(url, key, silence_s=silence_s, hang_s=hang_s) for url in config.rollout.servers]
         self._known: set[VllmServer] = set()  # servers that have answered before
         self.loop = HttpLoop()
 

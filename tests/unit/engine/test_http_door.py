@@ -14,11 +14,12 @@ from collections.abc import Iterator
 from typing import Any
 
 import pytest
-from aiohttp import web
+from aiohttp import ClientSession, web
 from pydantic_core import to_json
 
 from oblr_megatron.engine import http_door
 from oblr_megatron.engine import http_messages as http
+from oblr_megatron.engine.channel import Call, Channel, Reply
 from oblr_megatron.engine.http_door import Door, Refused, check_access, make_runner
 from oblr_megatron.engine.protocol import PromptRequest, SamplingRequest
 from oblr_megatron.weights.manifest import TensorSpec
@@ -127,6 +128,37 @@ class App(Door):
         if body == b"wait":
             await asyncio.sleep(2 * DEADLINE)
         return str(len(body)).encode()
+
+
+def test_the_health_says_how_long_the_engine_has_not_answered(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(http_door, "PING_SECONDS", 0.0)
+
+    async def silences() -> tuple[float, float, float]:
+        own, other = socket.socketpair()
+        engine, peer = http_door.Engine(await Channel(own).for_loop()), await Channel(other).for_loop()
+        tasks = [asyncio.create_task(one) for one in (engine.read(), engine.ping())]
+        runner, listener = make_runner(Door(engine, KEY)), socket.create_server(("127.0.0.1", 0))
+        await runner.setup()
+        await web.SockSite(runner, listener).start()
+
+        async def silent() -> float:
+            async with session.get(f"http://127.0.0.1:{listener.getsockname()[1]}{http.HEALTH}") as answer:
+                return http.Health.model_validate_json(await answer.read()).silent
+
+        async with ClientSession() as session:
+            ping: Call = await peer.receive()
+            await asyncio.sleep(0.3)
+            hung, answered = await silent(), time.monotonic()
+            peer.send(Reply(number=ping.number))
+            ping = await peer.receive()
+            healthy, limit = await silent(), time.monotonic() - answered
+            peer.writer.close()
+            await asyncio.wait_for(asyncio.gather(*tasks), 30)  # both end with the engine
+        await runner.cleanup()
+        return hung, healthy, limit
+
+    hung, healthy, limit = asyncio.run(silences())
+    assert hung >= 0.3 and healthy < limit
 
 
 @pytest.fixture(scope="module")

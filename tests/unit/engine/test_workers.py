@@ -13,7 +13,7 @@ from typing import Any
 
 import pytest
 
-from oblr_megatron.engine.workers import WorkerError, call_workers
+from oblr_megatron.engine.workers import WorkerError, WorkerRefusal, call_workers
 from oblr_megatron.errors import DamagedError
 
 
@@ -61,7 +61,7 @@ def test_results_are_in_the_order_of_the_workers() -> None:
 @pytest.mark.parametrize("broken", [(0,), (1,), (0, 2)])
 def test_an_error_of_some_workers_leaves_no_answer_behind(broken: tuple[int, ...]) -> None:
     executor = Executor(*broken)
-    with pytest.raises(WorkerError, match=f"^a is damaged on rank {broken[0]}$"):
+    with pytest.raises(WorkerRefusal, match=f"^a is damaged on rank {broken[0]}$"):
         call_workers(executor, "update", bucket="a")
     assert not any(executor.answers) and [worker.loaded for worker in executor.workers if not worker.broken] == [
         ["a"] for _ in range(3 - len(broken))
@@ -80,5 +80,14 @@ def test_a_call_by_name_alone_would_leave_answers() -> None:
 
 
 def test_an_error_without_a_text_has_its_name() -> None:
-    with pytest.raises(WorkerError, match=r"^AssertionError$"):
+    with pytest.raises(WorkerError, match=r"^AssertionError$") as raised:
         call_workers(Executor(), "silent")
+    assert not isinstance(raised.value, WorkerRefusal)
+
+
+def test_a_worker_that_is_broken_counts_more_than_one_that_refuses() -> None:
+    executor = Executor(0)
+    executor.workers[2].loaded = None  # type: ignore[assignment]
+    with pytest.raises(WorkerError, match="NoneType") as raised:
+        call_workers(executor, "update", bucket="a")
+    assert not isinstance(raised.value, WorkerRefusal)

@@ -6,6 +6,9 @@ Not covered: real servers that die or hang (tests/e2e/test_servers.py).
 from __future__ import annotations
 
 import asyncio
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from types import SimpleNamespace
 from typing import Any, NoReturn
 
 import aiohttp
@@ -53,6 +56,56 @@ def test_a_connection_that_fails_is_tried_again_and_a_deadline_is_not(
         asyncio.run(server.sample(ASKED, Holding(), 60.0))
     assert type(caught.value) is kind and server._session.requests == requests
     assert str(caught.value).count("127.0.0.1:9") == 1
+
+
+class Proxy:
+    """Gives these answers, the last one for ever."""
+
+    def __init__(self, *answers: tuple[int, str]) -> None:
+        self.answers, self.requests = answers, 0
+
+    @asynccontextmanager
+    async def request(self, *_: object, **__: object) -> AsyncIterator[Any]:
+        status, text = self.answers[min(self.requests, len(self.answers) - 1)]
+        self.requests += 1
+        yield SimpleNamespace(status=status, read=lambda: asyncio.sleep(0, text.encode()))
+
+
+@pytest.mark.parametrize("status", [408, 429])
+def test_a_request_that_did_not_get_through_is_sent_again(status: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(server_client, "BACKOFF_SECONDS", 0.0)
+    response = http.Response(ids=(1,), logprobs=(0.0,), text="", finish_reason="stop")
+    good = http.SampleAnswer(holding=Holding(), groups=[[response]])
+    server: Any = VllmServer(URL, "")
+    server._session = Proxy((status, "wait"), (200, good.model_dump_json()))
+    (group,) = asyncio.run(server.sample(ASKED, Holding(), 60.0))
+    assert [one.response_ids for one in group] == [(1,)] and server._session.requests == 2
+
+
+HEALTHY, HUNG = ((200, http.Health(silent=silent).model_dump_json()) for silent in (899.0, 901.0))
+
+
+def lost(*answers: tuple[int, str], silence_s: float) -> tuple[str, int]:
+    """Why a watched server is lost, and the number of requests until then."""
+    server: Any = VllmServer(URL, "", silence_s=silence_s)
+    server._session = Proxy(*answers)
+    with pytest.raises(ServerLostError) as caught:
+        asyncio.run(server.watch())
+    assert str(caught.value).count(URL) == 1
+    return str(caught.value), server._session.requests
+
+
+def test_a_single_answer_to_the_watch_that_says_nothing_is_no_loss(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(server_client, "WATCH_SECONDS", 0.0)
+    answers = [HEALTHY, (404, "no such page"), (429, "slowly"), (200, "<html>"), (401, "{}"), (503, ""), HEALTHY, HUNG]
+    reason, requests = lost(*answers, silence_s=600.0)
+    assert reason == f"the engine of server {URL} has not answered for 901 s" and requests == len(answers)
+
+
+@pytest.mark.parametrize("answer", [(404, "no such page"), (200, "no such page"), (502, "no such page")])
+def test_answers_that_say_nothing_are_silence(answer: tuple[int, str]) -> None:
+    reason, _ = lost(HEALTHY, answer, silence_s=0.2)
+    assert "no such page" in reason and reason.endswith("no sign of life for 0.2 s")
 
 
 @pytest.mark.parametrize("status", [http.REFUSED, http.INVALID, http.FAILED])

@@ -18,7 +18,7 @@ import torch
 from oblr_megatron.engine import http_messages as http
 from oblr_megatron.engine.core import _refusals, failure
 from oblr_megatron.engine.http_door import error_answer
-from oblr_megatron.engine.workers import WorkerError
+from oblr_megatron.engine.workers import WorkerError, WorkerRefusal
 from oblr_megatron.errors import DamagedError, RunError, WeightError
 from oblr_megatron.rollout import server_push
 from oblr_megatron.rollout.push import push
@@ -172,11 +172,21 @@ def test_damage_in_vllms_worker_reaches_the_trainer_as_damage(damaged: bool) -> 
         text = str(raised.value)
 
     with pytest.raises(RunError) as refusal, _refusals():
-        raise WorkerError(text)
+        raise WorkerRefusal(text)
     reply = failure(refusal.value)
     answer = error_answer(reply.kind(reply.error))
     assert answer.body is not None
     with pytest.raises(DamagedError if damaged else ServerRefusedError, match=f"http://a refused push 3: .*{text[:9]}"):
+        VllmServer("http://a", "")._raise(answer.status, answer.body, "push 3")
+
+
+def test_a_broken_worker_costs_the_server_and_not_the_push() -> None:
+    with pytest.raises(WorkerError) as broken, _refusals():
+        raise WorkerError("CUDA error")
+    reply = failure(broken.value)
+    answer = error_answer(reply.kind(reply.error))
+    assert answer.body is not None
+    with pytest.raises(ServerLostError, match=r"status 500 .* push 3: .*CUDA error"):
         VllmServer("http://a", "")._raise(answer.status, answer.body, "push 3")
 
 
