@@ -82,6 +82,7 @@ def train(config: Config, *, nproc_per_node: int = 1, resume: bool = False) -> T
         RunError: the run failed.
         KeyboardInterrupt: after the run has stopped.
     """
+    _check_config(config)
     options = ["--nproc-per-node", str(nproc_per_node), *(["--resume"] if resume else [])]
     with TemporaryDirectory(prefix="oblr-api-") as scratch:
         _run(["train", _saved(config, scratch), *options])
@@ -104,7 +105,7 @@ def evaluate(
         config: template, reward and sampling of a run; the defaults if None.
         data: sets by name, each a path or a source of docs/data.md; by default those of config.evaluate.
         k: sampled responses of a prompt; by default config.evaluate.samples_per_prompt.
-        out: directory for all responses; the same call continues after a stop.
+        out: new directory for all responses.
         overrides: section.key=value.
 
     Returns:
@@ -115,6 +116,10 @@ def evaluate(
         UserError: a mistake in the input, before an engine is started.
         RunError: an engine failed, or a file cannot be written.
     """
+    if config is not None:
+        _check_config(config)
+    if data is not None and not isinstance(data, Mapping):
+        raise UserError(f"data is a {type(data).__name__}, not a dict", where="data", fix="pass {name: path}")
     with TemporaryDirectory(prefix="oblr-api-") as scratch:
         metrics = Path(scratch) / "metrics.json"
         command = ["eval", "--model", str(model), "--json", str(metrics), *overrides]
@@ -130,6 +135,13 @@ def evaluate(
         _run(command)
         sets: dict[str, dict[str, Any]] = json.loads(metrics.read_text(encoding="utf-8"))["sets"]
     return sets
+
+
+def _check_config(config: object) -> None:
+    """Refuse what is no Config, such as the path of one."""
+    if not isinstance(config, Config):
+        what = f"config is a {type(config).__name__}, not a Config"
+        raise UserError(what, where="config", fix="pass load_config(path) or parse_config(table)")
 
 
 def _check_names(data: Mapping[str, str | Path]) -> None:

@@ -36,6 +36,7 @@ class UserError(ValueError):
     """
 
     def __init__(self, what: str, *, where: str = "", fix: str = "") -> None:
+        what = " ".join(line.strip() for line in what.splitlines())  # a user's own error may have several lines
         self.what, self.where, self.fix = what, where, fix
         place = f" [{where}]" if where else ""
         super().__init__(f"{what}{place}" + (f". Fix: {fix}" if fix else ""))

@@ -28,7 +28,9 @@ def import_from_here(name: str, what: str, where: str) -> Callable[..., Any]:
         _append_path(Path.cwd())
     try:
         function: Callable[..., Any] = resolve(name)
-    except (Exception, SystemExit) as error:  # the user's module may raise anything, or be a script that exits
+    except BaseException as error:  # the user's module may raise anything, or be a script that exits
+        if isinstance(error, KeyboardInterrupt):
+            raise
         raise UserError(
             f"{what} cannot be imported: {type(error).__name__}: {error}",
             where=where,

@@ -333,9 +333,10 @@ def _foreign(directory: Path) -> CheckpointError:
     """The error for a directory without a manifest, by what it seems to be."""
     if (directory / ".metadata").exists():
         what = "it is a distributed checkpoint of another program"
-        fix = "convert its weights to a Hugging Face directory with the program that wrote it, and set model.path"
+        fix = "convert its weights to a Hugging Face directory (Megatron-LM's: oblr-megatron convert to-hf --hf-source)"
+        fix += ", and set model.path to it"
     elif any(directory.glob("model*.safetensors*")):
-        what, fix = "it is a Hugging Face directory", "set model.path to start from its weights"
+        what, fix = "it is a Hugging Face directory", "set model.path to it, or convert to-megatron"
     else:
         what, fix = f"it has no {MANIFEST}", "give the directory of a checkpoint"
     return CheckpointError(f"not a checkpoint of this program: {what}", where=str(directory), fix=fix)

@@ -41,7 +41,7 @@ def apply_override(table: dict[str, Any], override: str) -> None:
             raise UserError(
                 f"{parent!r} is a value, not a section, in override {override!r}",
                 where=COMMAND_LINE,
-                fix="name a key of a section",
+                fix=f"set {parent} as a whole, or write it as a table in the file",
             )
     table[leaf] = parsed["value"] if parsed.keys() == {"value"} else text.strip()
 

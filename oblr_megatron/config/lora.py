@@ -34,11 +34,20 @@ class LoraConfig(Section):
     """Adapted matrices of each layer. In a mixture the last three are those of every expert."""
 
 
+LORA = LoraConfig()
+"""The defaults."""
+
+
 def lora_problems(config: Config) -> Iterator[Problem]:
     """Options that do not work with adapters."""
     model, rollout = config.model, config.rollout
     drafts = rollout.lora == "adapter" and rollout.speculation != "none"
     losses = bool(model.router_losses)
+    unused = [f"model.lora.{key}" for key in ("alpha", "targets") if getattr(model.lora, key) != getattr(LORA, key)]
+    unused += ["rollout.lora"] * (rollout.lora != "merged")
+    if unused and not model.lora.rank:
+        what = f"{unused[0]} is set, but model.lora.rank is 0: all weights would be trained"
+        yield what, "set model.lora.rank, e.g. 16"
     for used, what, fix in (
         (model.fp8 != "none", "model.fp8", 'it to "none"'),
         (model.batch_invariant, "model.batch_invariant", "it to false"),

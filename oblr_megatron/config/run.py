@@ -204,7 +204,8 @@ def validated(section: type[S], table: dict[str, Any], where: str, overrides: Se
     try:
         return section.model_validate(table)
     except ValidationError as error:
-        first = error.errors()[0]
+        errors = error.errors()
+        first = next((one for one in errors if one["type"] == "extra_forbidden"), errors[0])  # a misspelt required key
         key = ".".join(str(part) for part in first["loc"])
         what, fix = _explained(key, first, section)
         raise UserError(what, where=blamed(where, overrides, key=key), fix=fix) from None

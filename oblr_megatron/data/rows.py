@@ -145,7 +145,7 @@ def _row(
     )
     if not _is_unicode([row.id, row.question, row.answer, row.source]):
         raise _UnusableError("half of a surrogate pair")
-    if has_lost_backslash(plain_text(row.question)) or has_lost_backslash(row.answer):
+    if has_lost_backslash(plain_text(row.question)):
         raise _UnusableError(LOST_BACKSLASH)
     return row
 
@@ -229,8 +229,15 @@ def _field(values: dict[str, Any], name: str) -> Any:
 def _gold(values: dict[str, Any], column: str, convention: Convention) -> str:
     """The gold answer in a column; empty if there is none."""
     value = _field(values, column)
-    gold = str(convention.gold(value)).strip()
-    return "" if column in convention.solutions and gold == text(value).strip() else gold
+    whole, is_solution = text(value), column in convention.solutions
+    raw = str(convention.gold(value))
+    gold = raw.strip()
+    if is_solution and gold == whole.strip():
+        return ""
+    # White space is read before it is removed: the first character may be what is left of a backslash.
+    if has_lost_backslash(raw) or (not is_solution and has_lost_backslash(whole)):
+        raise _UnusableError(LOST_BACKSLASH)
+    return gold
 
 
 def _tolerance(values: dict[str, Any], convention: Convention) -> str:

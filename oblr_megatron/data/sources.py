@@ -16,7 +16,7 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from glob import glob, has_magic
 from pathlib import Path
-from typing import Any, Literal, NamedTuple
+from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 
 from oblr_megatron.checks.git_lfs import refuse_pointer
 from oblr_megatron.config.data import SourceConfig
@@ -25,6 +25,9 @@ from oblr_megatron.data.conventions import CONVENTIONS, GENERATED, PLAIN, Conven
 from oblr_megatron.errors import UserError
 from oblr_megatron.extension import extension
 from oblr_megatron.formatting import searched_from
+
+if TYPE_CHECKING:
+    from oblr_megatron.config import Config
 
 GYM = "data reasoning_gym"
 _HUB_NAME = re.compile(r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*")
@@ -119,6 +122,13 @@ def open_source(source: SourceConfig, *, training: bool = False) -> Iterator[Rec
         yield from _records(path.name, _directory(path, source, training), source.path)
     else:
         yield from _hub(source, training)
+
+
+def sources_of(config: Config) -> Iterator[tuple[SourceConfig, bool]]:
+    """The sources that a run reads, each with whether it reads the training split."""
+    if config.rollout.replay is None:
+        yield from ((source, True) for source in config.data.train)
+        yield from ((source, False) for source in (*config.data.exclude, *config.evaluate.data.values()))
 
 
 def kind_of(source: SourceConfig) -> Literal["file", "pattern", "directory", "hub", "generated"]:

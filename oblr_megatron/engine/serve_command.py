@@ -116,8 +116,13 @@ def serve(options: argparse.Namespace) -> int:
     """
     from oblr_megatron.checkpoint.hf_dir import check_hf_dir
 
-    key = os.environ.pop(options.api_key_env, "")  # the engine needs none
-    check_exposure(options.host, key, options.api_key_env)
+    variable = options.api_key_env
+    key = os.environ.pop(variable, None)  # the engine needs none
+    if key == "" or (key is None and variable != API_KEY):
+        what = f"{variable} is {'empty' if key == '' else 'not set'}"
+        raise UserError(what, where="--api-key-env", fix=f'export {variable}="$(openssl rand -hex 32)", or unset it')
+    key = key or ""
+    check_exposure(options.host, key, variable)
     check_address(options.host, options.port)
     model = check_hf_dir(options.model)
 
@@ -243,6 +248,8 @@ def _vllm_options(texts: list[str]) -> dict[str, Any]:
 
     table: dict[str, Any] = {}
     for text in texts:
+        if not text.partition("=")[1]:
+            raise UserError(f"{text!r} is not NAME=VALUE", where="--vllm", fix="write e.g. block_size=16")
         apply_override(table, text)
     return table
 

@@ -25,6 +25,8 @@ from oblr_megatron.user_functions import resolve
 
 LONGEST = 10_000
 """Characters of a tool's result; the rest is cut."""
+CUT = " ... (the rest is cut)"
+"""What the policy reads in its place."""
 
 
 class Toolbox:
@@ -53,7 +55,7 @@ class Toolbox:
             return f"Error: there is no tool {name!r:.100}; the tools are {', '.join(self._targets)}"
         [score] = await asyncio.wrap_future(self._pool.submit([(self._targets[name], json.dumps(arguments))]))
         if score.text is not None:
-            return score.text[:LONGEST]
+            return score.text if len(score.text) <= LONGEST else f"{score.text[:LONGEST]}{CUT}"
         if score.timed_out:
             return f"Error: the tool took longer than {self._deadline_s:g} seconds"
         return f"Error: {score.error.strip().splitlines()[-1]:.500}"

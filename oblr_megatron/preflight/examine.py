@@ -138,11 +138,13 @@ def check_fits(memory: Sequence[RankMemory], config: Config, device: RankDevice)
         return
     sampling = fullest.rollout >= fullest.training  # equal on a CPU with rollout.only
     phase = "during sampling" if sampling else f"at the {fullest.step.moment}"
-    fix = (
-        "lower rollout.gpu_memory_utilization, or start more ranks with parallel.use_distributed_optimizer"
-        if sampling
-        else 'set parallel.recompute_granularity to "full", lower micro_batch_tokens, or raise a parallel size'
-    )
+    awake = fullest.engine.kv_cache if fullest.engine is not None else 0
+    if not device.on_gpu and awake > fullest.step.total:
+        fix = "lower rollout.kv_cache_gib"
+    elif sampling:
+        fix = "lower rollout.gpu_memory_utilization, or start more ranks with parallel.use_distributed_optimizer"
+    else:
+        fix = 'set parallel.recompute_granularity to "full", lower micro_batch_tokens, or raise a parallel size'
     raise UserError(
         f"a rank of pipeline stage {fullest.step.stage} needs {_gb(fullest.peak)} {phase}, but its device has "
         f"{_gb(device.num_bytes)}",

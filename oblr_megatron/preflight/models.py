@@ -138,7 +138,7 @@ def _chunks(
     hf_config: HFConfig, config: ModelConfig, parallel: Parallel, options: ParallelConfig
 ) -> Iterator[GPTModel]:
     """The model chunks of this rank, on meta devices."""
-    local = config.model_copy(update={"transformer_impl": "local", "fp8": "none"})
+    local = config.model_copy(update={"transformer_impl": "local", "fp8": "none", "batch_invariant": False})
     options = options.model_copy(update=KERNELS_OFF)
     padded = padded_vocab_size(hf_config.vocab_size, config.make_vocab_size_divisible_by, parallel.tp_size)
     with warnings.catch_warnings():  # experts that are not split by tensor parallelism cause this warning

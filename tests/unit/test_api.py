@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import signal
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -41,6 +42,17 @@ def test_a_background_process_does_not_hold_the_api(
 def test_a_name_that_the_command_would_read_otherwise_is_refused(name: str) -> None:
     with pytest.raises(UserError):
         api.evaluate("model", data={name: "rows.jsonl"})
+
+
+def test_arguments_of_another_type_are_refused() -> None:
+    wrong: Any = "config.toml"
+    for call, named in (
+        (lambda: api.train(wrong), "config is a str"),
+        (lambda: api.evaluate("model", wrong), "config is a str"),
+        (lambda: api.evaluate("model", data=wrong), "data is a str"),
+    ):
+        with pytest.raises(UserError, match=named):
+            call()
 
 
 def test_all_lines_of_a_command_are_printed(

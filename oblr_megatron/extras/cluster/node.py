@@ -1,4 +1,4 @@
-"""Examines one node: GPUs, disks, ports, model directory and versions."""
+"""Examines one node: GPUs, disks, ports, model directory, data sources and versions."""
 
 from __future__ import annotations
 
@@ -23,6 +23,7 @@ from oblr_megatron.checks.layout import check_port
 from oblr_megatron.checks.machine import compiler_problem, driver_problem
 from oblr_megatron.checks.packages import installed, problems
 from oblr_megatron.config import Config, load_config
+from oblr_megatron.data.sources import open_source, sources_of
 from oblr_megatron.errors import Problem, UserError
 from oblr_megatron.formatting import size
 from oblr_megatron.preflight.checklist import check_room
@@ -83,6 +84,8 @@ def examine(
     config = _noting(report, partial(load_config, config_file, overrides))
     if config is not None:
         _noting(report, partial(_examine_model, report, config))
+        for source, training in sources_of(config):
+            _noting(report, partial(next, open_source(source, training=training), None))
     return report
 
 

@@ -108,12 +108,15 @@ def request_of(options: argparse.Namespace) -> Any:
     constants = read_constants(options.calibration) if options.calibration else Constants()
     run_table = _table(options)
     response = run_table["rollout"]["max_response_tokens"]
+    if options.mean_response_tokens and options.mean_response_tokens > response:
+        what = f"--mean-response-tokens {options.mean_response_tokens} is above the longest response, {response}"
+        raise UserError(what, where="command line", fix="lower it, or raise --sequence-length")
     return Request(
         model=options.model,
         hf_config=model_config(options.model),
         gpus=options.gpus,
         machine=PlannerMachine(device, constants),
-        mean_response_tokens=min(response, options.mean_response_tokens or max(1, response // 2)),
+        mean_response_tokens=options.mean_response_tokens or max(1, response // 2),
         table=run_table,
         speculation_acceptance=options.speculation_acceptance,
     )

@@ -136,6 +136,8 @@ def test_bad_values(override: str, named: list[str]) -> None:
                 ("model.moe_z_loss_coeff=0.1", "a router loss"),
             )
         ],
+        (["model.lora.alpha=16"], "model.lora.alpha is set, but model.lora.rank is 0"),
+        (["rollout.lora=adapter"], "rollout.lora is set, but model.lora.rank is 0"),
         *[([f"algo.baseline={name}", "group_size=1"], f"baseline '{name}'") for name in OF_GROUP],
     ],
 )
@@ -246,6 +248,11 @@ def test_a_mixture_has_all_its_weights_or_none() -> None:
 @pytest.mark.parametrize("key", ["run_dir", "model", "data"])
 def test_missing_keys(key: str) -> None:
     assert f"{key!r} is missing" in refused([], {name: value for name, value in MINIMAL.items() if name != key})
+
+
+def test_a_misspelt_required_key_is_not_called_missing() -> None:
+    table = {"modle" if name == "model" else name: value for name, value in MINIMAL.items()}
+    assert "unknown key 'modle'" in refused([], table)
 
 
 @pytest.mark.parametrize(

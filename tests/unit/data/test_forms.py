@@ -74,15 +74,15 @@ def test_conversations(
         (r"x\r\nRight", True), (r"\tangent", True), (r"\n", True), (r"\nequal parts", True), (r"1\f2", True),
     ],
 )  # fmt: skip
-@pytest.mark.parametrize("column", ["question", "answer"])
+@pytest.mark.parametrize(("column", "before"), [("question", "1 "), ("answer", "1 "), ("answer", "")])
 def test_backslashes_in_json(
-    tokenizer: PreTrainedTokenizerFast, tmp_path: Path, column: str, written: str, kept: bool
+    tokenizer: PreTrainedTokenizerFast, tmp_path: Path, column: str, before: str, written: str, kept: bool
 ) -> None:
     r"""A LaTeX command with one backslash in JSON is a control character, or no JSON at all.
 
     Sources: HKUDS/LightRAG#3238, trishullab/PutnamBench#218, wttwins/wrong-notebook#3.
     """
-    row = {"question": "1+1=", "answer": "2"} | {column: f"1 {written} 2"}
+    row = {"question": "1+1=", "answer": "2"} | {column: f"{before}{written} 2"}
     other = json.dumps({"question": "2+2=", "answer": "4"})
     fields = ", ".join(f'"{name}": "{value}"' for name, value in row.items())
     (tmp_path / "rows.jsonl").write_text(f"{{{fields}}}\n{other}\n")

@@ -19,7 +19,7 @@ from oblr_megatron.engine.serve_command import (
 )
 from oblr_megatron.errors import UserError
 from oblr_megatron.runtime.command_line import Parser
-from tests.tiny import SIZES
+from tests.tiny import SIZES, make_hf_dir
 
 KEY = "0123456789abcdef"
 
@@ -72,6 +72,25 @@ def test_the_command_refuses_in_one_line(tmp_path, capsys, monkeypatch):
     assert "error: 10.0.0.5 " in capsys.readouterr().err
     assert main(["serve", "--model", str(tmp_path / "none")]) == 2
     assert "error:" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("options", "key", "named"),
+    [
+        (["--api-key-env", "OTHER_KEY"], None, "OTHER_KEY is not set"),
+        ([], "", "OBLR_API_KEY is empty"),  # export OBLR_API_KEY="$(openssl ...)" where openssl is missing
+        (["--vllm", "foo"], None, "'foo' is not NAME=VALUE [--vllm]"),
+    ],
+)
+def test_a_key_or_an_option_of_vllm_that_was_meant_to_be_there(options, key, named, capsys, monkeypatch, tmp_path):
+    monkeypatch.delenv("OBLR_API_KEY", raising=False)
+    if key is not None:
+        monkeypatch.setenv("OBLR_API_KEY", key)
+    model = make_hf_dir(tmp_path / "model", head_dim=32)
+    capsys.readouterr()
+    assert main(["serve", "--model", str(model), *options]) == 2
+    error = capsys.readouterr().err
+    assert named in error and error.count("\n") == 1
 
 
 def serve_options(*arguments: str) -> argparse.Namespace:

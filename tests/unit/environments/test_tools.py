@@ -111,6 +111,11 @@ class Tools:
 plus = add
 
 
+def talks(count: int) -> str:
+    """Say much."""
+    return "x" * count
+
+
 def untyped(first):
     """Nobody knows."""
     return first
@@ -118,7 +123,7 @@ def untyped(first):
 
 @pytest.fixture(scope="module")
 def box() -> Iterator[Toolbox]:
-    names = ("add", "sleeps", "meets", "patient")
+    names = ("add", "sleeps", "meets", "patient", "talks")
     box = Toolbox([CALCULATE, *(f"{HERE}:{name}" for name in names)], num_workers=2, deadline_s=1.0)
     yield box
     box.close()
@@ -135,6 +140,7 @@ def box() -> Iterator[Toolbox]:
         ("sleeps", {"seconds": 30}, "Error: the tool took longer than 1 seconds"),
         ("patient", {"seconds": 30}, "Error: the tool took longer than 1 seconds"),
         ("divide", {}, "Error: there is no tool 'divide'; the tools are calculate, add, sleeps, meets, patient"),
+        ("talks", {"count": 10_001}, "x" * 10_000 + " ... (the rest is cut)"),
     ],
 )
 def test_calls(

@@ -137,6 +137,21 @@ def test_a_port_in_use_is_found(tmp_path: Path) -> None:
     assert any(f"cannot listen on port {port}" in what for what, _ in found.problems)
 
 
+def test_data_sets_that_this_node_cannot_read_are_found(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
+    (tmp_path / "rows.jsonl").write_text('{"question": "1+2=", "answer": "3"}\n')
+    config = tmp_path / "config.toml"
+    config.write_text(
+        f"""run_dir = "{tmp_path}/run"
+        model.path = "{tmp_path}/model"
+        data.train = "{tmp_path}/rows.jsonl"
+        data.exclude = ["{tmp_path}/none.jsonl"]
+        evaluate.data = {{ gsm8k = "gsm8k" }}"""
+    )
+    found = [what for what, _ in examine("a", config, [], expect_gpus=0, ports=()).problems]
+    assert [sum(name in what for what in found) for name in ("none.jsonl", "gsm8k", "rows.jsonl")] == [1, 1, 0]
+
+
 def test_versions_are_those_installed() -> None:
     found = versions()
     assert found["torch"] == torch.__version__ or found["torch"] in torch.__version__
