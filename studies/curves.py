@@ -28,7 +28,7 @@ from studies.jobs import LOG_FILE, WORKER, Ended, Job, last_line, run_jobs, to_d
 from studies.plan import Plan, load_plan, merged
 from studies.recipe import prepare_recipe, read_recipe
 from studies.results import Key, asked_of, cells_on_disk, is_whole, metrics_dir, read_result, selection_of
-from studies.rows import keep, mend, restore
+from studies.rows import check_starts, keep, mend, restore
 from studies.summary import as_json, summarise, write_runs
 from studies.sweep import Cell
 from studies.tables import document
@@ -80,6 +80,7 @@ def study_curves(options: argparse.Namespace) -> int:
     with nullcontext() if options.summary else claimed(out):  # a summary may be written while the study runs
         restore(whole, out)
         starts = dict.fromkeys(plan.tasks, out / "start") if options.summary else prepared(plan, out)
+        check_starts(out, {} if options.summary else starts)
         study = Curves(plan, out, starts, processes=options.jobs, deadline_s=options.deadline_s)
         if options.summary:
             study.check()

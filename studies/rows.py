@@ -4,10 +4,12 @@ A clone has no run directories. The study makes them again from the lines, and c
 are two kinds of lines: settings, each before its first run, and runs with their keys and learning curves.
 
     {"settings": "1f0c4a", "backend": "toy", "config": {...}}          all settings but those of the run's key
-    {"task": "sums", "arm": "tempered", "cell": "64x1/lr0.001", "seed": 100, "made": "1f0c4a", "date": "2026-11-28",
-     "seconds": 9.3, "curve": {"step": [0, 8, ...], "mean_at_k": [...], ...}, "costs": {"timing_s/step": 0.1, ...}}
+    {"task": "sums", "arm": "tempered", "cell": "64x1/lr0.001", "seed": 100, "made": "1f0c4a", "start": "7d21e0",
+     "date": "2026-11-28", "seconds": 9.3, "curve": {"step": [0, 8, ...], ...}, "costs": {"timing_s/step": 0.1, ...}}
 
-A setting that did not exist when the run was made has today's default, which must therefore change nothing.
+A setting that did not exist when the run was made has today's default, which must therefore change nothing. `start` is
+a digest of the weights that the run began with. Other processors make others (start.py), so that the repository holds
+them, too: runs from two starts are not comparable.
 """
 
 from __future__ import annotations
@@ -15,9 +17,10 @@ from __future__ import annotations
 import hashlib
 import json
 import math
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from datetime import UTC, datetime
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -45,6 +48,7 @@ def keep(key: Key, out: Path, seconds: float, date: str = "") -> None:
         "cell": str(key.cell),
         "seed": key.seed,
         "made": made,
+        "start": start_digest(Path(asked["config"]["start_dir"])),
         "date": date or datetime.now(UTC).date().isoformat(),
         "seconds": round(seconds, 1),
         "curve": _curve(result),
@@ -89,6 +93,28 @@ def restore(plan: Plan, out: Path) -> int:
                 _write(row, settings[row["made"]], key, out)
             count += 1
     return count
+
+
+def check_starts(out: Path, starts: Mapping[str, Path]) -> None:
+    """Check that the lines' runs began with the weights that further runs will begin with.
+
+    Raises:
+        UserError: they did not.
+    """
+    path = out / ROWS_FILE
+    lines = path.read_text(encoding="utf-8").splitlines() if path.exists() else []
+    for row in map(json.loads, lines):
+        if row.get("task") in starts and row.get("start") not in ("", None, start_digest(starts[row["task"]])):
+            what = f"the finished runs of {row['task']} began with other weights"
+            fix = f"restore this directory from where {ROWS_FILE} comes from, or give another --out"
+            raise UserError(what, where=str(starts[row["task"]]), fix=fix)
+
+
+@cache
+def start_digest(start: Path) -> str:
+    """Digest of a start's weights; "" without any."""
+    files = sorted((start / "model").glob("*.safetensors"))
+    return hashlib.sha256(b"".join(file.read_bytes() for file in files)).hexdigest()[:12] if files else ""
 
 
 def mend(out: Path) -> None:

@@ -68,13 +68,12 @@ def prepare(task_name: str, skill: Skill, directory: Path, *, steps: int = STEPS
     target = directory / f"{task.name}-{skill}"
     stamp = target / "start.json"
     if stamp.exists() and json.loads(stamp.read_text(encoding="utf-8")) == made_from:
+        if not (target / "train.jsonl").exists():  # a repository holds the model alone
+            _write_rows(task, target)
         return target
     shutil.rmtree(target, ignore_errors=True)
     target.mkdir(parents=True)
-    train, held_out = task.rows()
-    for name, rows in (("train", train), ("heldout", held_out)):
-        lines = (json.dumps(asdict(row)) + "\n" for row in rows)
-        (target / f"{name}.jsonl").write_text("".join(lines), encoding="utf-8")
+    train = _write_rows(task, target)
     model = build_model(task)
     warm_start(model, task, train, skill, steps)
     transformers_logging.disable_progress_bar()
@@ -82,6 +81,15 @@ def prepare(task_name: str, skill: Skill, directory: Path, *, steps: int = STEPS
     character_tokenizer(task.characters, task.max_positions).save_pretrained(target / "model")
     write_whole(stamp, json.dumps(made_from) + "\n")
     return target
+
+
+def _write_rows(task: Task, target: Path) -> list[Row]:
+    """Write both sets of questions; returns those of the training."""
+    train, held_out = task.rows()
+    for name, rows in (("train", train), ("heldout", held_out)):
+        lines = (json.dumps(asdict(row)) + "\n" for row in rows)
+        (target / f"{name}.jsonl").write_text("".join(lines), encoding="utf-8")
+    return train
 
 
 def load(start: Path, task: Task, *, temperature: float = 1.0, dtype: torch.dtype = torch.float32) -> ToyPolicy:

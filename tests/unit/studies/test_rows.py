@@ -9,12 +9,13 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from oblr_megatron.cli import main
 from oblr_megatron.errors import UserError
 from studies.curves import Curves
 from studies.plan import Plan, load_plan
 from studies.results import ASKED_FILE, Result, read_result
-from studies.rows import ROWS_FILE, keep, mend, restore
-from studies.start import prepare
+from studies.rows import ROWS_FILE, keep, mend, restore, start_digest
+from studies.start import STEPS, prepare
 from tests.unit.studies.runs import key_of, worker, write_run
 
 PLAN = """
@@ -139,6 +140,25 @@ def test_a_run_keeps_its_settings_when_a_default_changes(tmp_path: Path) -> None
     assert restore(load_plan(tmp_path / "plan.toml"), tmp_path / "b") == 1
     config = json.loads((key.run_dir(tmp_path / "b") / ASKED_FILE).read_text())["config"]
     assert (config["algo"]["pool_decay"], config["algo"]["keep"]) == (0.5, 1.0)
+
+
+def test_runs_from_another_start_are_not_continued(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """And a start without its rows, as a repository has it, gets them again."""
+    text = PLAN[: PLAN.index("[arms.shuffled]")].replace("seeds = 2", "seeds = 1").replace("[1e-2, 1e-3]", "[1e-3]")
+    (tmp_path / "plan.toml").write_text(text)
+    start = prepare("sums", "middle", tmp_path / "out/start", steps=3)
+    stamp = json.loads((start / "start.json").read_text()) | {"steps": STEPS}
+    (start / "start.json").write_text(json.dumps(stamp))  # so that the command takes it for its own
+    (start / "train.jsonl").unlink()
+    command = ["study", "curves", str(tmp_path / "plan.toml"), "--out", str(tmp_path / "out")]
+    assert main(command) == 0 and (start / "train.jsonl").stat().st_size > 10_000
+    weights = start / "model/model.safetensors"
+    weights.write_bytes(weights.read_bytes()[:-4] + b"\1\2\3\4")
+    start_digest.cache_clear()
+    capsys.readouterr()
+    assert main([*command, "--summary"]) == 0
+    assert main(command) == 2
+    assert "the finished runs of sums began with other weights" in capsys.readouterr().err
 
 
 def test_damaged_files(tmp_path: Path) -> None:
