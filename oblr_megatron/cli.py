@@ -59,7 +59,7 @@ def make_parser() -> Parser:
     description = "RL post-training of Qwen3, Qwen2.5 and Llama 3 (OBLR-PO) on megatron-core, with vLLM rollouts"
     parser = Parser(prog="oblr-megatron", description=description)
     parser.add_argument("--version", action=_Version, help="print the versions of this package and its engines")
-    commands = parser.add_subparsers(required=True, metavar="COMMAND")
+    commands = parser.add_subparsers(required=True, dest="command", metavar="COMMAND")
 
     add_init_arguments(commands.add_parser("init", help="write a first config for a model directory and a data file"))
     train = commands.add_parser("train", help="train from a TOML config")

@@ -81,7 +81,9 @@ def parse(parser: argparse.ArgumentParser, arguments: Sequence[str] | None) -> a
     """Parse arguments; `overrides` may stand before and after an option (argparse alone drops the latter)."""
     options, rest = parser.parse_known_args(arguments)
     if rest and (not hasattr(options, "overrides") or any(word.startswith("-") for word in rest)):
-        parser.error(f"unrecognized arguments: {' '.join(rest)}")
+        of_command = " ".join(filter(None, (parser.prog, getattr(options, "command", ""))))
+        what = f"unrecognized arguments: {' '.join(rest)}"
+        raise UserError(what, where="command line", fix=f"see `{of_command} --help`")
     if rest:
         options.overrides = [*options.overrides, *rest]
     return options

@@ -143,6 +143,7 @@ def _impossible_mode(_: Path, keys: dict[str, object]) -> None:
 
 
 def _buffers_do_not_fit(_: Path, keys: dict[str, object]) -> None:
+    keys["algo.baseline"] = "optimal"  # with "pooled" one gradient is kept
     keys["gradnorm.mode"] = "stash"
     keys["group_size"] = 10**6
 

@@ -49,7 +49,7 @@ max_response_tokens = 16
 MISTAKES: dict[str, tuple[list[str], str]] = {
     "no command": ([], "COMMAND"),
     "unknown command": (["trian"], "trian"),
-    "unknown option": (["train", "c.toml", "--resum-e"], "--resum-e"),
+    "unknown option": (["train", "c.toml", "--resum-e"], "--resum-e [command line]. Fix: see `oblr-megatron train --"),
     "no config": (["train", "none.toml"], "none.toml"),
     "unknown key": (["train", "c.toml", "algo.baselin=rloo"], "algo.baselin"),
     "wrong type": (["train", "c.toml", "num_steps=abc"], "'abc'"),
