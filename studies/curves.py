@@ -80,11 +80,11 @@ def study_curves(options: argparse.Namespace) -> int:
     with nullcontext() if options.summary else claimed(out):  # a summary may be written while the study runs
         restore(whole, out)
         starts = dict.fromkeys(plan.tasks, out / "start") if options.summary else prepared(plan, out)
-        check_starts(out, {} if options.summary else starts)
         study = Curves(plan, out, starts, processes=options.jobs, deadline_s=options.deadline_s)
         if options.summary:
             study.check()
         else:
+            check_starts(out, starts)
             runs = plan.fewest_runs()
             print(f"{runs} runs, more if a sweep adds rates; finished ones are kept", flush=True)
             study.run()
@@ -96,7 +96,7 @@ def study_curves(options: argparse.Namespace) -> int:
 
 
 def beside(plan: Plan, path: Path, directory: Path) -> tuple[Plan, Path]:
-    """Plan and directory of another study, whose tasks join the tables.
+    """Plan and directory of another study. The tables show its tasks, too.
 
     Raises:
         UserError: it has another reference or a task of this plan; no complete run; or runs of another plan.

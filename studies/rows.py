@@ -35,8 +35,8 @@ OF_THE_KEY = {"task", "seed", "num_prompts", "group_size", "start_dir", "run_dir
 DIGITS = 6  # significant, of every number
 
 
-def keep(key: Key, out: Path, seconds: float, date: str = "") -> None:
-    """Append the line of a run that has ended, today by default; nothing if it is incomplete."""
+def keep(key: Key, out: Path, seconds: float) -> None:
+    """Append the line of a run that has ended; nothing if it is incomplete."""
     result, asked = read_result(key, out), asked_of(key.run_dir(out))
     if result is None or asked is None:
         return
@@ -49,7 +49,7 @@ def keep(key: Key, out: Path, seconds: float, date: str = "") -> None:
         "seed": key.seed,
         "made": made,
         "start": start_digest(Path(asked["config"]["start_dir"])),
-        "date": date or datetime.now(UTC).date().isoformat(),
+        "date": datetime.now(UTC).date().isoformat(),
         "seconds": round(seconds, 1),
         "curve": _curve(result),
         "costs": {name: _short(value) for name, value in result.costs.items() if not math.isnan(value)},

@@ -1,9 +1,9 @@
 """The trainer's side of `oblr_ipc`: buckets go from a rank's GPU to its own engine. Not yet run on a GPU.
 
 vLLM's sender copies each bucket into one buffer of the GPU, which it exports once for each push. torch keeps an
-exported buffer until a receiver has opened and released it. So a buffer whose engine fails before the first bucket
-would stay until this process ends. (One whose engine dies later does, and so do those of the other ranks of an engine
-on several GPUs: they learn of the failure after the push.)
+exported buffer until a receiver has opened and released it. If the engine fails before the first bucket, nothing is
+exported here. If it dies later, the buffer stays until this process ends. The same holds for the other ranks of an
+engine on several GPUs, because they learn of the failure after the push.
 """
 
 from __future__ import annotations
