@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 MISSING = "–"  # noqa: RUF001 (an en dash is the typographic sign for "no value")
+TAIL_BYTES = 2**16  # a log may have gigabytes
 
 
 def number(value: float | None, digits: int = 3) -> str:
@@ -102,9 +103,11 @@ def searched_from(path: str | Path) -> str:
 
 
 def log_tail(path: Path) -> str:
-    """The last 15 lines of a process's log, indented, for an error message."""
+    """The last 15 lines of a process's log, or what `TAIL_BYTES` hold of them, indented, for an error message."""
     try:
-        lines = path.read_text(encoding="utf-8", errors="replace").splitlines()[-15:]
+        with path.open("rb") as log:
+            log.seek(max(0, log.seek(0, os.SEEK_END) - TAIL_BYTES))
+            lines = log.read(TAIL_BYTES).decode(errors="replace").splitlines()[-15:]
     except OSError as error:  # it must not hide what the message is about
         return f"its log {path} cannot be read: {error}"
     return f"the end of {path}:\n" + "\n".join(f"    {line}" for line in lines)

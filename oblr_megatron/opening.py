@@ -39,7 +39,7 @@ from oblr_megatron.observe.prompt_log import PromptLog
 from oblr_megatron.observe.report import write_report
 from oblr_megatron.observe.status import recorded
 from oblr_megatron.observe.trackers.feed import Trackers
-from oblr_megatron.preflight.inputs import Inputs, check_same_rows, preflight, write_config
+from oblr_megatron.preflight.inputs import Inputs, check_same, preflight, write_config
 from oblr_megatron.rewards.registry import build_reward
 from oblr_megatron.rewards.shared import FailedSteps, SharedReward
 from oblr_megatron.rollout import open_engines
@@ -75,9 +75,9 @@ def open_sampling(config: Config) -> Iterator[Sampling]:
         collectives = Collectives(rank)
         collectives.settle(own, what="their checks", seconds=config.parallel.distributed_timeout_s)
         inputs: Inputs = own.value
-        facts = (inputs.rows(), inputs.norms)
-        shared = collectives.objects(facts, what="rows", seconds=config.parallel.distributed_timeout_s)
-        check_same_rows([rows for rows, _ in shared])
+        own_facts = (inputs.facts(config), inputs.norms)
+        shared = collectives.objects(own_facts, what="inputs", seconds=config.parallel.distributed_timeout_s)
+        check_same([facts for facts, _ in shared])
         norms: ModeChoice | None = shared[0][1]  # ranks may see different amounts of free memory, so rank 0 decides
         parallel = process_groups.initialize(config.parallel, seed=config.seed)
         resumed = choose(inputs.checkpoints, parallel.rank, world_size)

@@ -14,7 +14,7 @@ from oblr_megatron.algo.pools import Pools, pools_of
 from oblr_megatron.algo.schedule import Schedule, build_schedule
 from oblr_megatron.checkpoint.distributed import load_training_state, load_weights, training_state
 from oblr_megatron.checkpoint.hf import export_adapter, export_hf, load_hf_weights
-from oblr_megatron.checkpoint.resume import Checkpoint, damage_of
+from oblr_megatron.checkpoint.resume import Checkpoint, damage_of, uses_base
 from oblr_megatron.checkpoint.saver import Facts, Saved, Saver
 from oblr_megatron.checkpoint.store import read_manifest
 from oblr_megatron.config.baselines import facts_of
@@ -107,11 +107,15 @@ class Run:
         return self.schedule.rate(self.updates)
 
     def observe(self, gradient: StepGradient, record: StepRecord) -> None:
-        """Let the schedule and the baseline learn from the step, for later steps and for the metrics."""
+        """Let the schedule and the baseline learn from the step, for later steps and for the metrics.
+
+        From a step whose reward failed for every response they learn nothing: its rewards of 0 say nothing.
+        """
         config, scored, stats, norms_sq = self.config, record.scored, gradient.stats, gradient.norms_sq
         assert scored is not None, "a step has rewards"
         record.stats = gradient.mean_stats
-        self.schedule.observe(stats)
+        if not record.unrewarded:
+            self.schedule.observe(stats)
         history = self.history(record.prompts)
         if config.uses_norms:
             record.metrics |= step_metrics.of_norms(norms_sq, gradient.exact_sq)
@@ -123,10 +127,12 @@ class Run:
             record.metrics["keep/tokens"] = float(scored.lengths[gradient.kept > 0].sum() / scored.lengths.sum())
         exact = config.measures_norms and config.algo.keep == 1
         record.metrics |= step_metrics.of_baseline(config.algo, scored, norms_sq, history, exact=exact)
-        self.noise.observe(stats)
+        if not record.unrewarded:
+            self.noise.observe(stats)
+            if self.pools is not None:
+                self.pools.observe(record.prompts, scored, norms_sq, history, gradient.kept)
         record.metrics |= self.schedule.metrics() | self.noise.metrics()
         if self.pools is not None:
-            self.pools.observe(record.prompts, scored, norms_sq, history, gradient.kept)
             record.metrics |= self.pools.metrics()
 
     def history(self, prompts: Sequence[Prompt]) -> History:
@@ -135,9 +141,9 @@ class Run:
         return replace(history, running_mean_norm=self.running_mean_norm)
 
     def update(self, stats: GradientStats, lr: float, record: StepRecord) -> None:
-        """Clip the gradient and step the optimizer; a gradient of zero changes nothing."""
+        """Clip the gradient and step the optimizer. A gradient of zero, or without rewards, changes nothing."""
         with self.sampling.timer("optimizer"):
-            if stats.sq_norm != 0:  # clip refuses a norm that is not finite
+            if stats.sq_norm != 0 and not record.unrewarded:  # clip refuses a norm that is not finite
                 factor = self.optimizer.clip(stats.sq_norm)
                 record.metrics["optimizer/clip_factor"] = min(
                     factor, record.metrics.get("optimizer/clip_factor", factor)
@@ -261,7 +267,7 @@ class Run:
         """State that a resumed run needs in addition to tensors and configuration; see `restore`."""
         return {
             "step": self.sampling.version,
-            "base": self.sampling.model.fingerprint if self.config.model.lora.rank else None,
+            "base": self.sampling.model.fingerprint if uses_base(self.config) else None,
             "data": self.sampling.position,
             "schedule": self.schedule.state_dict(),
             "running_mean_norm": self.running_mean_norm,
@@ -330,6 +336,7 @@ def open_run(config: Config) -> Iterator[Run]:
             config.optimizer,
             num_steps=config.num_steps * config.algo.updates_per_batch,
             num_prompts=config.per_update.num_prompts,
+            group_size=config.group_size,
         )
         if resumed is not None:
             load_training_state(policy, optimizer, resumed.path, momentum)

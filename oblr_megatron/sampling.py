@@ -219,6 +219,7 @@ class Sampling:
         with self.timer("reward"):
             result = self.reward.whole(known) if known else self.reward.score(prompts, samples)
         record.rewards.append(result)
+        record.visits.append((prompts, torch.tensor(result.main_rewards, dtype=torch.float64).view(-1, group)))
         return Scored(
             rewards=torch.tensor(result.rewards, dtype=torch.float64).view(-1, group),
             lengths=torch.tensor([sample.length for sample in samples]).view(-1, group),
@@ -234,7 +235,6 @@ class Sampling:
         Raises:
             RunError: the reward has failed for every response of reward.max_failed_steps steps.
         """
-        record.visits = batch.prompts, batch.scored.rewards
         if self.refills:
 
             def draw(count: int, number: int) -> Batch:
@@ -245,9 +245,11 @@ class Sampling:
             seed = call_seed(self.config.seed, record.done - 1)
             refilled = refill(batch, draw, max_batches=MAX_BATCHES, seed=seed)
             record.metrics |= refilled.metrics() | step_metrics.of_rewards(refilled.rewards)
-            batch, record.visits = refilled.step, (refilled.prompts, refilled.rewards)
+            batch = refilled.step
         record.prompts, record.samples, record.scored = batch.prompts, batch.samples, batch.scored
-        self.failed_steps.count(record.rewards)
+        record.unrewarded = self.failed_steps.count(record.rewards)
+        if record.unrewarded:
+            self.display.message("warning: the reward failed for every response of the step, which changes no weights")
         return batch
 
     def save(self, batch: Batch, record: StepRecord) -> None:
@@ -333,8 +335,8 @@ class Sampling:
         record.metrics = metrics | record.metrics | self.engines.metrics()
         record.metrics |= {"data/epoch": self.stream.epoch, "data/skipped": self.stream.num_skipped}
         self.write(record)
-        if self.prompt_log is not None and record.visits is not None:
-            self.prompt_log.write(record.done, *record.visits)
+        if self.prompt_log is not None:
+            self.prompt_log.write(record.done, record.visits)
         for line in step_metrics.sample_lines(record, self.config.log.samples):
             self.display.message(line)
 

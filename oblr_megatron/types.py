@@ -17,7 +17,7 @@ if TYPE_CHECKING:  # `types` is imported by the torch-free half of the package
 
 FinishReason = Literal["stop", "length", "failed", "late"]
 """End of a response: by itself; at a limit of tokens or turns; by an error of the environment; after its deadline.
-The last two have an empty response."""
+The last two have an empty text, and the tokens drawn so far."""
 
 
 Speculation = Literal["none", "ngram", "suffix"]

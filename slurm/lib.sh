@@ -171,6 +171,8 @@ oblr_python() {
 # SLURM_EXPORT_ENV=ALL: under sbatch --export=NONE tasks would get none of these variables.
 oblr_environment() {
     local setting name
+    ulimit -n "$(ulimit -Hn)" 2>/dev/null || true # srun passes it on; ranks have connections to all others
+    [[ -z ${OBLR_CONTAINER:-} ]] || export PYTHONPATH="$OBLR_HOME${PYTHONPATH:+:$PYTHONPATH}" # not the image's copy
     export SLURM_EXPORT_ENV=ALL PYTHONUNBUFFERED=1 PYTHONFAULTHANDLER=1 VLLM_NO_USAGE_STATS=1
     for setting in HF_HUB_OFFLINE=1 TOKENIZERS_PARALLELISM=false OMP_NUM_THREADS=8 CUDA_DEVICE_MAX_CONNECTIONS=1 \
         NCCL_DEBUG=WARN TORCH_NCCL_ASYNC_ERROR_HANDLING=1 TORCH_FR_BUFFER_SIZE=2000 TORCH_NCCL_DUMP_ON_TIMEOUT=1 \
@@ -246,7 +248,8 @@ oblr_check() {
     say "preflight: $logs/preflight.log"
     oblr_await oblr_srun "${all[@]}" --output="$logs/preflight.log" \
         "$python" -P -m oblr_megatron.extras.cluster.preflight "$OBLR_CONFIG" "${overrides[@]}" \
-        --nodes "$(IFS=, && echo "${nodes[*]}")" --expect-gpus "$gpus" --port $((port + 1)) --rendezvous-port "$port" \
+        --nodes "$(IFS=, && echo "${nodes[*]}")" --expect-gpus "$gpus" --ranks-per-node "$ranks" \
+        --port $((port + 1)) --rendezvous-port "$port" \
         --deadline "${OBLR_PREFLIGHT_S:-300}" --min-gb-s "${OBLR_MIN_GB_S:-0}" || status=$?
     oblr_checked "$status" "the preflight" "$logs/preflight.log"
 }
@@ -274,12 +277,13 @@ oblr_train() {
 # Exec the srun of the launchers. It waits for every node's report, which a node that it cannot reach never brings: it is
 # ended when a task has failed, and others have not reported for a while. What it leaves behind ends with the job.
 oblr_launch() {
-    local waiting=$BASHPID node silent
+    local waiting=$BASHPID node heard silent
     while kill -0 "$waiting" && sleep 1; do
         grep -q 'error: .*: tasks\? ' "$logs/srun.log" || continue
         sleep "$REPORT_S"
-        silent=""
-        for node in "${nodes[@]}"; do grep -q "error: .*$node.*: tasks\? " "$logs/srun.log" || silent+=" $node"; done
+        heard="$(sed -n 's/.*error: \(.*\): tasks\{0,1\} .*/\1/p' "$logs/srun.log" |
+            while read -r node; do scontrol show hostnames "$node"; done)" silent=""
+        for node in "${nodes[@]}"; do grep -qxF "$node" <<<"$heard" || silent+=" $node"; done
         kill -0 "$waiting" || break
         echo "error: a task has failed, and for $REPORT_S s there was no report of:$silent" >>"$logs/srun.log"
         kill -KILL "$waiting"

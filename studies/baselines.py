@@ -13,7 +13,6 @@ from oblr_megatron.algo.formulas import History
 from oblr_megatron.algo.weighting import first_guess, mean_of_others, sum_of_others, weighted_mean
 
 PRIOR_STRENGTH = 1.0  # lambda: weight of the other prompts' mean reward, in units of the group's mean norm
-LENGTH_EXPONENT = 1.0  # p of length_loo
 JAMES_STEIN_EPS = 1e-6  # as in the authors' code
 
 
@@ -29,18 +28,6 @@ def reinforce_pp_baseline(rewards: Tensor, norms_sq: Tensor, lengths: Tensor, hi
     return weighted_mean(rewards, torch.ones_like(rewards))
 
 
-@baseline(over="others")
-def median_loo(rewards: Tensor, norms_sq: Tensor, lengths: Tensor, history: History) -> Tensor:
-    """b_i = median_{j != i} r_j: `rloo` with a median, which single outliers among graded rewards do not move.
-
-    Unbiased, because o_i is left out. An even number of others: the mean of the two in the middle. G = 2: the other's
-    reward.
-    """
-    own = torch.eye(rewards.shape[1], dtype=torch.bool, device=rewards.device)
-    others = rewards[:, None, :].masked_fill(own, torch.nan)  # [Q, G, G], row i without r_i
-    return others.nanquantile(0.5, dim=-1)
-
-
 @baseline(over="group", needs_norms=True)
 def eob(rewards: Tensor, norms_sq: Tensor, lengths: Tensor, history: History) -> Tensor:
     """b_i = sum_j w_j r_j / sum_j w_j, o_i included: the "Exact Optimal Baseline" of a public fork of verl.
@@ -49,28 +36,6 @@ def eob(rewards: Tensor, norms_sq: Tensor, lengths: Tensor, history: History) ->
     for G = 1, which is `none`. All w zero: the group's mean.
     """
     return weighted_mean(rewards, norms_sq)
-
-
-@baseline(over="others")
-def length_loo(
-    rewards: Tensor, norms_sq: Tensor, lengths: Tensor, history: History, *, exponent: float = LENGTH_EXPONENT
-) -> Tensor:
-    """b_i = sum_{j != i} L_j^p r_j / sum_{j != i} L_j^p, p the exponent: an unbiased OPO.
-
-    p = 0 is rloo. If all other lengths are zero: the others' mean.
-    """
-    return mean_of_others(rewards, lengths**exponent)
-
-
-@baseline(over="others", prior=True)
-def rloo_prior(
-    rewards: Tensor, norms_sq: Tensor, lengths: Tensor, history: History, *, strength: float = PRIOR_STRENGTH
-) -> Tensor:
-    """`rloo` pulled towards the other prompts' mean, to measure the prior's effect without norms.
-
-    b_i = (sum_{j != i} r_j + lam p) / (G - 1 + lam): `optimal_prior` with all norms equal.
-    """
-    return _pulled_to_prior(mean_of_others(rewards, torch.ones_like(rewards)), rewards, strength)
 
 
 @baseline(over="others", needs_norms=True, prior=True)
@@ -83,7 +48,8 @@ def optimal_prior(
     b_i = ((G - 1) b_i^optimal + lam p) / (G - 1 + lam). This pulls the group's own estimate, noisy at small G, towards
     p. It is unbiased: neither part depends on o_i. lam = 0 is `optimal`. A is not 0 in a group of equal rewards.
     """
-    return _pulled_to_prior(mean_of_others(rewards, norms_sq), rewards, strength)
+    own = mean_of_others(rewards, norms_sq)
+    return own + (strength / (rewards.shape[1] - 1 + strength)) * (first_guess(rewards)[:, None] - own)
 
 
 @baseline(over="others", prior=True)
@@ -103,8 +69,3 @@ def james_stein(rewards: Tensor, norms_sq: Tensor, lengths: Tensor, history: His
     apart = (means - elsewhere[:, None]).square().fill_diagonal_(0.0)  # [Q, Q], row q holds the prompts p
     pull = (within / (within + apart.sum(-1) / count + JAMES_STEIN_EPS))[:, None]
     return mean_of_others(rewards, torch.ones_like(rewards)) * (1 - pull) + pull * elsewhere[:, None]
-
-
-def _pulled_to_prior(own: Tensor, rewards: Tensor, strength: float) -> Tensor:
-    """((G - 1) b_i + lam p) / (G - 1 + lam), p = mean reward of the other prompts: the group's b [Q, G] -> [Q, G]."""
-    return own + (strength / (rewards.shape[1] - 1 + strength)) * (first_guess(rewards)[:, None] - own)

@@ -69,9 +69,9 @@ def study_curves(options: argparse.Namespace) -> int:
     Raises:
         UserError: a bad plan or option, a missing library, or a directory with runs of another plan.
     """
-    from oblr_megatron.checks.packages import require_scipy
+    from oblr_megatron.checks.packages import require_for_studies
 
-    require_scipy()
+    require_for_studies("matplotlib", "scipy")
     whole = load_plan(options.plan)
     plan = whole.only(options.only) if options.only else whole
     if options.jobs < 1:

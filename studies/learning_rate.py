@@ -225,9 +225,11 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(options: argparse.Namespace) -> int:
     """Measure; write DIR/learning_rate.{json,md,svg,png}."""
+    from oblr_megatron.checks.packages import require_for_studies
     from oblr_megatron.observe.console import progress
     from studies.learning_rate_report import write
 
+    require_for_studies("matplotlib")
     tasks = [task_named(name) for name in options.tasks]
     if options.prompts < 2 * max(options.batch_sizes):
         what = f"{options.prompts} prompts make fewer than two batches of {max(options.batch_sizes)}"

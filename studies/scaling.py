@@ -216,12 +216,12 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(options: argparse.Namespace) -> int:
     """Measure, fit, write DIR/scaling.{json,md,svg,png} and DIR/constants.json."""
-    from oblr_megatron.checks.packages import require_scipy
+    from oblr_megatron.checks.packages import require_for_studies
     from oblr_megatron.observe.console import progress
     from studies.scaling_report import write
     from studies.summary import environment
 
-    require_scipy()
+    require_for_studies("matplotlib", "scipy")
     options.out.mkdir(parents=True, exist_ok=True)
     measured = options.out / "measured.json"
     if not options.again:

@@ -52,12 +52,12 @@ def t_interval(values: Array, level: float = LEVEL) -> Interval:
     return Interval(mean, mean - reach, mean + reach)
 
 
-def bootstrap_interval(values: Array, level: float = LEVEL, resamples: int = RESAMPLES) -> Interval:
+def bootstrap_interval(values: Array) -> Interval:
     """[n] -> percentile bootstrap interval of the mean. NaN as in `t_interval`."""
     if (count := len(values)) < 2:
         return _without_ends(values)
-    drawn = np.random.default_rng(SEED).integers(count, size=(resamples, count))
-    low, high = np.quantile(values[drawn].mean(axis=1), [(1 - level) / 2, (1 + level) / 2])
+    drawn = np.random.default_rng(SEED).integers(count, size=(RESAMPLES, count))
+    low, high = np.quantile(values[drawn].mean(axis=1), [(1 - LEVEL) / 2, (1 + LEVEL) / 2])
     return Interval(float(np.mean(values)), float(low), float(high))
 
 

@@ -16,7 +16,6 @@ STUDIES = {
     "bias": "mean score and gradient under truncated sampling, caps and rejection, by enumeration",
     "collapse": "training against an engine of few bits, with and without score centering",
     "smoothness": "local Lipschitz constant of the score along a training path",
-    "kl": "effect of a KL penalty on the optimal baseline, the noise and the rate",
     "learning_rate": "the rate that Theorem 4 predicts against the best rate of a line search",
     "scaling": "the planner's time and memory predictions against measured steps on this machine's cores",
 }

@@ -36,7 +36,6 @@ from oblr_megatron.algo.baseline import advantages
 from oblr_megatron.algo.formulas import NO_HISTORY
 from oblr_megatron.algo.weighting import sum_of_others
 from oblr_megatron.config.baselines import BASELINES, Baseline, facts_of
-from oblr_megatron.config.removed import MOVED
 from oblr_megatron.errors import EXIT_OK, UserError
 from oblr_megatron.metrics import write_whole
 from oblr_megatron.runtime.command_line import count
@@ -50,7 +49,9 @@ BOOTSTRAPS = 2000
 OTB, ORACLE = "otb", "oracle"
 PROXIES = {"optimal_prior[logit]": "logit", "optimal_prior[length]": "length", "pooled[logit]": "logit"}
 TEMPERED = {"pooled[tempered]": 0.25}  # algo.norm_power
-OWN = {name: f"studies.baselines:{name}" for name in MOVED}  # baselines of the studies
+OWN = {
+    name: f"studies.baselines:{name}" for name in ("eob", "james_stein", "optimal_prior", "reinforce_pp_baseline")
+}  # baselines of the studies
 DEFAULT_TASKS = ("sums", "mixed", "chain", "walk", "brackets")  # responses of at most ten tokens: O(T^2) memory
 
 
@@ -295,12 +296,14 @@ def run(options: argparse.Namespace) -> int:
     Raises:
         UserError: a size or number is too small, or the directory has cells of other settings.
     """
+    from oblr_megatron.checks.packages import require_for_studies
     from oblr_megatron.observe.console import progress
     from studies import reweighting
     from studies.variance_report import write
 
     if options.tempering or options.thinning:
         return reweighting.run(options)
+    require_for_studies("matplotlib")
     tasks = [task_named(name) for name in options.tasks]
     largest = max(options.group_sizes)
     if largest == 1:

@@ -130,7 +130,7 @@ def run(tier: Tier, arguments: Sequence[str]) -> int:
             statuses.append(pytest.main([*QUIET, *part, *arguments], plugins=[report]))
             if statuses[-1] == pytest.ExitCode.INTERRUPTED:
                 break
-    files = nlargest(10, report.seconds.items(), key=itemgetter(1))
+    files = nlargest(30, report.seconds.items(), key=itemgetter(1))
     slowest = (f"{file.removeprefix('tests/')} {seconds:.0f} s" for file, seconds in files)
     print("slowest files:", ", ".join(slowest))
     for line in report.failures:

@@ -67,7 +67,8 @@ class Pools:
 
     def history(self, prompts: Sequence[Prompt]) -> History:
         """The history of these prompts over the steps so far."""
-        expected = torch.tensor([self._expected(prompt) for prompt in prompts], dtype=torch.float64)
+        pools = zip(prompts, self._pools_of(prompts), strict=True)
+        expected = torch.tensor([self._expected(prompt, pool) for prompt, pool in pools], dtype=torch.float64)
         return History(expected, _least_squares(self._pull))
 
     def observe(
@@ -135,15 +136,14 @@ class Pools:
         self._norms, self._trust, self._pull = (list(state[name]) for name in ("norms", "trust", "pull"))
         self._energies.load_state_dict(state["energies"])
 
-    def _pool(self, prompt: Prompt) -> float | None:
-        """The mean of the prompt's source; of all sources if its own is new; None in the first step."""
-        own = self._sources.get(prompt.source)
-        pools = list(self._sources.values()) if own is None else [own]
-        weight = sum(weight for _, weight in pools)
-        return sum(total for total, _ in pools) / weight if weight > 0 else None
+    def _pools_of(self, prompts: Sequence[Prompt]) -> list[float | None]:
+        """The mean of each prompt's source; of all sources if its own is new; None in the first step."""
+        new = any(prompt.source not in self._sources for prompt in prompts)  # each row may have a source of its own
+        whole = [math.fsum(column) for column in zip(*self._sources.values(), strict=True)] if new else []
+        sums = [self._sources.get(prompt.source, whole) for prompt in prompts]
+        return [own[0] / own[1] if own and own[1] > 0 else None for own in sums]
 
-    def _expected(self, prompt: Prompt) -> float:
-        pool = self._pool(prompt)
+    def _expected(self, prompt: Prompt, pool: float | None) -> float:
         return float("nan") if pool is None else pool + _least_squares(self._trust) * self._away(prompt, pool)
 
     def _away(self, prompt: Prompt, pool: float) -> float:
@@ -153,8 +153,7 @@ class Pools:
 
     def _observe_trust(self, prompts: Sequence[Prompt], rewards: Tensor, weights: Tensor) -> None:
         terms = [0.0, 0.0]
-        for row, prompt in enumerate(prompts):
-            pool = self._pool(prompt)
+        for row, (prompt, pool) in enumerate(zip(prompts, self._pools_of(prompts), strict=True)):
             if pool is not None and (away := self._away(prompt, pool)):
                 terms[0] += float((weights[row] * (rewards[row] - pool)).sum()) * away
                 terms[1] += float(weights[row].sum()) * away**2
@@ -181,9 +180,9 @@ def _least_squares(sums: Sequence[float]) -> float:
 
 
 def means_of(pools: Mapping[str, Sequence[float]]) -> dict[str, float]:
-    """The metrics pool/<source>/mean of the MOST_LOGGED sources with the largest weights, from N and D of each.
+    """The metrics pool/<source>/mean of the first MOST_LOGGED sources by name, from N and D of each.
 
-    A column `source` of the data may name each row's own.
+    A column `source` of the data may name each row's own. The largest would be others in each step, and each name is a
+    chart of the report and the trackers.
     """
-    largest = sorted(pools, key=lambda name: (-pools[name][1], name))[:MOST_LOGGED]
-    return {f"pool/{name or 'data'}/mean": pools[name][0] / pools[name][1] for name in largest}
+    return {f"pool/{name or 'data'}/mean": pools[name][0] / pools[name][1] for name in sorted(pools)[:MOST_LOGGED]}

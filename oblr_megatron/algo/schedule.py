@@ -56,7 +56,8 @@ class SnrSchedule(Schedule):
     """eta_t = eta_0 * ramp(t) * (shrink / shrink_ref)^alpha, from averages over the steps before t.
 
     - ramp: over optimizer.lr_warmup_steps, as in every schedule.
-    - In the first warmup_steps steps the averages are collected but not used: the rate is eta_0.
+    - In the first warmup_steps steps the averages are collected but not used: the rate is eta_0. If a resume with other
+      settings begins the averages again, the rate stays where it was for as many steps.
     - shrink is the ratio of the averages, clamped to [floor, 1].
     - shrink_ref is 1, or the shrink at the end of the warm-up, so that eta_0 is the rate at that step.
     - alpha is 1 for SGD and 0.5 for Adam, which already divides by sqrt(v).
@@ -66,12 +67,13 @@ class SnrSchedule(Schedule):
     calling `rate(t)` again returns the same rate. Call it for steps in order.
     """
 
-    def __init__(self, config: SnrConfig, optimizer: OptimizerConfig, num_prompts: int) -> None:
-        super().__init__("snr", ramped(optimizer), SnrAverages(config, num_prompts))
+    def __init__(self, config: SnrConfig, optimizer: OptimizerConfig, averages: SnrAverages) -> None:
+        super().__init__("snr", ramped(optimizer), averages)
         self._config = config
         self._exponent = config.exponent or (1.0 if optimizer.name == "sgd" else 0.5)
         self._shrink_ref = 1.0 if config.reference == "one" else None
         self._factor = 1.0  # (shrink / shrink_ref)^alpha, limited by max_change
+        self._awaited = 0  # steps that the averages must hold
         self._fresh = False  # the averages have changed since the factor did
         self._latest: tuple[int, float] | None = None  # the last step passed to `rate`, and its rate
         self._awaiting = False  # that step's gradient has not been observed yet
@@ -79,7 +81,7 @@ class SnrSchedule(Schedule):
     def rate(self, step: int) -> float:
         if self._latest is not None and self._latest[0] == step:
             return self._latest[1]
-        if step >= self._config.warmup_steps and self._fresh:
+        if step >= self._config.warmup_steps and self._averages.count >= self._awaited and self._fresh:
             self._move_factor()
         self._fresh = False
         self._latest, self._awaiting = (step, self._curve(step) * self._factor), True
@@ -92,11 +94,13 @@ class SnrSchedule(Schedule):
 
     def state_dict(self) -> ScheduleState:
         own: ScheduleState = {"factor": self._factor, "reference": self._shrink_ref, "fresh": self._fresh}
-        return super().state_dict() | own
+        return super().state_dict() | own | {"awaited": self._awaited}
 
     def load_state_dict(self, state: ScheduleState) -> None:
         super().load_state_dict(state)
-        self._factor, self._fresh = float(state["factor"] or 1.0), bool(state["fresh"])
+        begun_again = bool(state["count"]) and not self._averages.count
+        self._awaited = self._config.warmup_steps if begun_again else int(state.get("awaited") or 0)
+        self._factor, self._fresh = float(state["factor"] or 1.0), bool(state["fresh"]) and not begun_again
         self._shrink_ref = None if state["reference"] is None else float(state["reference"])
         self._latest, self._awaiting = None, False
 
@@ -130,20 +134,30 @@ def cosine(optimizer: OptimizerConfig, num_steps: int) -> Callable[[int], float]
     return rate
 
 
-def build_schedule(algo: AlgoConfig, optimizer: OptimizerConfig, *, num_steps: int, num_prompts: int) -> Schedule:
+def build_schedule(
+    algo: AlgoConfig, optimizer: OptimizerConfig, *, num_steps: int, num_prompts: int, group_size: int = 1
+) -> Schedule:
     """The schedule that `algo.schedule` names.
 
     Args:
-        algo: schedule and snr are read.
+        algo: schedule, snr, baseline, norm_power and keep are read.
         optimizer: lr (eta_0), lr_warmup_steps, name (for the snr exponent) and min_lr_ratio are read.
         num_steps: length of the run, for the cosine.
         num_prompts: Q, to scale the noise of a fold to that of one prompt.
+        group_size: G, on which that noise depends.
     """
+    of: dict[str, float | str] = {
+        "group_size": group_size,
+        "baseline": algo.baseline,
+        "norm_power": algo.norm_power,
+        "keep": algo.keep,
+    }
+    averages = SnrAverages(algo.snr, num_prompts, of)
     match algo.schedule:
         case "snr":
-            return SnrSchedule(algo.snr, optimizer, num_prompts)
+            return SnrSchedule(algo.snr, optimizer, averages)
         case "constant":
             curve = ramped(optimizer)
         case "cosine":
             curve = cosine(optimizer, num_steps)
-    return Schedule(algo.schedule, curve, SnrAverages(algo.snr, num_prompts))
+    return Schedule(algo.schedule, curve, averages)

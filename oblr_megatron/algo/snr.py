@@ -18,7 +18,7 @@ measured on the unclipped gradient.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 
 from oblr_megatron.config.algo import SnrConfig
@@ -130,14 +130,20 @@ class SnrAverages:
     """Bias-corrected exponential averages of signal and E||g||^2; their ratio is clamped last.
 
     The noise follows: noise / Q = E||g||^2 - signal. The config's `estimator`, `horizon` and `floor` are read.
+
+    Args:
+        config: of the averages.
+        num_prompts: Q.
+        of: settings that the noise of one prompt depends on, such as group_size.
     """
 
-    def __init__(self, config: SnrConfig, num_prompts: int) -> None:
+    def __init__(self, config: SnrConfig, num_prompts: int, of: Mapping[str, float | str] | None = None) -> None:
         self.last: SignalNoise = UNDEFINED
         self._estimator = ESTIMATORS[config.estimator]
+        self._plugin = config.estimator == "plugin"
         self._decay, self._floor = decay_of(config), config.floor
-        self._num_prompts = num_prompts
-        self._count = 0
+        self._num_prompts, self._of = num_prompts, dict(of or {})
+        self.count = 0  # steps in the averages
         self._signal_sum = self._sq_norm_sum = 0.0  # decayed sums of (1 - decay) * value
 
     def observe(self, stats: GradientStats) -> bool:
@@ -145,7 +151,7 @@ class SnrAverages:
         self.last = self._estimator(stats, self._num_prompts)
         if not self.last.defined:
             return False
-        self._count += 1
+        self.count += 1
         self._signal_sum += (1 - self._decay) * (self.last.signal - self._signal_sum)
         self._sq_norm_sum += (1 - self._decay) * (self.last.second_moment - self._sq_norm_sum)
         return True
@@ -153,12 +159,12 @@ class SnrAverages:
     @property
     def signal(self) -> float:
         """Average signal; NaN before the first observation."""
-        return self._signal_sum / self._correction if self._count else math.nan
+        return self._signal_sum / self._correction if self.count else math.nan
 
     @property
     def sq_norm(self) -> float:
         """Average of B = ||g||^2, or of B + noise / Q for "plugin"; NaN before the first observation."""
-        return self._sq_norm_sum / self._correction if self._count else math.nan
+        return self._sq_norm_sum / self._correction if self.count else math.nan
 
     @property
     def noise(self) -> float:
@@ -181,33 +187,38 @@ class SnrAverages:
     @property
     def shrink(self) -> float:
         """Ratio of the averages, clamped to [floor, 1]; NaN before the first observation."""
-        return min(max(self.signal / self.sq_norm, self._floor), 1.0) if self._count else math.nan
+        return min(max(self.signal / self.sq_norm, self._floor), 1.0) if self.count else math.nan
 
     @property
     def _correction(self) -> float:
         """Total weight of `count` observations in the decayed sums."""
-        return 1 - self._decay**self._count
+        return 1 - self._decay**self.count
 
     def metrics(self) -> dict[str, float]:
-        """The last step's estimates and the averages, without undefined values."""
+        """The last step's estimates and the averages, without undefined values.
+
+        The signal of "plugin" contains noise: under pure noise its critical size would be Q, whatever Q is.
+        """
         values = {
             "snr/signal_sq": self.last.signal,
             "snr/noise_trace": self.last.noise,
             "snr/shrink_raw": self.last.shrink_raw,
             "snr/shrink_ema": self.shrink,
-            "snr/snr": self.snr,
-            "snr/critical_batch_size": self.critical_batch_size,
+            "snr/snr": math.nan if self._plugin else self.snr,
+            "snr/critical_batch_size": math.nan if self._plugin else self.critical_batch_size,
         }
         return {name: value for name, value in values.items() if math.isfinite(value)}
 
     def state_dict(self) -> ScheduleState:
         """JSON-compatible values."""
         sums: ScheduleState = {"signal_sum": self._signal_sum, "sq_norm_sum": self._sq_norm_sum}
-        return {"count": self._count, **sums, "num_prompts": self._num_prompts}
+        return {"count": self.count, **sums, "num_prompts": self._num_prompts, **self._of}
 
     def load_state_dict(self, state: ScheduleState) -> None:
-        """Restore `state_dict`, with the noise / Q of this run's Q."""
-        self._count = int(state["count"] or 0)
+        """Restore `state_dict`, with the noise / Q of this run's Q. Averages of other settings begin again."""
+        if any(state.get(name, value) != value for name, value in self._of.items()):
+            return
+        self.count = int(state["count"] or 0)
         self._signal_sum = float(state["signal_sum"] or 0.0)
         self._sq_norm_sum = float(state["sq_norm_sum"] or 0.0)
         num_prompts = int(state["num_prompts"] or 0)

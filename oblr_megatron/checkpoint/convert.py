@@ -79,7 +79,7 @@ def to_megatron(
 
     Args:
         source: Hugging Face directory of a model.
-        target: must not exist.
+        target: must not exist, or be empty.
         dtype: of the checkpoint; by default the widest dtype of the source's tensors.
         advance: see `Advance`.
         base: directory of a model; the source is then an adapter of it, which is merged.
@@ -136,7 +136,7 @@ def to_hf(
 
     Args:
         source: a checkpoint, or a run directory or its checkpoints/, of which the newest checkpoint is taken.
-        target: must not exist.
+        target: must not exist, or be empty.
         dtype: of all tensors; by default as in the checkpoint.
         hf_source: directory with config.json and tokenizer, for a checkpoint without them.
         max_shard_bytes: larger models are written as several files with an index.

@@ -35,7 +35,6 @@ from megatron.core.dist_checkpointing.serialization import load_sharded_metadata
 from megatron.core.dist_checkpointing.state_dict_utils import save_preprocess
 from megatron.core.dist_checkpointing.strategies.fully_parallel import FullyParallelSaveStrategyWrapper
 from megatron.core.dist_checkpointing.strategies.torch import (
-    MCoreSavePlanner,
     TorchDistSaveShardedStrategy,
     _replace_state_dict_keys_with_sharded_keys,
     mcore_to_pyt_state_dict,
@@ -43,6 +42,7 @@ from megatron.core.dist_checkpointing.strategies.torch import (
 from megatron.core.tensor_parallel.random import get_cuda_rng_tracker
 from torch.distributed.checkpoint import CheckpointException
 
+from oblr_megatron.checkpoint.save_planner import LinearPlanner, alone
 from oblr_megatron.checkpoint.torch_files import BACKEND, VERSION, TensorFiles, plain_files, save_common
 from oblr_megatron.errors import RunError
 from oblr_megatron.model.momentum import GradientMomentum
@@ -164,11 +164,14 @@ class TorchDistWriter:
         dist.broadcast_object_list(failure, src=0, group=self._group)
         if failure[0] is not None:
             raise RunError(f"rank 0 cannot write the checkpoint: {failure[0]}")
-        planner = MCoreSavePlanner(dedup_replicated_tensors=False, flatten_state_dict=False)
-        tensors = mcore_to_pyt_state_dict(keyed, False)
+        apart = {
+            key: [alone(part) if isinstance(part, ShardedTensor) else part for part in parts]
+            for key, parts in keyed.items()
+        }
+        tensors, files = mcore_to_pyt_state_dict(apart), TensorFiles(directory)
         try:
             with plain_files():
-                dcp.save(tensors, storage_writer=TensorFiles(directory), planner=planner, process_group=self._group)
+                dcp.save(tensors, storage_writer=files, planner=LinearPlanner(), process_group=self._group)
         except CheckpointException as error:  # names every rank that failed, on every rank
             raise RunError(f"rank {min(error.failures)} cannot write the checkpoint: {_reason(error)}") from None
 

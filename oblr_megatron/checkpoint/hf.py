@@ -20,7 +20,7 @@ import torch.distributed as dist
 from safetensors import safe_open
 from torch import Tensor
 
-from oblr_megatron.checkpoint.hf_dir import SINGLE, HFDir, check_tensors, listed_tensors
+from oblr_megatron.checkpoint.hf_dir import BUFFERS, SINGLE, HFDir, check_tensors, listed_tensors
 from oblr_megatron.checkpoint.hf_write import MAX_SHARD_BYTES, whole_directory, write_description, write_weights
 from oblr_megatron.checkpoint.peft_dir import write_adapter
 from oblr_megatron.checkpoint.safetensors_io import DTYPES
@@ -35,13 +35,17 @@ from oblr_megatron.weights.names import HF_EMBEDDING, HF_OUTPUT, ModelShape, ent
 
 @contextmanager
 def open_hf_tensors(path: Path) -> Iterator[dict[str, Any]]:
-    """Lazy slices of a directory's tensors, in one file or several with an index. Only indexed elements are read."""
+    """Lazy slices of a directory's tensors, in one file or several with an index, without `BUFFERS`.
+
+    Only indexed elements are read.
+    """
     with ExitStack() as stack:
         files = [
             stack.enter_context(safe_open(path / file, framework="pt", device="cpu"))
             for file in sorted(listed_tensors(path)) or [SINGLE]
         ]
-        yield {name: tensors.get_slice(name) for tensors in files for name in tensors.keys()}  # noqa: SIM118
+        named = ((name, tensors) for tensors in files for name in tensors.keys())  # noqa: SIM118
+        yield {name: tensors.get_slice(name) for name, tensors in named if not name.endswith(BUFFERS)}
 
 
 def load_hf_weights(policy: Policy, path: Path) -> None:
@@ -83,7 +87,7 @@ def export_hf(
     Args:
         policy: its current weights are written.
         source: what the policy was loaded from, for config, tokenizer and dtypes; it may be gone from the disk.
-        target_dir: must not exist, unless `replaces`.
+        target_dir: must not exist or must be empty, unless `replaces`.
         dtype: of all tensors; by default each keeps its dtype in the source.
         replaces: whether an older target_dir is replaced; it stays until the new one is complete.
         max_shard_bytes: larger models are written as several files with an index.

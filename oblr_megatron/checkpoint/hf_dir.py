@@ -10,7 +10,7 @@ import hashlib
 import json
 import os
 import re
-from collections.abc import Collection
+from collections.abc import Collection, Iterator
 from dataclasses import dataclass, field
 from functools import cached_property, lru_cache
 from math import inf
@@ -37,7 +37,8 @@ COPIED = (
     *("generation_config.json", "tokenizer.json", "tokenizer_config.json", "tokenizer.model"),
     *("special_tokens_map.json", "added_tokens.json", "vocab.json", "merges.txt", "chat_template.jinja"),
 )
-"""Files that every save and conversion copies from the source if they exist."""
+"""Files that every save and conversion copies from the source if they exist; also those in TEMPLATES."""
+TEMPLATES = "additional_chat_templates"  # transformers' directory of a tokenizer's named templates
 UNQUANTIZED = "give the original, unquantised checkpoint"
 BUFFERS = tuple(f"rotary_emb.{name}" for name in ("inv_freq", "cos_cached", "sin_cached"))
 """Ends of names that older exports stored, and that transformers and vLLM skip: config.json implies the values."""
@@ -148,8 +149,13 @@ def check_hf_dir(path: str | Path, *, quantized: bool = False) -> HFDir:
 
 
 def copied_files(path: Path) -> dict[str, bytes]:
-    """Contents of the files of `COPIED` that a directory has, by name."""
-    return {name: (path / name).read_bytes() for name in COPIED if (path / name).is_file()}
+    """Contents of the files of `COPIED` and `TEMPLATES` that a directory has, by name inside it, with "/"."""
+    return {file.relative_to(path).as_posix(): file.read_bytes() for file in _copied_in(path)}
+
+
+def _copied_in(path: Path) -> Iterator[Path]:
+    named = (path / name for name in COPIED)
+    yield from (file for file in (*named, *sorted((path / TEMPLATES).glob("*.jinja"))) if file.is_file())
 
 
 def checkpoint_shapes(path: Path, *, quantized: bool = False) -> dict[str, tuple[int, ...]]:
@@ -182,8 +188,8 @@ def check_hf_files(path: Path) -> dict[str, Any]:
                 "convert tokenizer.model (AutoTokenizer.from_pretrained, then save_pretrained; it needs sentencepiece)"
             )
         raise UserError(f"no tokenizer: {wanted} is missing", where=str(path), fix=fix)
-    for file in (path / name for name in COPIED):  # also optional files: otherwise every save of a run would fail
-        if file.is_file() and not os.access(file, os.R_OK):
+    for file in _copied_in(path):  # also optional files: otherwise every save of a run would fail
+        if not os.access(file, os.R_OK):
             raise UserError("cannot read the file: no permission", where=str(file), fix="make it readable")
         refuse_pointer(file)
     return config

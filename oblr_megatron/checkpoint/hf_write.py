@@ -56,8 +56,11 @@ def write_description(
     """Write config.json and the files of `copied_files`; `dtype` is that of the new weights, None: the source's."""
     target_dir.mkdir(exist_ok=True)
     for name, content in files.items():
-        (target_dir / name).write_bytes(content)
-        sync(target_dir / name)
+        file = target_dir / name
+        file.parent.mkdir(exist_ok=True)
+        file.write_bytes(content)
+        sync(file)
+        sync(file.parent)
     named = str(dtype).removeprefix("torch.")
     if dtype is not None and config.get("dtype", config.get("torch_dtype")) != named:
         # torch_dtype is the key's name before transformers 5

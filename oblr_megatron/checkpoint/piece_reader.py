@@ -25,8 +25,9 @@ from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, Metadata
 
 from oblr_megatron.checkpoint.distributed import EXTRA_STATE
 from oblr_megatron.checkpoint.pieces import Piece
+from oblr_megatron.checkpoint.save_planner import stored_shape
 from oblr_megatron.checkpoint.store import FIX, CheckpointError
-from oblr_megatron.checkpoint.torch_dist import METADATA, stored_shape
+from oblr_megatron.checkpoint.torch_dist import METADATA
 from oblr_megatron.weights.names import ModelShape
 
 DAMAGED = (OSError, EOFError, pickle.UnpicklingError, ValueError, LookupError, AttributeError, ImportError)

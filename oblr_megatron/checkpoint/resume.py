@@ -13,11 +13,12 @@ import logging
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch.distributed as dist
 
 from oblr_megatron.checkpoint import store
+from oblr_megatron.checkpoint.hf_description import hf_config_in
 from oblr_megatron.checkpoint.hf_dir import HFDir
 from oblr_megatron.checkpoint.store import CheckpointError, Manifest
 from oblr_megatron.config import Config
@@ -25,6 +26,9 @@ from oblr_megatron.errors import UserError
 from oblr_megatron.formatting import flatten
 from oblr_megatron.metrics import METRICS_FILE, logged_until
 from oblr_megatron.weights.names import ModelShape
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedConfig
 
 logger = logging.getLogger(__name__)
 
@@ -37,6 +41,8 @@ CARRIED = (
     *("model.lora.rank", "model.lora.alpha", "model.lora.targets"),
 )
 """Settings that must equal those of the checkpoint, because its state depends on them."""
+OPEN_TABLES = ("rollout.vllm.", "evaluate.data.", "data.chat_template_options.")
+"""Tables whose keys the user chooses."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -153,14 +159,35 @@ def check_fits(checkpoint: Checkpoint, config: Config, model: HFDir) -> None:
         what = f"the checkpoint's gradients are divided by {old:g} tokens, but the config divides by {new:g}"
         what += "; moments and averages are in the old unit"
         raise UserError(what, where=where, fix=f"set algo.token_scale to {old:g}")
-    saved = ModelShape.of(json.loads((checkpoint.path / HF_CONFIG).read_text(encoding="utf-8")))
     base = checkpoint.state.get("base")
-    if base is not None and base != model.fingerprint:
-        what = f"the checkpoint's adapters belong to another model than {model.path}: the weights differ"
+    if base is not None and uses_base(config) and base != model.fingerprint:
+        whose = "adapters belong to another model" if config.model.lora.rank else "KL penalty has another reference"
+        what = f"the checkpoint's {whose} than {model.path}: the weights differ"
         raise UserError(what, where=where, fix=f"set model.path to {before['model']['path']}, as the run had it")
-    if saved != ModelShape.of(model.config):
-        what = f"the checkpoint's model differs from {model.path}: {saved}"
+    _check_model(checkpoint.path / HF_CONFIG, model, where)
+
+
+def uses_base(config: Config) -> bool:
+    """Whether the run computes with the weights of model.path besides those that it trains."""
+    return config.model.lora.rank > 0 or config.algo.kl_coefficient > 0
+
+
+def _check_model(saved: Path, model: HFDir, where: str) -> None:
+    """Refuse a model that computes otherwise than the checkpoint's, whose config.json is `saved`."""
+    shape = ModelShape.of(json.loads(saved.read_text(encoding="utf-8")))
+    old, new = _computation(hf_config_in(saved.parent)), _computation(model.hf_config())
+    differs = f"{shape}" if shape != ModelShape.of(model.config) else ""
+    differs = differs or ", ".join(f"{name} {old[name]}, not {new[name]}" for name in old if old[name] != new[name])
+    if differs:
+        what = f"the checkpoint's model differs from {model.path}: {differs}"
         raise UserError(what, where=where, fix="set model.path to the model that the run started from")
+
+
+def _computation(hf_config: PreTrainedConfig) -> dict[str, Any]:
+    """What the forward pass reads from a configuration besides `ModelShape`, by its name in config.json."""
+    values = hf_config.to_dict()
+    read = {name: values.get(name) for name in ("rms_norm_eps", "num_experts_per_tok", "norm_topk_prob")}
+    return read | {name: values["rope_parameters"].get(name) for name in ("rope_type", "rope_theta", "factor")}
 
 
 def _token_scale(settings: dict[str, Any]) -> float:
@@ -176,9 +203,12 @@ def changes(checkpoint: Checkpoint, config: Config) -> list[str]:
     before, now = flatten(checkpoint.state["config"]), flatten(config.model_dump(mode="json"))
     aside = ("run_dir", "checkpoint.", "log.")
     return [
-        f"{name} {before[name]} -> {now[name]}"
-        for name in now
-        if name in before and before[name] != now[name] and not name.startswith(aside)
+        f"{name} {before.get(name, 'not set')} -> {now.get(name, 'not set')}"
+        for name in now | before
+        # Elsewhere, a key that only one of them has is one that only one version of this package knows.
+        if (name.startswith(OPEN_TABLES) or (name in before and name in now))
+        and before.get(name) != now.get(name)
+        and not name.startswith(aside)
     ]
 
 

@@ -97,12 +97,15 @@ def writing(where: Path) -> Iterator[None]:
 
 
 def check_absent(target: Path) -> None:
-    """Refuse to overwrite anything, and a target that cannot be created.
+    """Refuse to overwrite anything but an empty directory, and a target that cannot be created.
 
     Raises:
         UserError: names the obstacle.
     """
-    if os.path.lexists(target):
+    listed = os.path.isdir(target) and not os.path.islink(target) and os.access(target, os.R_OK)
+    if listed and not os.listdir(target):
+        target = target.parent  # where the target is written, to be renamed
+    elif os.path.lexists(target):
         raise UserError("the target exists", where=str(target), fix="choose a new directory, or remove this one")
     check_writable(target, "the target")
 

@@ -2,7 +2,7 @@
 
     write_pieces(state, pieces, load, directory)        # load(piece) returns the tensor when it is written
 
-The format is megatron-core's: torch.distributed.checkpoint writes it with megatron-core's planner.
+The format is megatron-core's: torch.distributed.checkpoint writes it with megatron-core's planner (save_planner.py).
 """
 
 from __future__ import annotations
@@ -10,25 +10,21 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
-from math import prod
 from pathlib import Path
 
 import torch.distributed.checkpoint as dcp
 from megatron.core.dist_checkpointing import ShardedTensor
 from megatron.core.dist_checkpointing.dict_utils import nested_values
 from megatron.core.dist_checkpointing.mapping import ShardedBase
-from megatron.core.dist_checkpointing.strategies.torch import (
-    MCoreSavePlanner,
-    mcore_to_pyt_state_dict,
-)
+from megatron.core.dist_checkpointing.strategies.torch import mcore_to_pyt_state_dict
 from torch import Tensor
-from torch.distributed.checkpoint.default_planner import create_default_global_save_plan
-from torch.distributed.checkpoint.metadata import Metadata, MetadataIndex, TensorStorageMetadata
+from torch.distributed.checkpoint.metadata import MetadataIndex
 from torch.distributed.checkpoint.planner import SavePlan, SavePlanner, WriteItem, WriteItemType
 from torch.distributed.checkpoint.storage import WriteResult
 from torch.futures import Future
 
 from oblr_megatron.checkpoint.pieces import Piece, State, by_layer
+from oblr_megatron.checkpoint.save_planner import LinearPlanner, alone, stored_shape
 from oblr_megatron.checkpoint.torch_files import TensorFiles, plain_files, save_common
 
 METADATA = ".metadata"
@@ -51,7 +47,7 @@ def write_pieces(state: State, pieces: Sequence[Piece], load: Load, directory: P
     stored: dict[str, list[ShardedBase]] = defaultdict(list)
     for value in nested_values(state):
         if isinstance(value, ShardedTensor):
-            stored[value.key].append(_alone(value))
+            stored[value.key].append(alone(value))
         else:
             stored[value.unique_key].append(value)
     files = {_place(piece.sharded): number for number, group in enumerate(by_layer(pieces)) for piece in group}
@@ -70,11 +66,11 @@ def write_pieces(state: State, pieces: Sequence[Piece], load: Load, directory: P
     save_common({}, directory)
 
 
-class _LazyPlanner(MCoreSavePlanner):
+class _LazyPlanner(LinearPlanner):
     """Loads tensors when they are written, in the order of `places`."""
 
     def __init__(self, load: Callable[[Place], Tensor], places: Sequence[Place]) -> None:
-        super().__init__(flatten_state_dict=False)
+        super().__init__()
         self._load = load
         self._order = {place: number for number, place in enumerate(places)}
 
@@ -83,19 +79,6 @@ class _LazyPlanner(MCoreSavePlanner):
         items = sorted(plan.items, key=lambda item: self._order.get(_place_of(item.index), -1))
         self.plan = replace(plan, items=items)
         return self.plan
-
-    def create_global_plan(self, all_plans: list[SavePlan]) -> tuple[list[SavePlan], Metadata]:
-        """Skip torch's overlap check, which compares all pairs of experts and takes minutes.
-
-        Pieces of equal size at distinct multiples of that size cannot overlap; the assertion checks that they fill the
-        tensor.
-        """
-        self.global_plan, self.metadata = create_default_global_save_plan(all_plans)
-        for key, stored in self.metadata.state_dict_metadata.items():
-            if isinstance(stored, TensorStorageMetadata):
-                (sizes,) = {chunk.sizes for chunk in stored.chunks}
-                assert len({chunk.offsets for chunk in stored.chunks}) * prod(sizes) == prod(stored.size), key
-        return self.global_plan, self.metadata
 
     def resolve_data(self, write_item: WriteItem) -> object:
         if write_item.type == WriteItemType.BYTE_IO:
@@ -107,7 +90,7 @@ class _LayerFiles(TensorFiles):
     """Writes each layer to its own file, as a separate rank would, and frees its tensors afterwards."""
 
     def __init__(self, directory: Path, files: Mapping[Place, int]) -> None:
-        super().__init__(directory, per_thread_copy_ahead=0)  # 0: no tensor is loaded ahead
+        super().__init__(directory)
         self._files = files
 
     def write_data(self, plan: SavePlan, planner: SavePlanner) -> Future[list[WriteResult]]:
@@ -121,23 +104,6 @@ class _LayerFiles(TensorFiles):
         future: Future[list[WriteResult]] = Future()
         future.set_result(results)
         return future
-
-
-def stored_shape(sharded: ShardedTensor) -> tuple[int, ...]:
-    """Shape of a piece in torch.distributed.checkpoint, with leading layer and expert dimensions."""
-    return (1,) * sharded.prepend_axis_num + tuple(sharded.local_shape)
-
-
-def _alone(sharded: ShardedTensor) -> ShardedTensor:
-    """The piece with layer and expert as ordinary dimensions.
-
-    Otherwise megatron-core merges all pieces of a tensor and compares all pairs: 1.5 minutes for the experts of
-    Qwen3-235B-A22B.
-    """
-    size = stored_shape(sharded)
-    return replace(
-        sharded, data=sharded.data.view(size), local_shape=size, axis_fragmentations=None, prepend_axis_num=0
-    )
 
 
 def _place(sharded: ShardedTensor) -> Place:

@@ -25,10 +25,12 @@ COMMON, DESCRIPTION = "common.pt", "metadata.json"
 
 
 class TensorFiles(dcp.FileSystemWriter):
-    """Writes one file per rank."""
+    """Writes one file per rank, from tensors that are on the CPU or come there when they are read."""
 
-    def __init__(self, directory: Path, **options: Any) -> None:
-        super().__init__(directory, sync_files=True, **options)
+    def __init__(self, directory: Path) -> None:
+        # 0: torch copies nothing ahead. Otherwise it uses the thread's current CUDA stream, also for tensors on the
+        # CPU: a new thread's is the training stream of GPU 0.
+        super().__init__(directory, sync_files=True, per_thread_copy_ahead=0)
         self.fs = _Files()
 
 

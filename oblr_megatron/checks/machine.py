@@ -27,6 +27,8 @@ CPU_HEAD_SIZES = (32, 64, 80, 96, 112, 128, 160, 192, 224, 256, 512)
 """`CPUAttentionBackend.get_supported_head_sizes` of vLLM 0.32; the engine's first forward pass fails for others."""
 DRIVERS = {"12": 525, "13": 580}
 """First driver branch for each major version of CUDA, without NVIDIA's forward compatibility package."""
+MAX_RANK = 512
+"""The last of `MaxLoRARanks` in vLLM 0.32."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -153,9 +155,10 @@ def check_pushable(hf_config: Mapping[str, Any], config: Config, *, on_gpu: bool
         on_gpu: whether trainer and engines have GPUs. On a CPU experts keep the loaded layout (`engine.cpu`).
 
     Raises:
-        UserError: weights.verify is on for a mixture of experts on GPUs; or `check_slot`.
+        UserError: weights.verify is on for a mixture of experts on GPUs; or `check_rank` or `check_slot`.
     """
     if config.model.lora.rank and config.rollout.lora == "adapter" and config.rollout.replay is None:
+        check_rank(config.model.lora.rank, where="config: model.lora.rank", fix='set rollout.lora to "merged"')
         fix = 'set model.dtype or rollout.dtype to "bfloat16", or rollout.lora to "merged"'
         check_slot(config.engine_dtype, on_gpu=on_gpu, where="config: rollout.lora", fix=fix)
     if on_gpu and num_experts(hf_config) and config.weights.verify and config.rollout.replay is None:
@@ -164,6 +167,16 @@ def check_pushable(hf_config: Mapping[str, Any], config: Config, *, on_gpu: bool
             where="config: weights.verify",
             fix="set it to false",
         )
+
+
+def check_rank(rank: int, where: str, fix: str) -> None:
+    """Refuse an adapter whose rank no slot of vLLM has.
+
+    Raises:
+        UserError: names the rank.
+    """
+    if rank > MAX_RANK:
+        raise UserError(f"vLLM's slots take adapters of ranks up to {MAX_RANK}, not {rank}", where=where, fix=fix)
 
 
 def check_slot(dtype: str, *, on_gpu: bool, where: str, fix: str) -> None:

@@ -100,5 +100,15 @@ def require_scipy() -> None:
     Raises:
         UserError: scipy is not installed.
     """
-    if find_spec("scipy") is None:
-        raise UserError("scipy is not installed", where="study", fix="pip install 'oblr-megatron[study]'")
+    require_for_studies("scipy")
+
+
+def require_for_studies(*names: str) -> None:
+    """Refuse a study, before it measures, if one of these packages is not installed.
+
+    Raises:
+        UserError: names the first.
+    """
+    for name in names:
+        if find_spec(name) is None:
+            raise UserError(f"{name} is not installed", where="study", fix="pip install 'oblr-megatron[study]'")

@@ -75,20 +75,20 @@ PRESETS: dict[str, dict[str, Any]] = {
         "clip_high": 4.0,
     },
 }
-"""Values that `algo.preset` fills in. Keys that the user sets keep their values."""
+"""Values that `algo.preset` fills in. Keys that the user sets beside it keep their values."""
 
 
-def open_to_preset(algo: Any) -> Any:
-    """[algo] of a run's config.json without the keys of recipes, so that another preset fills them in.
+def open_to_preset(algo: Any, preset: str) -> Any:
+    """[algo] of a file without the keys that recipes set, so that a preset of the command line is the method.
 
-    Every key is set there, and set keys win over a preset. A section that lacks some of these keys is the user's own,
-    and stays as it is.
+    Of [algo.snr] the recipe's own keys give way. A run's config.json has every key: there those of all recipes do.
     """
+    if not isinstance(algo, dict) or not isinstance(algo.get("snr", {}), dict):
+        return algo  # validation names what is wrong
     keys = {key for recipe in PRESETS.values() for key in recipe}
-    if not isinstance(algo, dict) or not keys <= algo.keys():
-        return algo
-    of_snr = {key for recipe in PRESETS.values() for key in recipe.get("snr", {})}
-    snr = {key: value for key, value in algo["snr"].items() if key not in of_snr}
+    recipes = PRESETS.values() if keys <= algo.keys() else [PRESETS.get(preset, {})]
+    of_snr = {key for recipe in recipes for key in recipe.get("snr", {})}
+    snr = {key: value for key, value in algo.get("snr", {}).items() if key not in of_snr}
     return {key: value for key, value in algo.items() if key not in keys} | {"snr": snr}
 
 
@@ -132,7 +132,7 @@ class AlgoConfig(Section):
 
     preset: PresetName | None = None
     """A recipe. Sets baseline, norm_power, aggregation, token_scale, schedule, snr, updates_per_batch and clipping;
-    other keys given here win."""
+    other keys given here win. A preset of the command line wins over the keys of a file."""
     baseline: str = "pooled"
     """Subtracted from the reward: a name of docs/algorithm.md, or your own "package.module:function". "pooled" is the
     norm-weighted mean reward of earlier steps."""

@@ -12,6 +12,8 @@ from oblr_megatron.config.lora import lora_problems
 from oblr_megatron.config.norm_modes import mode_problem
 from oblr_megatron.config.parallel_checks import parallel_problems
 from oblr_megatron.config.precision_checks import precision_problems
+from oblr_megatron.config.reward import reads_answers
+from oblr_megatron.config.without_effect import without_effect
 from oblr_megatron.errors import Problem, UserError
 
 if TYPE_CHECKING:
@@ -150,6 +152,7 @@ def biases(config: Config) -> Iterator[str]:
             f"a filter of [rollout] ({filters}) biases the gradient: tokens outside it are never drawn, so the mean "
             "score is not 0; with a rollout.top_k of 1 to 1,024 it does not"
         )
+    yield from without_effect(config)
 
 
 def _coefficients(config: Config) -> Iterator[Problem]:
@@ -206,6 +209,10 @@ def _data(config: Config) -> Iterator[Problem]:
     if config.evaluate.every_steps and not config.evaluate.data:
         what = f"evaluate.every_steps is {config.evaluate.every_steps}, but evaluate.data names no set"
         yield what, "name a set in evaluate.data, or set every_steps to 0"
+    for source in (*data.exclude, *config.evaluate.data.values()):
+        if source.weight is not None:
+            what = f"the source {source.path!r} has a weight, but only sources of data.train are mixed by weights"
+            yield what, "leave it out"
     weighted = [source.weight is not None for source in data.train]
     if any(weighted) and not all(weighted):
         source = data.train[weighted.index(False)]
@@ -218,6 +225,9 @@ def _checkpoints(config: Config) -> Iterator[Problem]:
     best = config.checkpoint.best_metric
     metrics = EVALUATED if config.evaluate.samples_per_prompt else EVALUATED[:1]
     measured = [f"eval/{name}/{metric}" for name in config.evaluate.data for metric in metrics]
+    if best.endswith("/maj_at_k") and best in measured and not reads_answers(config.reward.name):
+        what = f"checkpoint.best_metric {best!r} is never measured: reward.name {config.reward.name!r} reads no answers"
+        yield what, "name the set's accuracy, mean_at_k or pass_at_k"
     if best and best not in measured:
         fix = f"name one of {', '.join(measured)}" if measured else "name a set in evaluate.data, or leave it empty"
         yield f"checkpoint.best_metric {best!r} is not a metric of a set in evaluate.data", fix

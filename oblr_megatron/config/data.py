@@ -50,8 +50,8 @@ class SourceConfig(Section):
     subset: str = ""
     """Configuration of a hub data set, e.g. "main"; by default the convention's."""
     split: str = ""
-    """Split of a hub data set or a directory. By default the convention's training split in data.train and its test
-    split elsewhere; "train" without a convention."""
+    """Split of a hub data set or a directory; a file has none. By default the convention's training split in data.train
+    and its test split elsewhere; "train" without a convention."""
     revision: str = ""
     """Commit or tag of a hub data set."""
     question_column: str | None = None
@@ -140,8 +140,8 @@ class EvaluateConfig(Section):
     """Use only the first this many usable rows of each set."""
     samples_per_prompt: int = Field(1, ge=0)
     """k: sampled responses per prompt, for mean@k, pass@k and maj@k. 0: only the greedy response."""
-    temperature: float = Field(1.0, ge=0.01)
-    """Temperature of the sampled responses. Greedy accuracy is always reported as well."""
+    temperature: float = Field(1.0, ge=0.01, le=2)
+    """Temperature of the sampled responses, up to 2. Greedy accuracy is always reported as well."""
     top_p: float = Field(1.0, gt=0, le=1)
     """Nucleus filter of the sampled responses."""
     top_k: int = Field(-1, ge=-1)

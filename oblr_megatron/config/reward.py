@@ -6,6 +6,13 @@ from pydantic import Field
 
 from oblr_megatron.config.section import LONGEST_WAIT_S, Section
 
+ANSWERLESS = ("format", "overlong", "environment")
+
+
+def reads_answers(name: str) -> bool:
+    """Whether the reward extracts answers, which maj@k counts: all built-in ones but ANSWERLESS do."""
+    return name not in ANSWERLESS and (":" not in name or name.startswith(("math:", "reasoning_gym:")))
+
 
 class RewardTermConfig(Section):
     """One more reward, added with its weight."""

@@ -50,8 +50,8 @@ LARGEST_SUPPORT = 1024
 class RolloutConfig(Section):
     """Sampling of responses by vLLM."""
 
-    temperature: float = Field(1.0, ge=0.01)
-    """Sampling temperature. The trainer's log-probs use the same temperature."""
+    temperature: float = Field(1.0, ge=0.01, le=2)
+    """Sampling temperature, up to 2. The trainer's log-probs use the same temperature."""
     top_p: float = Field(1.0, gt=0, le=1)
     """Nucleus filter. Below 1 it needs a top_k of at most 1,024, or the trainer cannot renormalise its log-probs as the
     engine does."""

@@ -175,8 +175,10 @@ def parse_config(table: dict[str, Any], where: str = "config", overrides: Sequen
         UserError: names the first wrong key, its value and the bound.
     """
     changed = deepcopy(table)
-    if any(override.partition("=")[0].strip() == "algo.preset" for override in overrides):
-        changed["algo"] = open_to_preset(changed.get("algo", {}))
+    for override in overrides:
+        key, _, preset = override.partition("=")
+        if key.strip() == "algo.preset":
+            changed["algo"] = open_to_preset(changed.get("algo", {}), preset.strip().strip("'\""))
     for override in overrides:
         apply_override(changed, override)
     config = validated(Config, changed, where, overrides)

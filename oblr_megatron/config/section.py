@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import os
 from datetime import date, time
 from errno import ENAMETOOLONG
@@ -39,8 +40,10 @@ class Section(BaseModel):
             raise ValueError("give a number below 2^63")
         if get_origin(annotation) is dict:
             return value
+        if value == "none" and type(None) in kinds and kinds & {int, float}:
+            return None  # a command line has no other word for it
         if kinds & {int, float} and isinstance(value, (bool, str)):
-            raise ValueError("give a number, without quotes")
+            raise ValueError(_as_number(value))
         if bool in kinds and not isinstance(value, bool):
             raise ValueError("give true or false")
         if kinds & {str, Path} and isinstance(value, (int, float, date, time)):
@@ -50,6 +53,15 @@ class Section(BaseModel):
             if not _possible(str(value)):
                 raise ValueError("no file can have this name")
         return value
+
+
+def _as_number(value: Any) -> str:
+    """How a text is written as a number, e.g. ".001", which TOML does not read."""
+    try:
+        number = float(value) if isinstance(value, str) and "_" not in value else math.nan
+    except ValueError:
+        number = math.nan
+    return f"write {number:g}, without quotes" if math.isfinite(number) else "give a number, without quotes"
 
 
 def written_out(path: str) -> str:

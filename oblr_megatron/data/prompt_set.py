@@ -30,6 +30,7 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 TOKENIZE_ROWS, TOKENIZE_CHARACTERS = 1024, 2**20  # most rows of one call of the tokenizer, and their characters
+KEEP_DUPLICATES = "set data.deduplicate = false to keep rows that ask the same question, or give other rows"
 NAMED_ROWS = 3  # rows named in the warning for each reason
 
 
@@ -213,6 +214,8 @@ def _fix(skipped: Sequence[Skipped]) -> str:
         "longer than": "raise data.max_prompt_tokens, or give shorter rows",
         "not a JSON object": ONE_PER_LINE,
         "refused by": "give conversations that the chat template accepts, or set data.chat_template to false",
+        "duplicate": KEEP_DUPLICATES,
+        "contradicted": KEEP_DUPLICATES,
         "overlapping": "give other training rows, or raise data.overlap_threshold",
         "cannot be generated": "change the options of the source",
         LOST_BACKSLASH: "double the backslashes of LaTeX commands in JSON: \\\\frac",

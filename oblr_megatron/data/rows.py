@@ -22,7 +22,9 @@ NO_TEXT = "is no text and no number but"
 KINDS = {list: "a list", dict: "a table", bool: "a truth value"}
 LOST_BACKSLASH = "a control character in place of a LaTeX command's backslash"
 _LOST_BACKSLASH = re.compile(
-    r"[\x00-\x08\x0b\x0c\x0e-\x1f](?=[A-Za-z])|\r(?:ight|ho|m|angle|floor|ceil)(?![a-z])|\n(?:eq|abla|mid)(?![a-z])"
+    r"[\x00-\x08\x0b\x0e-\x1f](?=[A-Za-z])|\x0c(?=[a-z])|\r(?:ight|ho|m|angle|floor|ceil)(?![a-z])"
+    r"|\nabla(?![a-z])|(?:\\[A-Za-z]+|[0-9A-Z)}\]|']|(?<![A-Za-z])[a-z]) ?\n(?:eq|mid)(?![a-z]) ?"
+    r"(?:-?[0-9]|[\\({]|[A-Za-z](?![A-Za-z]))"  # an operand on both sides: "mid-term" and "eq. (3)" may begin a line
     r"|\t(?:ext(?:bf|it|rm)?(?=\{)|(?:imes|heta|frac|riangle|au|ilde)(?![a-z])|an(?=[({^\\]))"
 )
 
@@ -105,8 +107,15 @@ def read_rows(
 
 
 def plain_text(question: Question) -> str:
-    """The question as one text, with which duplicates and overlaps are found."""
+    """The question as one text, with which duplicates are found: another system prompt may ask something else."""
     return question if isinstance(question, str) else "\n".join(message["content"] for message in question)
+
+
+def asked_text(question: Question) -> str:
+    """What users ask, with which overlaps are found: sets share system prompts, or only one of two sets has one."""
+    if isinstance(question, str):
+        return question
+    return "\n".join(message["content"] for message in question if message["role"] == "user")
 
 
 def normalized(words: str) -> str:

@@ -12,7 +12,7 @@ import logging
 import os.path
 import re
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from glob import glob, has_magic
 from pathlib import Path
@@ -135,20 +135,33 @@ def kind_of(source: SourceConfig) -> Literal["file", "pattern", "directory", "hu
     """Kind of source that a path names; reads no rows.
 
     Raises:
-        UserError: nothing has this name, or rows cannot be generated as asked.
+        UserError: nothing has this name, it has no parts to choose from, or rows cannot be generated as asked.
     """
     if source.gym_task:
         extension(GYM).make_task(source.gym_task, source.options, where=source.path)  # raises
         return "generated"
+    kind: Literal["file", "pattern", "directory"]
+    parts: tuple[str, ...]
     if os.path.isfile(source.path):
-        return "file"
-    if has_magic(source.path):
+        kind, parts = "file", ("subset", "split", "revision")
+    elif has_magic(source.path):
         _matching(source.path)
-        return "pattern"
-    if os.path.isdir(source.path):
-        return "directory"
-    _hub_name(source)
-    return "hub"
+        kind, parts = "pattern", ("subset", "split", "revision")
+    elif os.path.isdir(source.path):
+        kind, parts = "directory", ("revision",)
+    else:
+        _hub_name(source)
+        return "hub"
+    _refuse_choice(source, kind, parts)
+    return kind
+
+
+def _refuse_choice(source: SourceConfig, kind: str, keys: Sequence[str]) -> None:
+    """Refuse keys that would choose rows of another kind of source: here all rows would be read in silence."""
+    for key in keys:
+        if getattr(source, key):
+            what = f"{key} {getattr(source, key)!r} chooses nothing: this is a {kind}, and all its rows are read"
+            raise UserError(what, where=source.path, fix=f"leave {key} out, and name the file of these rows")
 
 
 def distinct_names(sources: Sequence[SourceConfig]) -> list[dict[str, str]]:
@@ -208,7 +221,8 @@ def _is_hub_name(path: str) -> bool:
 def _file(path: Path) -> Iterator[Record]:
     refuse_pointer(path)
     if path.suffix == ".parquet":
-        rows = _load(str(path), "load_dataset", "parquet", data_files=[str(path)], split="train", streaming=True)
+        options = {"data_files": [str(path)], "split": "train", "streaming": True, "batch_size": BATCH_ROWS}
+        rows = _load(str(path), "load_dataset", "parquet", **options)
         return _records(path.stem, rows, str(path))
     if path.suffix in _NOT_READ:
         fix = "write it as JSON lines or Parquet, for example with pandas"
@@ -258,11 +272,13 @@ def _parse(line: bytes) -> dict[str, Any] | str:
 def _directory(path: Path, source: SourceConfig, training: bool) -> Any:
     """The chosen split of a directory, written by `save_to_disk` or loadable by `datasets`."""
     if any((path / name).exists() for name in _SAVED_TO_DISK):
+        _refuse_choice(source, "data set saved to disk", ["subset"])
         splits = _load(source.path, "load_from_disk", str(path))
     else:
-        splits = _load(source.path, "load_dataset", str(path), name=source.subset or None, streaming=True)
+        splits = _load(source.path, "streamed", str(path), name=source.subset or None)
     if not isinstance(splits, dict):
-        return splits  # a data set without splits
+        _refuse_choice(source, "data set without splits", ["split"])
+        return splits
     only = splits if len(splits) == 1 else ()
     wanted = [source.split] if source.split else [_usual_split(convention_of(source), training), "train", *only]
     chosen = next((name for name in wanted if name in splits), None)
@@ -321,7 +337,7 @@ def _records(file: str, data: Any, where: str) -> Iterator[Record]:
     while True:
         try:
             with _silent():
-                rows = _rows(_shortest(next(tables)))
+                rows = _rows(next(tables))
         except StopIteration:
             return
         except Exception as error:  # on a damaged file, datasets, pyarrow and fsspec raise unrelated classes
@@ -331,33 +347,65 @@ def _records(file: str, data: Any, where: str) -> Iterator[Record]:
             number += 1
 
 
-def _shortest(table: Any) -> Any:
-    """An arrow table with 0.1 instead of 0.10000000149011612 in its columns of float32."""
-    for place, field in enumerate(table.schema):
-        if str(field.type) == "float":
-            table = table.set_column(place, field.name, table.column(place).cast("string").cast("double"))
-    return table
-
-
 def _rows(table: Any) -> list[dict[str, Any] | str]:
     """The rows of an arrow table. Parquet files may hold strings that are not UTF-8, and arrow does not check them."""
+    readers = _shortest_fields(table.schema)
     try:
-        return list(table.to_pylist())
+        return [row | {name: read(row[name]) for name, read in readers.items()} for row in table.to_pylist()]
     except UnicodeDecodeError:
         if table.num_rows == 1:
             return ["not UTF-8"]
         return [row for number in range(table.num_rows) for row in _rows(table.slice(number, 1))]
 
 
+def _shortest(kind: Any) -> Callable[[Any], Any] | None:
+    """Reads 0.10000000149011612 as 0.1 in values of an arrow type with float32 or float16; None for other types."""
+    if (name := str(kind)) in ("float", "halffloat"):
+        import numpy as np
+
+        narrow: Callable[[float], object] = np.float32 if name == "float" else np.float16
+        return lambda value: None if value is None else float(str(narrow(value)))
+    if name.startswith("struct<"):
+        return _of_fields(_shortest_fields(kind.fields))
+    if name.startswith(("list<", "large_list<", "fixed_size_list<")) and (read := _shortest(kind.value_type)):
+        return lambda values: None if values is None else [read(value) for value in values]
+    return None
+
+
+def _of_fields(readers: dict[str, Callable[[Any], Any]]) -> Callable[[Any], Any] | None:
+    """Reads some fields of a struct; None without such fields."""
+
+    def read(value: dict[str, Any] | None) -> dict[str, Any] | None:
+        return None if value is None else value | {name: read(value[name]) for name, read in readers.items()}
+
+    return read if readers else None
+
+
+def _shortest_fields(fields: Iterable[Any]) -> dict[str, Callable[[Any], Any]]:
+    """`_shortest` by name, for the fields that have such values."""
+    return {field.name: read for field in fields if (read := _shortest(field.type)) is not None}
+
+
 def _load(where: str, loader: str, path: str, **options: Any) -> Any:
-    """Call a loader of `datasets`; its errors become a UserError."""
+    """Call a loader of `datasets`, or `_streamed`; its errors become a UserError."""
     import datasets
 
+    load = _streamed if loader == "streamed" else getattr(datasets, loader)
     try:
         with _silent():
-            return getattr(datasets, loader)(path, **options)
+            return load(path, **options)
     except Exception as error:  # errors of the hub, files, splits and subsets share no base class
         raise _refusal(error, where) from error
+
+
+def _streamed(path: str, *, name: str | None) -> Any:
+    """The splits of a directory, or one data set. By default an empty first row group of Parquet is an error."""
+    import datasets
+
+    builder = datasets.load_dataset_builder(path, name=name)
+    if getattr(builder.config, "batch_size", BATCH_ROWS) is None:
+        vars(builder.config)["batch_size"] = BATCH_ROWS
+    return builder.as_streaming_dataset()
 
 
 @contextmanager

@@ -7,6 +7,7 @@ minute. Rows that are only a little too long are counted as a whole, by `PromptS
 
 from __future__ import annotations
 
+import re
 from typing import TYPE_CHECKING, Any
 
 from oblr_megatron.data.chat import with_chat_template
@@ -59,6 +60,13 @@ def check_template(config: DataConfig, tokenizer: PreTrainedTokenizerBase) -> No
             f"data.chat_template_options sets {', '.join(taken)}, which this package sets itself",
             where="config: data.chat_template_options",
             fix="give only options that the tokenizer's chat template reads, e.g. enable_thinking",
+        )
+    template = str(tokenizer.chat_template)
+    if unread := [name for name in config.chat_template_options if not re.search(rf"\b{re.escape(name)}\b", template)]:
+        raise UserError(
+            f"the chat template reads no option {unread[0]!r}, which data.chat_template_options sets",
+            where="config: data.chat_template_options",
+            fix="correct its name, or leave it out",
         )
     if config.system_prompt:
         _check_system_prompt(config, tokenizer)

@@ -3,8 +3,9 @@
 Two questions are duplicates if they are equal after NFKC and white-space normalization. Their answers contradict each
 other if they differ after it and the verifier calls them different without computer algebra. A shingle is a run of n
 lower-cased words. A training question overlaps a benchmark question if it contains at least a given share of its
-shingles. A question of fewer than n words has no shingles. It overlaps only an equal text, because "12+34" and "12*34"
-have the same words. Both tests are exact.
+shingles. The frame of a benchmark, which most of its questions share, is left out of them. A question with no n words
+in a row outside of the frame has no shingles. It overlaps only an equal text, because "12+34" and "12*34" have the same
+words. Both tests are exact. Overlaps are found in the users' turns of a conversation, duplicates in all turns.
 """
 
 from __future__ import annotations
@@ -12,11 +13,11 @@ from __future__ import annotations
 import hashlib
 import re
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING
 
 from oblr_megatron.data.prompt_set import PromptSet, warn_of, without_rows
-from oblr_megatron.data.rows import Row, Skipped, normalized, plain_text, read_rows
+from oblr_megatron.data.rows import Row, Skipped, asked_text, normalized, plain_text, read_rows
 from oblr_megatron.data.sources import distinct_names
 from oblr_megatron.data.template import LongRows
 from oblr_megatron.rewards.math import settle
@@ -27,6 +28,7 @@ if TYPE_CHECKING:
 
     from oblr_megatron.config.data import DataConfig, SourceConfig
 
+MIN_FRAMED = 4  # different questions of a benchmark, at least, to tell a frame from what they ask
 _WORD = re.compile(r"[^\W_]+")  # finds the same words in "A_{1}" and "A_1"
 
 Shingle = tuple[str, ...]
@@ -63,7 +65,7 @@ def training_sets(
     benchmarks, unread = _benchmarks(config, held_out, long_rows)
 
     def overlap(row: Row) -> str:
-        name = benchmarks.overlapping(plain_text(row.question))
+        name = benchmarks.overlapping(asked_text(row.question))
         return f"overlapping {name}" if name else ""
 
     sets = [
@@ -90,7 +92,7 @@ def _benchmarks(
         for name, source in [*((source.path, source) for source in config.exclude), *held_out.items()]:
             left_out: list[Skipped] = []
             rows = read_rows(source, config, left_out, unanswered=True)
-            questions = [None if long_rows.exceeding(row) else plain_text(row.question) for row in rows]
+            questions = [None if long_rows.exceeding(row) else asked_text(row.question) for row in rows]
             if source in config.exclude:
                 if not questions:
                     raise without_rows(name, left_out)
@@ -164,8 +166,10 @@ class Benchmarks:
             questions: as plain text.
             whole: compare as text only. Generated questions share the words of their template.
         """
-        for question in questions:
-            shingles = set() if whole else self._shingles(question)
+        distinct = list({_spelling(question): question for question in questions}.values())
+        frame = set() if whole else self._frame(distinct)
+        for question in distinct:
+            shingles = set() if whole else self._shingles(question, frame)
             if not shingles:
                 self._short[_spelling(question)] = name
                 continue
@@ -182,9 +186,22 @@ class Benchmarks:
         first = min((held for held, hit in hits.items() if hit / self._held[held][1] >= self._threshold), default=None)
         return "" if first is None else self._held[first][0]
 
-    def _shingles(self, question: str) -> set[Shingle]:
+    def _frame(self, questions: Sequence[str]) -> set[Shingle]:
+        """The shingles of more than half of the questions, such as those of an instruction at the end of each."""
+        if len(questions) < MIN_FRAMED:
+            return set()
+        counts = Counter(shingle for question in questions for shingle in self._shingles(question))
+        return {shingle for shingle, count in counts.items() if 2 * count > len(questions)}
+
+    def _shingles(self, question: str, frame: Collection[Shingle] = ()) -> set[Shingle]:
+        """The shingles of a question without a word of the frame."""
         words = _WORD.findall(normalized(question).lower())
-        return set(zip(*(words[first:] for first in range(self._ngram)), strict=False))
+        shingles = list(zip(*(words[first:] for first in range(self._ngram)), strict=False))
+        if not frame:
+            return set(shingles)
+        framed = [place for place, shingle in enumerate(shingles) if shingle in frame]
+        touched = {near for place in framed for near in range(place - self._ngram + 1, place + self._ngram)}
+        return {shingle for place, shingle in enumerate(shingles) if place not in touched}
 
 
 def _spelling(question: str) -> str:

@@ -20,14 +20,16 @@ import traceback
 from collections import Counter, defaultdict
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from functools import partial
+from dataclasses import asdict
+from functools import cached_property, partial
 from typing import Any
 
 from oblr_megatron.checkpoint.hf_dir import checkpoint_shapes
 from oblr_megatron.engine.adapter import install, lora_request, read_adapter, stage
 from oblr_megatron.engine.arguments import vllm_arguments
 from oblr_megatron.engine.channel import Call, Reply
-from oblr_megatron.engine.http_messages import PROTOCOL, DraftReport, Holding, Info, shapes_digest
+from oblr_megatron.engine.http_messages import PROTOCOL, DraftReport, Holding, Info
+from oblr_megatron.engine.identity import ModelIdentity
 from oblr_megatron.engine.protocol import EngineSpec, PromptRequest, SamplingRequest
 from oblr_megatron.engine.samples import sampling_params, to_sample
 from oblr_megatron.engine.state import InvalidRequest, Refusal, WeightState, check_reset
@@ -62,7 +64,7 @@ class EngineServer:
         self._llm = vllm.LLM(**vllm_arguments(spec, self._backend))
         self._tokenizer = self._llm.get_tokenizer()
         self._shapes = shapes = checkpoint_shapes(spec.model, quantized=True)  # evaluation may load one without pushes
-        self._vocab_size, self._digest = shapes[HF_EMBEDDING][0], shapes_digest(shapes)
+        self._vocab_size = shapes[HF_EMBEDDING][0]
         self._instance = secrets.token_hex(8)
         adapter = {} if spec.lora is None else adapter_shapes(read_shape(spec.model), spec.lora)
         self._state = WeightState(shapes, spec.dtype, adapter)
@@ -118,7 +120,7 @@ class EngineServer:
             protocol=PROTOCOL,
             instance=self._instance,
             model=str(self._spec.model),
-            shapes=self._digest,
+            **asdict(self._identity),
             dtype=self._spec.dtype,
             widens_logits=self._spec.widens_logits,
             quantization=config.model_config.quantization or "none",
@@ -158,7 +160,7 @@ class EngineServer:
 
         Raises:
             Refusal: the engine holds other weights, or none that can be used.
-            InvalidRequest: vLLM does not accept a prompt.
+            InvalidRequest: a response could be cut before `max_tokens`, or vLLM does not accept a prompt.
         """
         from vllm import TokensPrompt
         from vllm.exceptions import VLLMClientError
@@ -174,6 +176,7 @@ class EngineServer:
             for one in asked:
                 if one.request.routes and not self._spec.routes:
                     raise InvalidRequest("it was started without --moe-routing-replay, and returns no routes")
+                self._check_room(one)
                 parameters = sampling_params(one.request, one.position, self._vocab_size, one.stop)
                 name = str(one.number)
                 prompt = TokensPrompt(prompt_token_ids=list(one.ids))
@@ -272,6 +275,11 @@ class EngineServer:
             self._llm.wake_up(tags=asleep)
             self._asleep -= set(asleep)
 
+    @cached_property
+    def _identity(self) -> ModelIdentity:
+        """Only servers need it; their door asks for it at once."""
+        return ModelIdentity.of(self._spec.model)
+
     def _check_written(self) -> None:
         """Refuse an engine that keeps a weight of its checkpoint which no push replaces."""
         reports = self._on_models(partial(unwritten, pushed=frozenset(self._shapes)))
@@ -306,6 +314,12 @@ class EngineServer:
         self._generated += sum(len(sample.response_ids) for sample in group)
         self._cached += output.num_cached_tokens or 0
         return group * (one.request.group_size if one.request.greedy else 1)
+
+    def _check_room(self, one: PromptRequest) -> None:
+        """vLLM would silently cut a longer response, and report the end of one with `max_tokens`."""
+        needed, most = len(one.ids) + one.request.max_tokens, self._spec.max_model_len
+        if needed > most:
+            raise InvalidRequest(f"a prompt and its response need {needed} tokens, but it takes {most} (max_model_len)")
 
     def _drop(self, error: Exception) -> None:
         """End all calls that sample with an error."""

@@ -65,6 +65,7 @@ def child_environment(environment: Mapping[str, str], spec: EngineSpec) -> dict[
     kept |= SAFE_PATH | {
         "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
         "VLLM_HOST_IP": "127.0.0.1",
+        "VLLM_MAX_N_SEQUENCES": str(2**31 - 1),  # by default 16,384, which would refuse larger groups in mid-run
         "VLLM_NO_USAGE_STATS": "1",
         "DO_NOT_TRACK": "1",
         "HF_HUB_OFFLINE": "1",

@@ -36,7 +36,7 @@ REFUSED, INVALID, FAILED = 409, 400, 500
 DAMAGED = "damaged"
 """The "kind" in the JSON of a refusal if a bucket was damaged on the way: a second push may help."""
 
-PROTOCOL = 10
+PROTOCOL = 11
 """Version of these messages, to be raised with every change. Both sides must have the same."""
 
 
@@ -70,7 +70,9 @@ class Info(Message):
     protocol: int
     instance: str  # drawn by each server process
     model: str
-    shapes: str  # `shapes_digest` of the checkpoint it started from
+    shapes: str  # this and the next two: `ModelIdentity` of the checkpoint it started from
+    traits: dict[str, Any] = {}
+    fingerprint: str = ""
     dtype: str
     widens_logits: bool = False  # whether bf16 weights give fp32 logits
     quantization: str = "none"  # vLLM's name, e.g. "fp8_per_tensor"

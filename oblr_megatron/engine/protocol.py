@@ -11,6 +11,7 @@ the last bits of log-probs differently, which can change a draw at the edge betw
 from __future__ import annotations
 
 import hashlib
+import os
 from collections.abc import Mapping, Sequence
 from dataclasses import astuple, dataclass, field
 from pathlib import Path
@@ -18,7 +19,7 @@ from typing import TYPE_CHECKING, Any, Literal, Protocol
 
 from oblr_megatron.checks.lengths import longest_evaluated
 from oblr_megatron.errors import UserError
-from oblr_megatron.memory.buffer_sizes import CPU_STEP_TOKENS
+from oblr_megatron.memory.buffer_sizes import cpu_step_tokens
 from oblr_megatron.types import HeadDtype, widens_logits
 from oblr_megatron.weights.adapter import AdapterShape
 
@@ -30,10 +31,11 @@ if TYPE_CHECKING:
 
 API_KEY = "OBLR_API_KEY"
 """Environment variable with the key of the servers."""
+KEY_CHARACTERS = "printable ASCII characters without spaces"
 SEED_STRIDE, BATCH_STRIDE = 1_000_003, 2**40  # between the seeds of runs, and of batches of a step
-MIN_TEMPERATURE = 0.01
-"""vLLM silently raises a lower temperature to this value, so its log-probs would be of another distribution."""
-
+MIN_TEMPERATURE, MAX_TEMPERATURE = 0.01, 2.0
+"""vLLM silently raises a lower temperature to the first, so its log-probs would be of another distribution. It refuses
+one above the second."""
 
 TIES = 8
 """Tokens recorded beyond top_k, so that a row has an end: vLLM also keeps all that are as likely as the last one."""
@@ -48,7 +50,7 @@ class SamplingRequest:
 
     group_size: int  # G, responses per prompt; greedy ones are equal and computed once
     temperature: float  # also that of the log-probs; 0 decodes greedily with log-probs of temperature 1
-    max_tokens: int  # of a response; prompt and response together have at most max_model_len
+    max_tokens: int  # of a response; engines refuse prompts with which it exceeds max_model_len
     seed: int  # each call of a run has its own: equal seeds give equal samples
     top_p: float = 1.0
     top_k: int = -1  # -1: no filter
@@ -61,9 +63,10 @@ class SamplingRequest:
         if self.group_size < 1 or self.max_tokens < 1:
             what = f"group_size {self.group_size} and max_tokens {self.max_tokens} must both be at least 1"
             raise UserError(what, where=where, fix="raise the one that is below 1")
-        if self.temperature != 0 and not self.temperature >= MIN_TEMPERATURE:
-            what = f"temperature {self.temperature} is below {MIN_TEMPERATURE}, the lowest that vLLM samples at"
-            raise UserError(what, where=where, fix=f"use 0 for greedy decoding, or at least {MIN_TEMPERATURE}")
+        if self.temperature != 0 and not MIN_TEMPERATURE <= self.temperature <= MAX_TEMPERATURE:
+            span = f"{MIN_TEMPERATURE} to {MAX_TEMPERATURE:g}"
+            what = f"temperature {self.temperature} is outside {span}, at which vLLM samples"
+            raise UserError(what, where=where, fix=f"use {span}, or 0 for greedy decoding")
 
     @classmethod
     def for_training(cls, config: Config, seed: int) -> SamplingRequest:
@@ -103,6 +106,20 @@ class SamplingRequest:
     def greedy(self) -> bool:
         """Whether the most likely token is always taken, so that all responses of a prompt are equal."""
         return self.temperature == 0
+
+
+def is_key(text: str) -> bool:
+    """Whether a key has `KEY_CHARACTERS` only, so that a header can hold it."""
+    return text.isascii() and text.isprintable() and " " not in text
+
+
+def api_key() -> str:
+    """The trainer's key of its servers, empty for none; a `UserError` if no server can have it."""
+    key = os.environ.get(API_KEY, "")
+    if not is_key(key):
+        fix = f'set it to the key of the servers, e.g. export {API_KEY}="$(cat FILE)"'
+        raise UserError(f"the key is not of {KEY_CHARACTERS}", where=API_KEY, fix=fix)
+    return key
 
 
 def call_seed(seed: int, step: int, batch: int = 0) -> int:
@@ -183,12 +200,12 @@ class EngineSpec:
 
     @property
     def cpu_step_tokens(self) -> int:
-        """Tokens that a CPU engine computes in one step: at least a whole prompt.
+        """Tokens that a CPU engine computes in one step: at least a whole prompt, or a token of each sequence.
 
         Chunked prefill is off on a CPU. With a prompt split over two steps, vLLM rewinds the request's generator by an
         offset, which a CPU generator does not have, and the engine dies.
         """
-        return max(CPU_STEP_TOKENS, self.max_model_len)
+        return cpu_step_tokens(self.max_model_len, self.max_num_seqs)
 
 
 @dataclass(frozen=True, slots=True)

@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Any, Literal, get_args
 
 from oblr_megatron.checks.layout import heads_problem, num_experts
-from oblr_megatron.checks.machine import build_problem, check_head_size, check_slot, refuse
+from oblr_megatron.checks.machine import build_problem, check_head_size, check_rank, check_slot, refuse
 from oblr_megatron.checks.vllm_options import (
     cache_bytes,
     check_processor,
@@ -25,7 +25,7 @@ from oblr_megatron.checks.vllm_options import (
     check_speculation,
     check_vllm_options,
 )
-from oblr_megatron.engine.protocol import API_KEY, EngineSpec
+from oblr_megatron.engine.protocol import API_KEY, KEY_CHARACTERS, EngineSpec, is_key
 from oblr_megatron.errors import UserError
 from oblr_megatron.families import head_dim
 from oblr_megatron.runtime.command_line import LARGEST, amount, count, port_number, whole
@@ -138,10 +138,11 @@ def serve(options: argparse.Namespace) -> int:
     check_speculation(spec.speculation, "--speculation")
     if spec.routes:
         check_routes(model.config, spec.vllm, spec.speculation, on_gpu=on_gpu, where="command line")
+    merge = "leave it out, and set rollout.lora to 'merged' in the run"
     if spec.lora is not None and num_experts(model.config):
-        what, fix = "engines take no adapters of a mixture", "leave it out, and set rollout.lora to 'merged' in the run"
-        raise UserError(what, where="--lora", fix=fix)
+        raise UserError("engines take no adapters of a mixture", where="--lora", fix=merge)
     if spec.lora is not None:
+        check_rank(spec.lora.rank, where="--lora", fix=merge)
         check_slot(spec.dtype, on_gpu=on_gpu, where="--lora", fix="add --dtype bfloat16")
     check_sizes(spec, model.config, torch.cuda.device_count())
     model.tokenizer()  # raises if it does not fit the model
@@ -166,8 +167,8 @@ def check_exposure(host: str, key: str, variable: str) -> None:
         what = f"{host} can be reached from other machines, and every client can replace the weights"
         fix = f"set {variable} to a key in the environment, here and where the trainer runs, or listen on 127.0.0.1"
         raise UserError(what, where="--host", fix=fix)
-    if key and (len(key) < MIN_KEY_LENGTH or not key.isascii() or not key.isprintable() or " " in key):
-        what = f"the key in {variable} is not {MIN_KEY_LENGTH} or more printable characters without spaces"
+    if key and not (len(key) >= MIN_KEY_LENGTH and is_key(key)):
+        what = f"the key in {variable} is not {MIN_KEY_LENGTH} or more {KEY_CHARACTERS}"
         fix = f'set it: export {variable}="$(openssl rand -hex 32)"'
         raise UserError(what, where="--api-key-env", fix=fix)
 

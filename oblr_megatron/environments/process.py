@@ -14,7 +14,7 @@ import threading
 import traceback
 from collections.abc import Callable, Mapping
 from contextlib import suppress
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any
 
 from oblr_megatron.config.rollout import EnvironmentConfig
@@ -166,8 +166,11 @@ class Episodes:
         except BaseException as error:  # noqa: BLE001  a user's function may raise anything, SystemExit included
             if isinstance(error, BaseExceptionGroup) and error.split(LimitError)[1] is None:
                 return cut(engine)  # several turns at once, in an asyncio.TaskGroup
+            # Its tokens stay, with the reward 0. An empty response would have no gradient: failing would then be worth
+            # the baseline, more than a wrong answer.
+            drawn = replace(cut(engine), text="", reward=None)
             if number in self.late:
                 limit = self.setup.config.deadline_s
-                return Ended(number, finish_reason="late", error=f"the episode took longer than {limit:g} seconds")
+                return replace(drawn, finish_reason="late", error=f"the episode took longer than {limit:g} seconds")
             text = "".join(traceback.format_exception(error))[-MAX_ERROR:]
-            return Ended(number, finish_reason="failed", error=text)
+            return replace(drawn, finish_reason="failed", error=text)

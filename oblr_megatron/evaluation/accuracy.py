@@ -46,6 +46,7 @@ class Grade:
     truncated: bool  # at the length limit
     reads_answers: bool = True  # whether the reward extracts answers
     scored: bool = True  # False: the main reward failed or was late, and the verdict 0 says nothing
+    by_value: bool = False  # whether votes compare the answer as mathematics; else as text
 
     @property
     def right(self) -> bool:
@@ -103,7 +104,8 @@ def majority(group: Sequence[Grade]) -> float:
 
     Example: answers "4" (right), "5", "4" -> 1; "4", "5" -> 0.5; "5", None -> 0.
     """
-    classes = answer_classes([grade.answer for grade in group], [grade.right for grade in group])
+    by_value = any(grade.by_value for grade in group)
+    classes = answer_classes([grade.answer for grade in group], [grade.right for grade in group], by_value=by_value)
     votes = Counter(number for number in classes if number is not None)
     most = max(votes.values(), default=0)
     leading = {number for number, count in votes.items() if count == most}

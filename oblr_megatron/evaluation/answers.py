@@ -123,6 +123,7 @@ def _items(
             answer=answer,
             reads_answers=result.answers is not None,
             scored=number not in unscored,
+            by_value=result.by_value,
         )
         for number, (sample, main, value, answer) in enumerate(scored)
     ]

@@ -49,6 +49,7 @@ class Item:
     answer: str | None = None  # as extracted; None if not found
     reads_answers: bool = True  # whether the reward extracts answers; if not, the line has no "answer"
     scored: bool = True  # False: the main reward failed or was late; only then the line has "scored"
+    by_value: bool = False  # whether votes compare the answer as mathematics; not in the line
 
     @property
     def row_of_table(self) -> tuple[Any, ...]:
@@ -60,11 +61,12 @@ class Item:
     def grade(self) -> Grade:
         """The fields that metrics need."""
         truncated = self.finish_reason == "length"
-        return Grade(self.verdict, self.answer, self.tokens, truncated, self.reads_answers, self.scored)
+        return Grade(self.verdict, self.answer, self.tokens, truncated, self.reads_answers, self.scored, self.by_value)
 
     def line(self) -> bytes:
         """The line in the file: strict JSON, even if a text contains half of a surrogate pair."""
         fields = asdict(self)
+        del fields["by_value"]
         if not fields.pop("reads_answers"):
             del fields["answer"]
         if self.scored:

@@ -13,7 +13,7 @@ from oblr_megatron.checkpoint.hf_dir import HFDir, check_hf_dir
 from oblr_megatron.checkpoint.other_formats import MERGE
 from oblr_megatron.checks.layout import num_experts
 from oblr_megatron.checks.lengths import check_positions
-from oblr_megatron.checks.machine import build_problem, check_head_size, check_slot, refuse
+from oblr_megatron.checks.machine import build_problem, check_head_size, check_rank, check_slot, refuse
 from oblr_megatron.config import with_own_scores
 from oblr_megatron.data.sources import kind_of
 from oblr_megatron.environments.registry import check_environment
@@ -65,6 +65,8 @@ def check(options: argparse.Namespace) -> EvalTask:
         adapter = check_adapter_dir(options.adapter, model)
     if adapter is not None and num_experts(model.config):
         raise UserError("engines take no adapters of a mixture", where=str(options.adapter), fix=MERGE)
+    if adapter is not None:
+        check_rank(adapter.shape.rank, where=str(options.adapter), fix=MERGE)
     config = config_of(options, model, {} if options.k is None else {"evaluate.samples_per_prompt": options.k})
     check_positions(config, model.config)
     sources = named_sets(options.data, "--data") if options.data else config.evaluate.data

@@ -13,8 +13,13 @@ KEPT_LOGITS = {False: 2**26, True: 2**28}
 CPU_TILE_SIDE, GPU_TILE_SIDE = 512, 4096
 """Side of a tile [side, side] of dy^T x (norms/products.py)."""
 CPU_STEP_TOKENS = 4096
-"""Tokens that a CPU engine computes in one step, or its longest sequence if that is longer (engine/protocol.py)."""
+"""Tokens that a CPU engine computes in one step, unless `cpu_step_tokens` needs more."""
 BUCKET_BYTES = 8 * 2**20
 """Of each of the two buckets of a push (rollout/push.py); CUDA IPC needs room for the largest tensor."""
 PIECE_BYTES = 512 * 2**20
 """Of the weights that the trainer's ranks gather with one message; more for a larger parameter (weights/pieces.py)."""
+
+
+def cpu_step_tokens(max_model_len: int, max_num_seqs: int) -> int:
+    """Tokens that an engine computes in one step if it splits no prompt. vLLM needs one for each sequence."""
+    return max(CPU_STEP_TOKENS, max_model_len, max_num_seqs)

@@ -19,7 +19,7 @@ from typing import Any
 from oblr_megatron.checks.lengths import max_model_len
 from oblr_megatron.checks.vllm_options import cache_bytes
 from oblr_megatron.config import Config, ParallelConfig
-from oblr_megatron.memory.buffer_sizes import BUCKET_BYTES, CPU_STEP_TOKENS, PIECE_BYTES
+from oblr_megatron.memory.buffer_sizes import BUCKET_BYTES, PIECE_BYTES, cpu_step_tokens
 from oblr_megatron.memory.rank_shapes import RankSizes
 from oblr_megatron.padding import padded_vocab_size
 
@@ -67,10 +67,12 @@ def engine_bytes(hf_config: Mapping[str, Any], config: Config, *, device_bytes: 
     sizes = engine_sizes(hf_config, config)
     weights = _weight_bytes(sizes, config)
     per_token = 2 * sizes.layers * sizes.kv * cache_bytes(config.rollout.vllm, sizes.element)
+    whole_prompts = cpu_step_tokens(max_model_len(config), config.rollout.max_num_seqs)
     if device_bytes is None:
-        work = _work_bytes(sizes, config, max(CPU_STEP_TOKENS, max_model_len(config)))
+        work = _work_bytes(sizes, config, whole_prompts)
         return EngineMemory(weights, int(config.rollout.kv_cache_gib * 2**30), work, per_token)
-    other = RESIDENT + _work_bytes(sizes, config, STEP_TOKENS[device_bytes >= LARGE_DEVICE])
+    tokens = whole_prompts if config.model.batch_invariant else STEP_TOKENS[device_bytes >= LARGE_DEVICE]
+    other = RESIDENT + _work_bytes(sizes, config, tokens)
     share = int(device_bytes * config.rollout.gpu_memory_utilization)
     return EngineMemory(weights, max(0, share - weights - other), other, per_token)
 

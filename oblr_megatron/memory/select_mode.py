@@ -21,6 +21,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 from oblr_megatron.checks.layout import num_experts
@@ -38,6 +39,9 @@ MODES = ("inline", "bookkeep", "stash", "two_pass")
 BYTES_MOVED = 16  # per stashed fp32 element: written, squared, read again, added to main_grad
 SQUARED_FLOPS = 64.0
 """Cost of squaring and adding one entry of a product, in FLOPs, divided by the 2 FLOPs per token that form it."""
+V1 = ("memory.limit_in_bytes", "memory.usage_in_bytes", "total_inactive_file")
+V2 = ("memory.max", "memory.current", "inactive_file")
+"""Files of a cgroup with its limit and its use, and the line of memory.stat with caches that can be dropped."""
 FLOPS_A_BYTE = {False: 10.0, True: 140.0}  # a CPU core; an H100 in bf16 at the rate of training
 
 
@@ -116,9 +120,38 @@ def resolve(
 
 
 def free_memory(local_ranks: int) -> int | None:
-    """The system's available memory divided by the ranks of this machine, bytes; None if unknown."""
-    available = kernel_bytes("/proc/meminfo", "MemAvailable")
-    return None if available is None else available // local_ranks
+    """What the system and the cgroups have left, divided by the ranks of this machine, bytes; None if unknown."""
+    known = [left for left in (kernel_bytes("/proc/meminfo", "MemAvailable"), cgroup_left()) if left is not None]
+    return min(known) // local_ranks if known else None
+
+
+def cgroup_left(root: Path = Path("/")) -> int | None:
+    """Bytes that the limits of this process's cgroups leave, with file caches that can be dropped; None: no limit.
+
+    Args:
+        root: the file system, with /proc and /sys.
+    """
+    lefts = []
+    for line in _text(root / "proc/self/cgroup").splitlines():
+        _, controllers, path = line.split(":", 2)
+        if controllers and "memory" not in controllers.split(","):
+            continue
+        top, (limit_file, use_file, cache) = ("memory", V1) if controllers else ("", V2)
+        own = root / "sys/fs/cgroup" / top / path.lstrip("/")  # a container may show only the directories above
+        for directory in (own, *own.parents):
+            limit, used = _text(directory / limit_file).strip(), _text(directory / use_file).strip()
+            if limit.isdecimal() and used.isdecimal():  # not "max"
+                fields = dict(row.split() for row in _text(directory / "memory.stat").splitlines())
+                lefts.append(max(0, int(limit) - int(used) + int(fields.get(cache, 0))))
+    return min(lefts, default=None)
+
+
+def _text(file: Path) -> str:
+    """The content of a kernel's file; "" if there is none."""
+    try:
+        return file.read_text(encoding="ascii")
+    except OSError:
+        return ""
 
 
 def _too_large(config: Config, estimates: Mapping[str, MemoryEstimate], free_bytes: int | None) -> Problem | None:

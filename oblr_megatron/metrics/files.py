@@ -11,7 +11,7 @@ import logging
 import math
 import os
 import platform
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import suppress
 from datetime import UTC, datetime
 from pathlib import Path
@@ -81,7 +81,7 @@ def step_lines(path: Path, keep_until: int | None) -> KeptLines:
     def prepare() -> None:
         path.parent.mkdir(parents=True, exist_ok=True)
         last = -1 if keep_until is None else keep_until
-        write_whole(path, "".join(text for text, line in intact_lines(path) if line["step"] <= last))
+        write_whole(path, (text for text, line in intact_lines(path) if line["step"] <= last))
 
     return KeptLines(path, prepare)
 
@@ -141,7 +141,7 @@ class MetricsWriter:
         if self._late and kept and kept[-1]["step"] == resume_step:
             whole = kept[-1] | self._late
             kept[-1] = {name: whole[name] for name in ("step", *in_table_order(whole.keys() - {"step"}))}
-        write_whole(run_dir / METRICS_FILE, "".join(_line(record) for record in kept))
+        write_whole(run_dir / METRICS_FILE, map(_line, kept))
 
     def close(self) -> None:
         """Write what the disk has refused so far, if it takes it now; may be called twice."""
@@ -185,21 +185,28 @@ def _write_environment(run_dir: Path, world_size: int, *, resumed: bool) -> None
     write_whole(path, json.dumps(environment, indent=2) + "\n")
 
 
-def write_whole(path: Path, text: str) -> None:
-    """Write a file atomically: readers see the old content or the new."""
+def write_whole(path: Path, text: str | Iterable[str]) -> None:
+    """Write a file atomically: readers see the old content or the new. A text may come in parts."""
     draft = path.with_name(f"{path.name}.{os.getpid()}-{get_ident()}.new")  # two writers have two drafts
     try:
-        draft.write_text(text, encoding="utf-8")
+        with draft.open("w", encoding="utf-8") as file:
+            file.writelines([text] if isinstance(text, str) else text)
         draft.replace(path)
     finally:
         draft.unlink(missing_ok=True)
 
 
 def intact_lines(path: Path) -> Iterator[tuple[str, dict[str, Any]]]:
-    """Each line of a file of JSON objects, as text and read; empty if it is absent. A line cut by a kill is skipped."""
-    for line in path.read_text(encoding="utf-8").splitlines(keepends=True) if path.exists() else ():
-        with suppress(ValueError):
-            yield line, json.loads(line)
+    """Each line of a file of JSON objects, as text and read; empty if it is absent. A line cut by a kill is skipped.
+
+    One line at a time: ranks.jsonl of 1,024 ranks has 130 kB a step.
+    """
+    if not path.exists():
+        return
+    with path.open("rb") as file:
+        for line in file:
+            with suppress(ValueError):
+                yield line.decode(), json.loads(line)
 
 
 def read_metrics(run_dir: Path) -> list[Record]:

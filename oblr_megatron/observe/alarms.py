@@ -323,7 +323,8 @@ def alarms_of(run_dir: Path, settings: Planned, records: Sequence[Record]) -> li
     for record in records:
         watch.check(record)
     alarms = {alarm.name: alarm for alarm in watch.all() if alarm.name not in BY_SETTINGS}
-    alarms |= {alarm.name: alarm for alarm in _written(run_dir / ALARMS_FILE) if alarm.name in BY_SETTINGS}
+    kept = (*BY_SETTINGS, "failures")  # the records do not have the reward's error
+    alarms |= {alarm.name: alarm for alarm in _written(run_dir / ALARMS_FILE) if alarm.name in kept}
     return [alarms[name] for name in CHECKS if name in alarms]
 
 

@@ -226,9 +226,10 @@ def closing_lines(config: Config, report: Path | None) -> list[str]:
     model, samples = run_dir / "hf", run_dir / ROLLOUTS
     places = [f"report {report}"] if report else []
     if config.rollout.only:
+        lag = f" rollout.max_staleness={config.num_steps - 1}" if config.num_steps > 1 else ""  # nothing was trained
         return [
             ", ".join([*places, f"samples {samples}"]),
-            f"next: oblr-megatron train CONFIG.toml --replay {word(samples)}",
+            f"next: oblr-megatron train CONFIG.toml run_dir=NEW --replay {word(samples)}{lag}",
         ]
     if not model.is_dir():
         return places

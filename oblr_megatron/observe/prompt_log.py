@@ -1,14 +1,15 @@
 """The best reward of every prompt in every step, RUN_DIR/logs/prompts.jsonl, and the prompts that were never solved.
 
-A line is {"step": 12, "lowest": 0.0, "best": {"gsm8k/41": 0.0, ...}}: the lowest reward of the step, and the best of
-each prompt by "source/id", also of those that dynamic sampling left out. Wrong answers in the data stay unsolved.
+A line is {"step": 12, "lowest": 0.0, "best": {"gsm8k/41": 0.0, ...}}: the lowest value of the main reward in the step,
+and the best of each prompt by "source/id", also of those that dynamic sampling left out. Wrong answers in the data stay
+unsolved.
 """
 
 from __future__ import annotations
 
 import json
 import math
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -34,13 +35,17 @@ class PromptLog:
     def __init__(self, run_dir: Path, keep_until: int | None = None) -> None:
         self._lines = step_lines(run_dir / PROMPTS_FILE, keep_until)
 
-    def write(self, step: int, prompts: Sequence[Prompt], rewards: Tensor) -> None:
-        """Add a step: all prompts that were sampled, and their rewards [S, G]."""
-        best: dict[str, float] = {}
-        for prompt, reward in zip(prompts, rewards.amax(-1).tolist(), strict=True):
-            name = f"{prompt.source}/{prompt.id}"  # a prompt may come twice in a step
-            best[name] = max(reward, best.get(name, reward))
-        lowest = float(rewards.min())
+    def write(self, step: int, visits: Iterable[tuple[Sequence[Prompt], Tensor]]) -> None:
+        """Add a step: all prompts that were sampled, in parts, and the values [n, G] of their main reward.
+
+        Not the sum of rewards: next to a penalty a response without it looks like a success.
+        """
+        best, lowest = dict[str, float](), math.inf
+        for prompts, rewards in visits:
+            lowest = min(lowest, float(rewards.min()))
+            for prompt, reward in zip(prompts, rewards.amax(-1).tolist(), strict=True):
+                name = f"{prompt.source}/{prompt.id}"  # a prompt may come twice in a step
+                best[name] = max(reward, best.get(name, reward))
         self._lines.write(json.dumps({"step": step, "lowest": lowest, "best": best}) + "\n")
 
 

@@ -32,7 +32,9 @@ class StepRecord:
     done: int  # steps of the run that are done when this one ends; 0: the evaluation before the first step
     metrics: dict[str, float] = field(default_factory=dict)
     rewards: list[RewardResult] = field(default_factory=list)  # one for each batch that was scored
-    visits: tuple[Sequence[Prompt], Tensor] | None = None  # all S prompts sampled, and their rewards [S, G]
+    visits: list[tuple[Sequence[Prompt], Tensor]] = field(default_factory=list)
+    """All prompts sampled, in parts, and the unweighted values [n, G] of their main reward."""
+    unrewarded: bool = False  # whether the reward failed for every response, so that the step teaches nothing
     prompts: Sequence[Prompt] = ()  # Q, those that the step trains on
     samples: Sequence[Sample] = ()  # N, their responses
     scored: Scored | None = None  # their rewards

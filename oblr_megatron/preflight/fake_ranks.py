@@ -4,7 +4,7 @@
         ...                     # the groups of this rank, and torch.distributed as it would see it
 
 Collectives of torch's fake process group return at once and change nothing. This suffices to build models. All tensors
-are on the "meta" device: shapes without memory.
+are on the "meta" device: shapes without memory. No GPU is used, also where there are some.
 """
 
 from __future__ import annotations
@@ -18,6 +18,7 @@ import torch.distributed as dist
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from oblr_megatron.config import ParallelConfig
+from oblr_megatron.model import cpu
 from oblr_megatron.model.parallel import Parallel, initialize, shutdown
 
 META = torch.device("meta")
@@ -33,13 +34,27 @@ def standing_as(rank: int, world_size: int, config: ParallelConfig) -> Iterator[
     served = dist.Backend.backend_capability[dist.Backend.FAKE]
     if META.type not in served:  # tied embeddings run a collective when they are built
         served.append(META.type)
-    dist.init_process_group(dist.Backend.FAKE, store=FakeStore(), rank=rank, world_size=world_size)
+    with _without_gpus():
+        dist.init_process_group(dist.Backend.FAKE, store=FakeStore(), rank=rank, world_size=world_size)
+        try:
+            parallel = initialize(config)
+            with _meta_is_current():
+                yield replace(parallel, device=META)
+        finally:
+            shutdown()
+
+
+@contextmanager
+def _without_gpus() -> Iterator[None]:
+    """megatron-core as on a CPU. With GPUs it would set a random state for each weight, and make a stream."""
+    available = torch.cuda.is_available
+    torch.cuda.is_available = lambda: False
     try:
-        parallel = initialize(config)
-        with _meta_is_current():
-            yield replace(parallel, device=META)
+        yield  # `initialize` installs the CPU's shim
     finally:
-        shutdown()
+        torch.cuda.is_available = available
+        if available():
+            cpu.uninstall()
 
 
 @contextmanager

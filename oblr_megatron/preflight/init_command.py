@@ -38,6 +38,8 @@ MOST = 0.8  # share of mathematical answers that makes "math" the reward
 SEEN_ROWS = 100  # by which columns and convention are chosen
 KEPT = 0.99  # share of rows that data.max_prompt_tokens keeps
 RESPONSE_TOKENS = 512
+THINKING = "enable_thinking"  # Qwen3's switch; by default its models think
+NO_THOUGHTS = "Without thoughts, which take thousands of tokens. For true, raise rollout.max_response_tokens."
 RATES = ((50_000_000, 5e-4), (400_000_000, 3e-5), (math.inf, 1e-6))
 """(parameters, learning rate of models below): of the demo, of SmolLM2-135M (examples), and the usual rate."""
 
@@ -77,7 +79,10 @@ def init(options: argparse.Namespace) -> int:
         raise _cannot_write(out, "it is TOML, and the name does not end in .toml")
     model = check_hf_dir(options.model)
     data = _data(options.data, options.question_column, options.answer_column)
-    sections = settings(model, data, out)
+
+    import torch
+
+    sections = settings(model, data, out, on_gpu=torch.cuda.is_available())
     config = parse_config(tomllib.loads(document(sections)), str(out))
 
     from oblr_megatron.checks.run_dir import check_run_dir
@@ -168,8 +173,8 @@ def _names(row: dict[str, Any]) -> list[str]:
     return [*row, *inner]
 
 
-def settings(model: HFDir, data: DataConfig, out: Path) -> Sections:
-    """The keys of a first config.
+def settings(model: HFDir, data: DataConfig, out: Path, *, on_gpu: bool) -> Sections:
+    """The keys of a first config, for a machine with or without GPUs.
 
     Raises:
         UserError: no row can be used.
@@ -180,8 +185,10 @@ def settings(model: HFDir, data: DataConfig, out: Path) -> Sections:
     positions = int(model.config.get("max_position_embeddings", 4 * RESPONSE_TOKENS))
     tokenizer = model.tokenizer()
     reward, why, template = _reward(data, tokenizer)
-    chat = bool(getattr(tokenizer, "chat_template", None))
-    changes = {"template": template, "chat_template": chat, "max_prompt_tokens": max(1, positions // 2)}
+    chat = getattr(tokenizer, "chat_template", None)
+    thinks = THINKING in str(chat)
+    changes = {"template": template, "chat_template": bool(chat), "max_prompt_tokens": max(1, positions // 2)}
+    changes |= {"chat_template_options": {THINKING: False}} if thinks else {}
     data = data.model_copy(update=changes)
     lengths = sorted(len(one.token_ids) for one in read_prompts(data.train[0], data, tokenizer, training=True))
     kept = lengths[int(KEPT * (len(lengths) - 1))]
@@ -197,12 +204,16 @@ def settings(model: HFDir, data: DataConfig, out: Path) -> Sections:
             "num_prompts": (32, "Prompts of a step, a multiple of algo.snr.num_folds (4)."),
             "group_size": (8, "Responses to each prompt."),
         },
-        "model": {"path": (str(model.path), "The model to start from.")},
+        "model": {
+            "path": (str(model.path), "The model to start from."),
+            **({"dtype": ("bfloat16", "On a CPU, float32 is as fast or faster.")} if on_gpu else {}),
+        },
         "data": {
             **_source(data.train[0]),
             **{f"{one}_column": (name, f"Column of the {one}.") for one, name in columns.items() if name != one},
             "template": (template, "The prompt around a row's question."),
-            **({"chat_template": (chat, "The template is a user's turn for a chat model.")} if chat else {}),
+            **({"chat_template": (True, "The template is a user's turn for a chat model.")} if chat else {}),
+            **({f"chat_template_options.{THINKING}": (False, NO_THOUGHTS)} if thinks else {}),
             "max_prompt_tokens": (
                 longest,
                 f"Tokens. Longer prompts are dropped; the longest has {lengths[-1]}.",

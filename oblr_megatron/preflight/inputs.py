@@ -6,8 +6,10 @@ problem is a `UserError`: one line, exit status 2.
 
 from __future__ import annotations
 
+import hashlib
 import json
 from dataclasses import dataclass
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -43,6 +45,10 @@ if TYPE_CHECKING:
     from oblr_megatron.types import Prompt
 
 
+Facts = dict[str, dict[str, str]]
+"""How a rank may differ -> key of the config -> digest. Example: {"reads other rows": {"data.train": "3f0c..."}}"""
+
+
 @dataclass(frozen=True, slots=True)
 class Inputs:
     """The checked and opened inputs of a run."""
@@ -54,10 +60,19 @@ class Inputs:
     checkpoints: list[Checkpoint]  # to resume from, the best choice first; empty: a fresh start
     tokenizer: PreTrainedTokenizerBase | None = None  # None in a replay
 
-    def rows(self) -> dict[str, str]:
-        """A digest of the rows of each set, by the key of its source."""
-        digests = {f"evaluate.data.{name}": prompts_digest(prompts) for name, prompts in self.held_out.items()}
-        return digests if self.stream is None else digests | {"data.train": self.stream.state_dict()["fingerprint"]}
+    def facts(self, config: Config) -> Facts:
+        """What all ranks must have in common: rows, weights, the files of a user's functions, settings."""
+        rows = {f"evaluate.data.{name}": prompts_digest(prompts) for name, prompts in self.held_out.items()}
+        if self.stream is not None:
+            rows["data.train"] = self.stream.state_dict()["fingerprint"]
+        files = {key: _digest(Path(path).read_bytes()) for key, path in function_files(config).items()}
+        settings = {key: _digest(json.dumps(value).encode()) for key, value in config.model_dump(mode="json").items()}
+        return {
+            "reads other rows": rows,
+            "has other weights": {"model.path": self.model.fingerprint},
+            "has another file": files,
+            "has other settings": settings,
+        }
 
     def warnings(self, config: Config) -> list[str]:
         """One line for each set with golds that no response equals; see `doubts`."""
@@ -90,22 +105,42 @@ def preflight(config: Config, world_size: int, *, owns_run_dir: bool = True) -> 
     return open_inputs(config, model, norms, checkpoints)
 
 
-def check_same_rows(by_rank: Sequence[Mapping[str, str]]) -> None:
-    """Refuse ranks that read other rows than the first one, from `Inputs.rows` of all ranks.
+def check_same(by_rank: Sequence[Facts]) -> None:
+    """Refuse ranks that differ from the first one, from `Inputs.facts` of all ranks.
 
-    A file on a node's own disk may be of another version.
+    A file on a node's own disk may be of another version, and a config may be edited while ranks start.
 
     Raises:
         UserError: names the first such rank.
     """
-    for rank, rows in enumerate(by_rank):
-        for key, digest in rows.items():
-            if digest != by_rank[0].get(key):
-                raise UserError(
-                    f"rank {rank} reads other rows than rank 0",
-                    where=f"config: {key}",
-                    fix="copy the same files to all nodes, or read them from a shared file system",
-                )
+    for rank, facts in enumerate(by_rank):
+        for what, digests in facts.items():
+            for key, digest in digests.items():
+                if digest != by_rank[0][what].get(key):
+                    raise UserError(
+                        f"rank {rank} {what} than rank 0",
+                        where=f"config: {key}",
+                        fix="copy the same files to all nodes, or read them from a shared file system",
+                    )
+
+
+def function_files(config: Config) -> dict[str, str]:
+    """The files of functions given as "path/to/file.py:function", by the key that names them."""
+    named = {
+        "algo.baseline": (config.algo.baseline,),
+        "reward": config.reward.names,
+        "rollout.environment": (config.rollout.environment.function, *config.rollout.environment.tools),
+    }
+    return {
+        f"{key}: {path}": path
+        for key, targets in named.items()
+        for path in (target.rpartition(":")[0] for target in targets)
+        if path.endswith(".py")
+    }
+
+
+def _digest(content: bytes) -> str:
+    return hashlib.sha256(content).hexdigest()[:16]
 
 
 def choose_mode(model: HFDir, config: Config, checkpoints: Sequence[Checkpoint], world_size: int) -> ModeChoice:

@@ -33,6 +33,7 @@ class RewardResult:
     answers: list[str | None] | None = None  # [N] extracted answers; None if the reward extracts none
     terms: dict[str, list[float]] = field(default_factory=dict)  # of a sum: [N] unweighted values, main term first
     side_faults: frozenset[int] = frozenset()  # of a sum: positions in `faults` where the main term has a value
+    by_value: bool = False  # whether votes compare the answers as mathematics; else as texts
 
     @property
     def failures(self) -> int:
@@ -157,6 +158,7 @@ def joined(parts: Sequence[RewardResult]) -> RewardResult:
         faults={start + n: fault for start, part in placed for n, fault in part.faults.items()},
         error=next((part.error for part in parts if part.error), None),
         answers=[answer for answers in read for answer in answers] if read else None,
+        by_value=any(part.by_value for part in parts),
         terms={name: [value for part in parts for value in part.terms[name]] for name in names},
         side_faults=frozenset(start + n for start, part in placed for n in part.side_faults),
     )
@@ -170,7 +172,8 @@ def divided(result: RewardResult, parts: int) -> list[RewardResult]:
         answers = None if result.answers is None else result.answers[own]
         terms = {name: values[own] for name, values in result.terms.items()}
         side = frozenset(n - own.start for n in result.side_faults if own.start <= n < own.stop)
-        results.append(RewardResult(result.rewards[own], faults, error if faults else None, answers, terms, side))
+        cause = error if faults else None
+        results.append(RewardResult(result.rewards[own], faults, cause, answers, terms, side, result.by_value))
         error = None if faults else error
     return results
 

@@ -46,6 +46,7 @@ class CombinedReward(Reward):
             faults=faults,
             error=next((f"{term.name}: {result.error}" for term, result in named if result.error), None),
             answers=results[0].answers,
+            by_value=results[0].by_value,
             terms={term.name: result.rewards for term, result in named},
             side_faults=frozenset(faults.keys() - results[0].faults.keys()),
         )

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import traceback
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from functools import cache
 
 from oblr_megatron.processes.calls import Score
@@ -72,7 +73,7 @@ class MathReward(PooledReward):
         asked = [
             (self._extract(sample.text), (prompt.answer, prompt.tolerance)) for prompt, sample in pair(prompts, samples)
         ]
-        return score_answers(asked, self._score_batch)
+        return replace(score_answers(asked, self._score_batch), by_value=True)
 
     def _score_batch(self, questions: Sequence[tuple[str, ...]]) -> list[Score]:
         """The score of each (answer, gold, tolerance)."""

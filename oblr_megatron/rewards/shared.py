@@ -89,8 +89,8 @@ class FailedSteps:
         self._failed = 0
         self._has_worked = False
 
-    def count(self, results: Sequence[RewardResult]) -> None:
-        """Count a step, given the results of all its batches.
+    def count(self, results: Sequence[RewardResult]) -> bool:
+        """Count a step, given the results of all its batches; whether no response got a reward.
 
         Raises:
             NoRewardError: reward.max_failed_steps is reached; the steps before are worth saving.
@@ -98,10 +98,10 @@ class FailedSteps:
         """
         if any(len(result.faults) < len(result.rewards) for result in results):
             self._failed, self._has_worked = 0, True
-            return
+            return False
         self._failed += 1
         if self._failed != self._config.max_failed_steps:
-            return
+            return True
         cause = cause_of(results, self._config)
         kind = NoRewardError if self._has_worked else RunError
         raise kind(f"the reward failed for every response of the last {self._failed} steps: {cause}")

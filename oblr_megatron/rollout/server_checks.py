@@ -1,22 +1,21 @@
-"""Checks of rollout.servers before a run begins; each fault is a `UserError`."""
+"""Checks of rollout.servers. Before a run begins each fault is a `UserError`; later a server with one is not used."""
 
 from __future__ import annotations
 
 import asyncio
-import os
 import shlex
 from collections.abc import Iterator
 from urllib.parse import urlsplit
 
 import torch
 
-from oblr_megatron.checkpoint.hf_dir import checkpoint_shapes
 from oblr_megatron.checks.lengths import max_model_len
 from oblr_megatron.checks.vllm_options import serve_words
 from oblr_megatron.config import Config
-from oblr_megatron.engine.http_messages import PROTOCOL, Holding, Info, shapes_digest
+from oblr_megatron.engine.http_messages import PROTOCOL, Holding, Info
+from oblr_megatron.engine.identity import ModelIdentity
 from oblr_megatron.engine.plugin import NCCL_BACKEND, SERVER_SHM_BACKEND
-from oblr_megatron.engine.protocol import API_KEY
+from oblr_megatron.engine.protocol import API_KEY, api_key
 from oblr_megatron.errors import Problem, RunError, UserError
 from oblr_megatron.rollout.placement import adapter_shape, engine_dtype
 from oblr_megatron.rollout.server_client import ServerLostError, VllmServer
@@ -35,21 +34,23 @@ def check_servers(config: Config) -> None:
     if len(set(urls)) < len(urls):
         raise UserError(f"a server is listed twice: {', '.join(urls)}", where=WHERE, fix="list each server once")
     named: dict[str, str] = {}  # the URL of each server process
-    for url, answer in zip(urls, asyncio.run(_ask_all(urls)), strict=True):
+    model = ModelIdentity.of(config.model.path)
+    for url, answer in zip(urls, asyncio.run(_ask_all(urls, api_key())), strict=True):
         if isinstance(answer, BaseException):
             raise answer
-        _check_info(url, answer, config)
+        for what, fix in misfits(answer, config, model):
+            raise UserError(f"{url} {what}", where=WHERE, fix=fix)
         if (first := named.setdefault(answer.instance, url)) != url:
             raise UserError(f"{first} and {url} are one server", where=WHERE, fix="list each server once")
 
 
-async def _ask_all(urls: tuple[str, ...]) -> list[Info | BaseException]:
-    return await asyncio.gather(*(_ask(url) for url in urls), return_exceptions=True)
+async def _ask_all(urls: tuple[str, ...], key: str) -> list[Info | BaseException]:
+    return await asyncio.gather(*(_ask(url, key) for url in urls), return_exceptions=True)
 
 
-async def _ask(url: str) -> Info:
+async def _ask(url: str, key: str) -> Info:
     """The server's settings."""
-    server = VllmServer(url, os.environ.get(API_KEY, ""), owner="the check before the run")
+    server = VllmServer(url, key, owner="the check before the run")
     try:
         return await server.info(ANSWER_SECONDS)
     except RunError as error:
@@ -72,13 +73,8 @@ def _check_url(url: str) -> None:
         raise UserError(f"{url!r} is not the address of a server", where=WHERE, fix="use the form http://HOST:PORT")
 
 
-def _check_info(url: str, info: Info, config: Config) -> None:
-    """Compare a server's settings with the run's."""
-    for what, fix in _misfits(info, config):
-        raise UserError(f"{url} {what}", where=WHERE, fix=fix)
-
-
-def _misfits(info: Info, config: Config) -> Iterator[Problem]:
+def misfits(info: Info, config: Config, own: ModelIdentity) -> Iterator[Problem]:
+    """Why a server does not fit the run; `own` is the identity of the run's model."""
     model, rollout = config.model, config.rollout
     if info.protocol != PROTOCOL:
         what = f"has version {info.protocol} of the messages, but this trainer has {PROTOCOL}"
@@ -87,9 +83,8 @@ def _misfits(info: Info, config: Config) -> Iterator[Problem]:
     if info.transfer != sent_by:
         what = f"receives weights by {info.transfer}, but this trainer sends them by {sent_by}"
         yield what, "run the trainer and its servers on GPUs, or all of them on CPUs"
-    if info.shapes != shapes_digest(checkpoint_shapes(model.path)):
-        what = f"serves {info.model}, and its tensors differ from those of {model.path}"
-        yield what, f"start it with --model {model.path}"
+    for what in _differences(info, own, str(model.path), weights=rollout.only):
+        yield f"serves {info.model}{what}", f"start it with --model {model.path}"
     dtype = str(engine_dtype(config)).removeprefix("torch.")
     if info.dtype != dtype:
         what = f"computes in {info.dtype}, but the run pushes {dtype}"
@@ -125,6 +120,17 @@ def _misfits(info: Info, config: Config) -> Iterator[Problem]:
     if info.max_model_len < longest:
         what = f"takes {info.max_model_len} tokens of prompt and response together, but the run needs {longest}"
         yield what, f"start it with --max-model-len {longest}"
+
+
+def _differences(info: Info, own: ModelIdentity, path: str, *, weights: bool) -> Iterator[str]:
+    """Differences of a server's model from the run's; those of `weights` count if no push replaces them."""
+    if info.shapes != own.shapes:
+        yield f", and its tensors differ from those of {path}"
+    for name, value in own.traits.items():
+        if (other := info.traits.get(name)) != value:
+            yield f" with {name} {other}, but {path} has {name} {value}"
+    if weights and info.fingerprint != own.fingerprint:
+        yield f", and its weights differ from those of {path}"
 
 
 def _adapters(lora: AdapterShape | None) -> str:

@@ -14,15 +14,15 @@ from __future__ import annotations
 
 import asyncio
 import logging
-import os
 import secrets
 import time
 from collections.abc import Callable, Mapping, Sequence
-from functools import partial
+from functools import cached_property, partial
 from typing import TYPE_CHECKING, Any, TypeVar
 
-from oblr_megatron.engine.http_messages import DraftReport, Holding
-from oblr_megatron.engine.protocol import API_KEY, PromptRequest, PushStats, SamplingRequest
+from oblr_megatron.engine.http_messages import DraftReport, Holding, Info
+from oblr_megatron.engine.identity import ModelIdentity
+from oblr_megatron.engine.protocol import PromptRequest, PushStats, SamplingRequest, api_key
 from oblr_megatron.errors import DeadlineError, EngineLostError, EnginesGoneError, RunError
 from oblr_megatron.memory.buffer_sizes import BUCKET_BYTES
 from oblr_megatron.rollout.balance import MOST_PROMPTS, Balance
@@ -30,6 +30,7 @@ from oblr_megatron.rollout.dispatch import dispatch
 from oblr_megatron.rollout.feed import Put
 from oblr_megatron.rollout.push import Receiver, push
 from oblr_megatron.rollout.recovery import RecoveringEngines
+from oblr_megatron.rollout.server_checks import misfits
 from oblr_megatron.rollout.server_client import VllmServer, reasons
 from oblr_megatron.rollout.server_push import ServerReceiver, SharedMemoryTransport, Transport
 from oblr_megatron.runtime.collectives import Outcome, attempt
@@ -48,7 +49,9 @@ Value = TypeVar("Value")
 logger = logging.getLogger(__name__)
 
 PROBE_SECONDS = 5.0
-"""Seconds that a server may take to say whether it is back."""
+"""Seconds that a server may take to say whether it is there."""
+LOST_SECONDS = 0.5
+"""Seconds that a call waits for the answer of a lost server: a host that is down must not hold up every push."""
 POLL_SECONDS = 0.5
 SILENCE_SECONDS = 30.0
 """A sampling server counts as hung after so long without an answer, or after a third of the call's deadline: another
@@ -93,10 +96,10 @@ class ServerEngines(RecoveringEngines):
 
     def ready(self) -> None:
         """Wait until one server is there, and bring the weights into servers that came back."""
-        if self._behind and self._source is not None:
-            self._deliver(self._source, self._version, check=True)
+        if self._source is None:
+            self._wait_for_servers()  # each time: one that was started again holds the checkpoint, too
         elif self._behind:
-            self._wait_for_servers()
+            self._deliver(self._source, self._version, check=True)
         self._behind = False
 
     def sampler(
@@ -178,11 +181,12 @@ class _Servers:
     """The servers' handles and the event loop that they live in; on rank 0."""
 
     def __init__(self, config: Config) -> None:
-        key = os.environ.get(API_KEY, "")
-        seconds = config.rollout.generate_timeout_s
+        key, seconds = api_key(), config.rollout.generate_timeout_s
         silence_s, hang_s = min(SILENCE_SECONDS, seconds / 3), max(SILENCE_SECONDS, HANG_SHARE * seconds)
         self.servers = [VllmServer(url, key, silence_s=silence_s, hang_s=hang_s) for url in config.rollout.servers]
+        self._config = config
         self._known: set[VllmServer] = set()  # servers that have answered before
+        self._open: dict[VllmServer, asyncio.Task[Info | RunError]] = {}  # questions that no probe waited for
         self.loop = HttpLoop()
 
     def present(self) -> list[VllmServer]:
@@ -208,18 +212,38 @@ class _Servers:
             await asyncio.sleep(POLL_SECONDS)
 
     async def _probe(self, server: VllmServer) -> bool:
-        """Ask a server for its limits. Returns whether it had been lost and is back."""
-        returns = server.lost is not None and server in self._known
-        try:
-            await server.info(PROBE_SECONDS)
-        except RunError as error:
-            server.lose(str(error), unfit=not isinstance(error, EngineLostError))
+        """Ask a server for its settings, which a restart may have changed. Returns whether it was lost and is back.
+
+        A lost one gets `LOST_SECONDS`, unless it has answered an earlier question in the meantime.
+        """
+        earlier, asked = self._open.pop(server, None), asyncio.create_task(_settings(server))
+        late = earlier is not None and earlier.done() and isinstance(earlier.result(), Info)
+        if server.lost is not None and not late:
+            await asyncio.wait([asked], timeout=LOST_SECONDS)
+            if not asked.done():
+                self._open[server] = asked if earlier is None or earlier.done() else earlier
+                return False
+        answer = await asked
+        if isinstance(answer, RunError):
+            server.lose(str(answer), unfit=not isinstance(answer, EngineLostError))
             return False
+        for what, fix in misfits(answer, self._config, self._model):
+            reason = f"{server.name} {what}: {fix}"
+            if server.lost != reason:
+                logger.warning("%s", reason)
+            server.lose(reason, unfit=True)
+            return False
+        returns = server.lost is not None and server in self._known
         server.lost = None
         self._known.add(server)
         if returns:
             logger.warning("%s is back, and gets the weights again", server.name)
         return returns
+
+    @cached_property
+    def _model(self) -> ModelIdentity:
+        """Of the run's model; kept, because the directory may disappear while a run trains."""
+        return ModelIdentity.of(self._config.model.path)
 
     async def reports(self) -> list[DraftReport]:
         """One report from each server that answers; the next batch notices those that do not."""
@@ -264,6 +288,13 @@ class _Servers:
             for server in self.servers:
                 self.loop.run(server.close())
         self.loop.close()
+
+
+async def _settings(server: VllmServer) -> Info | RunError:
+    try:
+        return await server.info(PROBE_SECONDS)
+    except RunError as error:
+        return error
 
 
 def _transport(config: Config, parallel: Parallel) -> Transport:

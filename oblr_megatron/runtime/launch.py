@@ -8,6 +8,7 @@ SIGHUP or SIGTERM, or a signal before the ranks exist, ends everything at once.
 
 A failure prints one line. torch's own messages go to RUN_DIR/logs/launcher.log. After a rank has failed, the launcher
 ends within ENDS_S, also where the other nodes cannot be reached any more. One node more than --nnodes ends at once.
+Nodes may start MEET_S apart.
 """
 
 from __future__ import annotations
@@ -16,6 +17,7 @@ import argparse
 import logging
 import os
 import signal
+import socket
 import sys
 import threading
 import time
@@ -29,7 +31,7 @@ from oblr_megatron.checks.run_dir import LOGS
 from oblr_megatron.config import load_config
 from oblr_megatron.errors import EXIT_OK, EXIT_RUN, EXIT_SIGNAL, EXIT_USER, UserError
 from oblr_megatron.runtime.command_line import add_run_arguments, run_overrides
-from oblr_megatron.runtime.processes import LAUNCHER, SAFE_PATH, children_of, identity
+from oblr_megatron.runtime.processes import LAUNCHER, SAFE_PATH, children_of, identity, raise_open_files
 from oblr_megatron.runtime.stopping import ENDING, KEY_REPEAT_S, REPEAT_S, handled
 from oblr_megatron.runtime.streams import outlast_readers
 from oblr_megatron.runtime.temporary import own_tmpdir
@@ -42,7 +44,10 @@ KEY_LATER_S = 2 * KEY_REPEAT_S
 ENDS_S = 45.0
 """Seconds that torchrun has to end the other ranks of a node (SIGKILL after 30 s) and to leave the rendezvous. Each
 call of a store on a node that is cut off takes a minute."""
-LOOK_S = 0.5  # between two looks for new ranks
+MEET_S = 300.0
+"""Seconds in which the first node must answer, as in the preflight (OBLR_PREFLIGHT_S). torch alone waits a minute for
+it. The first node waits longer for the others."""
+LOOK_S = 0.5  # between two looks for new ranks or the first node
 MEETING = "torch.distributed.elastic.rendezvous.dynamic_rendezvous"
 SPARE = "added itself to the redundancy list"
 """torch says so of a node that comes when all are there. The node would wait for the whole run, and end in an
@@ -57,6 +62,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     forward = Forward()
     for number in handled():
         signal.signal(number, forward)
+    raise_open_files()
     os.environ.update({LAUNCHER: identity(os.getpid()), **SAFE_PATH})
     with own_tmpdir():
         return _torchrun(sys.argv[1:] if arguments is None else list(arguments), forward)
@@ -70,6 +76,9 @@ def _torchrun(given: Sequence[str], forward: Forward) -> int:
     from torch.distributed.run import parse_args, run
 
     options = parse_args(["--signals-to-handle=SIGQUIT", *given])
+    if options.rdzv_endpoint and options.nnodes != "1":
+        # torch would tell all nodes socket.getfqdn() of one, which Debian's /etc/hosts makes a loopback address
+        options.local_addr = options.local_addr or os.environ.get("SLURMD_NODENAME")
     log = _Log(_run_dir(options.training_script, options.training_script_args))
     target = ["-m"] * options.module + [options.training_script]
     options.training_script_args = [*target, *options.training_script_args]
@@ -80,6 +89,8 @@ def _torchrun(given: Sequence[str], forward: Forward) -> int:
             threading.Thread(target=_end_after_failures, args=(log,), daemon=True).start()
         if forward.early is not None:
             raise SignalException("a signal before torchrun was imported", forward.early)
+        if options.rdzv_backend == "c10d" and options.rdzv_endpoint:
+            _await_first_node(options.rdzv_endpoint)
         run(options)
     except SignalException as error:
         print(f"error: ended by {error.sigval.name}", file=sys.stderr)
@@ -97,10 +108,25 @@ def _torchrun(given: Sequence[str], forward: Forward) -> int:
         return EXIT_RUN
     except (DistError, RendezvousError) as error:
         reason = (str(error).strip().splitlines() or [type(error).__name__])[0]
+        place = f" at {options.rdzv_endpoint}" if options.rdzv_endpoint else ""
         fix = "give a free --master-port, and a first node that all nodes reach"
-        print(f"error: the launchers cannot meet: {reason}. Fix: {fix}", file=sys.stderr)
+        print(f"error: the launchers cannot meet{place}: {reason}. Fix: {fix}", file=sys.stderr)
         return EXIT_RUN
     return EXIT_OK
+
+
+def _await_first_node(endpoint: str) -> None:
+    """Wait until another node's store answers; after MEET_S torchrun tries it once more, and says what fails."""
+    from torch.distributed.elastic.rendezvous.c10d_rendezvous_backend import DEFAULT_PORT
+    from torch.distributed.elastic.rendezvous.utils import _matches_machine_hostname, parse_rendezvous_endpoint
+
+    address, end = parse_rendezvous_endpoint(endpoint, DEFAULT_PORT), time.monotonic() + MEET_S
+    if _matches_machine_hostname(address[0]):  # torch asks the same, and then starts the store here
+        return
+    while time.monotonic() < end:
+        with suppress(OSError), socket.create_connection(address, timeout=10.0):
+            return
+        time.sleep(LOOK_S)
 
 
 def _end_after_failures(log: _Log) -> None:

@@ -8,6 +8,7 @@ from __future__ import annotations
 import ctypes
 import hashlib
 import os
+import resource
 import signal
 import sys
 import time
@@ -72,6 +73,16 @@ def children_of(pid: int) -> list[int]:
         with suppress(FileNotFoundError, ProcessLookupError):  # the thread has just ended
             children += [int(child) for child in task.read_text().split()]
     return children
+
+
+def raise_open_files() -> None:
+    """Let this process and its children open as many files as they may.
+
+    A soft limit is usually 1,024. A rank has a connection to every other rank, in each of several groups.
+    """
+    most = resource.getrlimit(resource.RLIMIT_NOFILE)[1]
+    with suppress(ValueError, OSError):  # a system that has lowered its own limit (fs.nr_open) refuses
+        resource.setrlimit(resource.RLIMIT_NOFILE, (most, most))
 
 
 def python_module(module: str) -> list[str]:

@@ -13,7 +13,6 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from safetensors.torch import load_file
 from transformers import AutoConfig
 
 from oblr_megatron.checkpoint.convert import to_hf, to_megatron
@@ -22,6 +21,7 @@ from oblr_megatron.config import ModelConfig, OptimizerConfig
 from oblr_megatron.model.optimizer import PolicyOptimizer
 from oblr_megatron.model.policy import build_policy
 from tests.distributed.launch import layout, run_ranks
+from tests.distributed.test_export import assert_same, read
 from tests.tiny import make_hf_dir, make_moe_hf_dir
 
 DENSE: dict[str, tuple[int, dict[str, Any]]] = {
@@ -55,15 +55,8 @@ def load_and_save(cases: list[tuple[Path, Path, str, Path, dict[str, Any]]]) -> 
             TorchDistWriter(dist.new_group(backend="gloo"), parallel).stage(state, target)()
 
 
-def read(path: Path) -> dict[str, torch.Tensor]:
-    return {name: tensor for file in path.glob("*.safetensors") for name, tensor in load_file(file).items()}
-
-
-def assert_same(found: Path, source: Path) -> None:
-    expected, actual = read(source), read(found)
-    assert actual.keys() == expected.keys()
-    for name, tensor in expected.items():
-        assert actual[name].dtype == tensor.dtype and torch.equal(actual[name], tensor), name
+def assert_same_model(found: Path, source: Path) -> None:
+    assert_same(read(found), read(source))
     assert json.loads((found / "config.json").read_text()) == json.loads((source / "config.json").read_text())
 
 
@@ -97,6 +90,6 @@ def test_round_trip_through_every_layout_is_bit_equal(
     for _, source, _, saved, sizes in cases:
         target = saved.with_name(f"{saved.name}-hf")
         to_hf(saved, target, hf_source=source, max_shard_bytes=40_000)
-        assert_same(target, source)
+        assert_same_model(target, source)
         ranks_that_wrote = {file.name.split("_")[2] for file in saved.glob("__*.distcp")}
         assert len(ranks_that_wrote) == world_size, sizes  # the layout did cut it

@@ -211,7 +211,6 @@ def test_norms_gradient_and_counts_are_the_oracles(model: str, world_size: int, 
 
 def test_a_response_without_weight_leaves_no_trace(model: str) -> None:
     """w = 0 and no gradient; the divisor and the others' advantages are those of the whole group."""
-    [found] = run_ranks(steps, 1, model, LAYOUTS[1], True)
-    norms = found["{} {}", "masked sequences", "stash"]["norms"].view(PROMPTS, GROUP)[ACTIVE]
+    norms = expected(model, OPTIONS["masked sequences"], centred=False)["norms"].view(PROMPTS, GROUP)[ACTIVE]
     lengths = scored().lengths[ACTIVE]
     assert bool(((norms == 0) & (lengths > 0)).any()) and bool((norms > 0).any())

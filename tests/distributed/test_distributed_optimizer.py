@@ -31,6 +31,7 @@ from oblr_megatron.weights.export import MegatronWeights
 from tests.distributed.launch import layout, run_ranks
 from tests.distributed.passes import load_policy, make_batches, make_gradient
 from tests.distributed.replayed import certain, config_of, exported, make_inputs, stored, train
+from tests.distributed.test_resume import assert_equal
 from tests.tiny import make_hf_dir, make_moe_hf_dir
 
 SHARDED = ParallelConfig(use_distributed_optimizer=True)
@@ -252,9 +253,3 @@ def test_experts_go_on_in_other_layouts(models: Path, tmp_path: Path) -> None:
     for unbroken, resumed in results:
         assert_equal(resumed, unbroken, 1e-6)
     assert results[0][0] and all(torch.equal(results[0][1][name], weight) for name, weight in results[0][0].items())
-
-
-def assert_equal(found: dict[str, Tensor], expected: dict[str, Tensor], tolerance: float) -> None:
-    assert found.keys() == expected.keys()
-    for name, tensor in expected.items():
-        torch.testing.assert_close(found[name], tensor, rtol=0, atol=tolerance, msg=name)

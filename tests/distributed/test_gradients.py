@@ -13,7 +13,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from functools import cache
-from itertools import groupby, product
+from itertools import groupby
 from pathlib import Path
 from typing import Any
 
@@ -88,15 +88,16 @@ PLAIN: dict[int, list[dict[str, Any]]] = {
 }
 
 
+ROWS = [("untied", "rows of 1"), ("tied", "rows of 2"), ("one_group", "rows of 2")]
+
+
 def plain(ranks: int) -> list[Case]:
-    models, rows = ("untied", "tied", "one_group"), ("rows of 1", "rows of 2")
-    return [Case(*names, sizes) for sizes in PLAIN[ranks] for names in product(models, rows)]
+    return [Case(*names, sizes) for sizes in PLAIN[ranks] for names in ROWS]
 
 
 def context(ranks: int) -> list[Case]:
     sizes = {2: [{"cp": 2}], 4: [{"cp": 4}, {"cp": 2, "tp": 2}, {"cp": 2} | TP2SP, {"cp": 2, "pp": 2}, {"cp": 2}]}
-    names = [("untied", "rows of 1"), ("tied", "rows of 2"), ("one_group", "rows of 2")]
-    return [Case(*name, size) for size in sizes[ranks] for name in names]
+    return [Case(*names, size) for size in sizes[ranks] for names in ROWS]
 
 
 def packed(ranks: int) -> list[Case]:

@@ -97,7 +97,7 @@ def on_ranks(
             left_out = "" if now is None else list(MODES)[1 + now % 3]
             names = [mode for mode in MODES if mode != left_out] if parallel.block_size == 1 else ["two_pass"]
             modes = {mode: MODES[mode] for mode in names}
-            steps = steps_of(path, parallel, modes, config, now, again=not place)
+            steps = steps_of(path, parallel, modes, config, now, again=name == "one")
             results |= {(name, mode): step for mode, step in steps.items()}
     return results
 
@@ -114,8 +114,10 @@ def test_every_mode_is_the_oracles_step(model: str, world_size: int, nightly: bo
     check(expected(model), run_ranks(on_ranks, world_size, model, LAYOUTS[world_size], turn))
 
 
-@NIGHTLY
-@pytest.mark.parametrize("world_size", REPLAYED)
+@pytest.mark.parametrize(
+    ("world_size", "nightly"),
+    [(1, False), (2, False), *(pytest.param(n, True, marks=pytest.mark.nightly) for n in REPLAYED)],
+)
 def test_every_mode_replays_routes(model: str, world_size: int, nightly: bool) -> None:
     turn = None if nightly else world_size
     check(expected(model, replay=True), run_ranks(on_ranks, world_size, model, REPLAYED[world_size], turn, True))

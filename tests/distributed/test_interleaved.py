@@ -1,9 +1,8 @@
 """The interleaved pipeline schedule: several chunks of layers a rank, any number of microbatches of any length.
 
-4 layers in 2 stages of 2 chunks. Exported weights are those that were loaded, bit for bit; a sink and the metrics see
-each microbatch once.
+4 layers in 2 stages of 2 chunks. A sink and the metrics see each microbatch once.
 
-Not covered: gradients (test_gradients.py), speed, more than 2 stages, experts.
+Not covered: gradients (test_gradients.py), exports (test_short_ends.py), speed, more than 2 stages, experts.
 """
 
 from __future__ import annotations
@@ -12,41 +11,18 @@ from pathlib import Path
 
 import pytest
 import torch
-from safetensors.torch import load_file
-from torch import Tensor
 
 from oblr_megatron.model.step import run_schedule
 from oblr_megatron.model.taps import AccumulateSink
 from oblr_megatron.types import MicroBatch
-from oblr_megatron.weights.export import MegatronWeights
 from tests.distributed.launch import layout, run_ranks
 from tests.distributed.passes import load_policy, some_batches, weighted_logprob_loss
 from tests.tiny import make_hf_dir
 
 
 @pytest.fixture(scope="module")
-def paths(tmp_path_factory: pytest.TempPathFactory) -> list[Path]:
-    root = tmp_path_factory.mktemp("models")
-    return [make_hf_dir(root / name, tied=name == "tied", num_hidden_layers=4) for name in ("untied", "tied")]
-
-
-def exported(path: Path) -> tuple[list[str], dict[str, Tensor]]:
-    """Global names of this rank's parameters, and the weights as every rank gathers them."""
-    with layout(pp=2, vp=2) as parallel:
-        policy = load_policy(path, parallel, dtype="float32")
-        return [name for name, _ in policy.named_parameters()], dict(MegatronWeights(policy))
-
-
-def test_exported_weights_are_those_loaded(paths: list[Path]) -> None:
-    for path in paths:
-        expected = load_file(path / "model.safetensors")
-        ranks = run_ranks(exported, 2, path)
-        for _, weights in ranks:
-            assert weights.keys() == expected.keys() - ({"lm_head.weight"} if path.name == "tied" else set())
-            for name, tensor in weights.items():
-                assert torch.equal(tensor, expected[name]), name
-        held = [{int(name.split(".")[2]) for name in names if "layers" in name} for names, _ in ranks]
-        assert held == [{0, 2}, {1, 3}]
+def path(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return make_hf_dir(tmp_path_factory.mktemp("models") / "untied", num_hidden_layers=4)
 
 
 class _Recorder(AccumulateSink):
@@ -66,6 +42,8 @@ def observed(path: Path, count: int) -> tuple[list[tuple[str, int, int]], list[l
     """What a sink hears, the metrics of a training pass, and those of a forward pass."""
     with layout(pp=2, vp=2) as parallel:
         policy, recorder = load_policy(path, parallel), _Recorder()
+        held = {int(name.split(".")[2]) for name, _ in policy.named_parameters() if "layers" in name}
+        assert held == {parallel.pp_rank, parallel.pp_rank + 2}
         loss_fn = weighted_logprob_loss(policy)
         trained = run_schedule(policy, some_batches(count), loss_fn, sink=recorder)
         forward = run_schedule(policy, some_batches(count), loss_fn, forward_only=True)
@@ -73,9 +51,9 @@ def observed(path: Path, count: int) -> tuple[list[tuple[str, int, int]], list[l
 
 
 @pytest.mark.parametrize("count", [1, 2, 5])
-def test_sink_and_metrics_know_the_microbatches_and_no_filler(count: int, paths: list[Path]) -> None:
+def test_sink_and_metrics_know_the_microbatches_and_no_filler(count: int, path: Path) -> None:
     """Each microbatch goes backwards through the later chunk before the earlier one; metrics are the last stage's."""
-    first, last = run_ranks(observed, 2, paths[0], count)
+    first, last = run_ranks(observed, 2, path, count)
     for events, _, _ in (first, last):
         begins, ends = events[::2], events[1::2]
         assert [event[1:] for event in begins] == [event[1:] for event in ends]
@@ -83,7 +61,7 @@ def test_sink_and_metrics_know_the_microbatches_and_no_filler(count: int, paths:
             assert [chunk for _, index, chunk in begins if index == position] == [1, 0]
         assert len(begins) == 2 * count
     assert first[1] == first[2] == []
-    [expected] = run_ranks(plain_metrics, 1, paths[0], count)
+    [expected] = run_ranks(plain_metrics, 1, path, count)
     torch.testing.assert_close(last[1], expected, rtol=1e-12, atol=0)
     torch.testing.assert_close(last[2], expected, rtol=1e-12, atol=0)
 

@@ -35,9 +35,9 @@ from oblr_megatron.rollout.waves import Wave, whole_step
 from oblr_megatron.types import Prompt, RouterMetrics, Sample, Scored
 from tests.distributed.launch import layout, run_ranks
 from tests.distributed.passes import Outcome, assert_outcomes, whole_gradients, with_routes
-from tests.distributed.test_gradient import FOLDS, GROUP, NUM_PROMPTS, coefficients, make_samples
-from tests.tiny import make_moe_hf_dir
+from tests.tiny import VOCAB, make_moe_hf_dir
 
+NUM_PROMPTS, GROUP, FOLDS = 4, 3, 4
 TEMPERATURE, AUX, Z = 0.7, 0.3, 0.05
 ALONE = {"micro_batch_tokens": 1}  # a longer sample goes alone
 EXPERTS_AGAIN = {"recompute_granularity": "selective", "recompute_modules": ["moe"]}
@@ -62,6 +62,26 @@ CASES: dict[int, list[Case]] = {
         ("pp2vp2 ep2 full", {"pp": 2, "vp": 2, "ep": 2}, ALONE | {"recompute_granularity": "full"}, FOLDS),
     ],
 }
+
+
+def make_samples() -> list[Sample]:
+    """Responses of several lengths, one of them empty; the log-probs are not used."""
+    generator = torch.Generator().manual_seed(3)
+    samples = []
+    for n in range(NUM_PROMPTS * GROUP):
+        prompt, response = 3 + n % 4, (5 * n) % 9
+        ids = torch.randint(2, VOCAB, (prompt + response,), generator=generator).tolist()
+        samples.append(
+            Sample(n // GROUP, tuple(ids[:prompt]), tuple(ids[prompt:]), (-1.0,) * response, "", "length", 0)
+        )
+    return samples
+
+
+def coefficients() -> torch.Tensor:
+    """The samples of one prompt have 0: the pass leaves them out, but they stay in their fold."""
+    values = torch.linspace(-1, 2, NUM_PROMPTS * GROUP, dtype=torch.float64)
+    values[GROUP : 2 * GROUP] = 0
+    return values
 
 
 def config_of(path: str, options: dict[str, Any], folds: int, replay: bool, *, norms: bool = True) -> Config:

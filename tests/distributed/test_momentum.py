@@ -106,10 +106,10 @@ def signals(run_dir: Path) -> list[float]:
     return [json.loads(line)["snr/signal_sq"] for line in (run_dir / "metrics.jsonl").read_text().splitlines()[1:]]
 
 
-@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
-def test_a_resumed_run_goes_on_exactly(tmp_path: Path, dtype: str) -> None:
+def test_a_resumed_run_goes_on_exactly(tmp_path: Path) -> None:
+    """In bf16, where the averages have another precision than the weights; test_optimizer_offload.py has fp32."""
     inputs, whole, parts = make_inputs(tmp_path), tmp_path / "whole", tmp_path / "parts"
-    overrides = (*OVERRIDES, f"model.dtype={dtype}")
+    overrides = (*OVERRIDES, "model.dtype=bfloat16")
     train(config_of(inputs, whole, *overrides))
     assert "snr/signal_sq" not in certain(whole)[0] and len(signals(whole)) == 7
     train(config_of(inputs, beginning_of(whole, parts), "checkpoint.resume=newest", *overrides))
@@ -130,10 +130,3 @@ def test_another_layout_goes_on_within_rounding(tmp_path: Path) -> None:
     train(config_of(inputs, parts, "checkpoint.resume=newest", *overrides))
     assert signals(parts) == pytest.approx(signals(whole), rel=1e-6)  # the engine's log-probs are fp32
     assert_equal(stored(checkpoints_of(parts)[0]), stored(checkpoints_of(whole)[0]), 1e-10)
-
-
-def test_a_run_with_another_estimator_does_not_take_the_checkpoint(tmp_path: Path) -> None:
-    inputs, run_dir = make_inputs(tmp_path), tmp_path / "run"
-    train(config_of(inputs, run_dir, "num_steps=4"))
-    said = train(config_of(inputs, run_dir, "checkpoint.resume=newest", *OVERRIDES), status=2)
-    assert "made with algo.snr.estimator 'folds', but the config has 'momentum'" in said.splitlines()[-1]

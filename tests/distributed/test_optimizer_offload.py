@@ -23,6 +23,7 @@ from oblr_megatron.weights.export import MegatronWeights
 from tests.distributed.launch import layout, run_ranks
 from tests.distributed.passes import load_policy, make_batches, make_gradient
 from tests.distributed.replayed import certain, config_of, exported, make_inputs, stored, train
+from tests.distributed.test_resume import assert_equal
 from tests.tiny import make_hf_dir, make_moe_hf_dir
 
 OFFLOAD = "optimizer.offload=sampling"
@@ -123,9 +124,3 @@ def test_memory_is_freed_and_the_updates_are_the_same(mixture: bool, sizes: dict
         for expected, found, moved in rank:
             assert_equal(found, expected)
             assert moved > 0
-
-
-def assert_equal(found: dict[str, Tensor], expected: dict[str, Tensor]) -> None:
-    assert found.keys() == expected.keys()
-    for name, tensor in expected.items():
-        assert torch.equal(found[name], tensor), name

@@ -33,10 +33,18 @@ KEYS = {"tp": "tensor", "pp": "pipeline", "ep": "expert", "cp": "context"}
 LAYOUTS: dict[str, dict[int, list[dict[str, Any]]]] = {
     "dense": {2: [{"tp": 2}, {"pp": 2}, {"cp": 2}], 4: [{"tp": 4}, {"tp": 2, "pp": 2}, {"tp": 2}]},
     "mixture": {
-        2: [{"ep": 2}, {"pp": 2}, {"tp": 2, "sp": True, "ep": 2, "etp": 1}, {"tp": 2, "sp": True, "etp": 1}],
+        2: [
+            {"ep": 2},
+            {"pp": 2},
+            {"tp": 2, "sp": True},
+            {"tp": 2, "sp": True, "ep": 2, "etp": 1},
+            {"tp": 2, "sp": True, "etp": 1},
+            {"cp": 2, "ep": 2},
+        ],
         4: [
             {"ep": 4},
             {"tp": 2, "sp": True, "ep": 2},
+            {"tp": 2, "sp": True, "ep": 4, "etp": 1},
             {"tp": 4, "sp": True, "ep": 2, "etp": 1},
             {"tp": 2, "sp": True, "cp": 2, "ep": 2, "etp": 1},
             {"pp": 2, "ep": 2},

@@ -30,6 +30,7 @@ from oblr_megatron.rollout.replay import ReplayEngine
 from oblr_megatron.runtime.run_lock import run_lock
 from tests.distributed.launch import run_ranks
 from tests.distributed.replayed import certain, config_of, exported, make_inputs, stored, train, train_here
+from tests.tiny import make_hf_dir
 
 TP2 = ("parallel.tensor_model_parallel_size=2", "parallel.sequence_parallel=true")
 PP2 = ("parallel.pipeline_model_parallel_size=2",)
@@ -69,14 +70,13 @@ def assert_equal(found: dict[str, torch.Tensor], expected: dict[str, torch.Tenso
         ("optimizer.name=sgd", "optimizer.sgd_momentum=0.9", "algo.schedule=cosine"),
         ("checkpoint.async_save=false",),
         ("algo.kl_coefficient=0.1", "gradnorm.mode=two_pass"),
-        ("algo.baseline=pooled", "gradnorm.mode=inline"),
         ("algo.baseline=pooled", "gradnorm.mode=auto", "gradnorm.sample_fraction=0.5"),
         ("algo.baseline=optimal_pooled",),
         ("algo.preset=oblr_tempered", "gradnorm.mode=auto"),
         ("algo.baseline=pooled", "gradnorm.mode=inline", "algo.keep=0.5"),
         ("algo.preset=dapo", "algo.updates_per_batch=2", "algo.schedule=cosine", "gradnorm.mode=two_pass"),
     ],
-    ids=["adam", "lora", "sgd", "synchronous", "kl", "inline", "subsample", "pull", "tempered", "thinned", "updates"],
+    ids=["adam", "lora", "sgd", "synchronous", "kl", "subsample", "pull", "tempered", "thinned", "updates"],
 )
 def test_four_and_four_steps_are_eight(inputs: Path, tmp_path: Path, overrides: tuple[str, ...]) -> None:
     """Weights, masters, moments, schedule and metrics, bit for bit."""
@@ -91,6 +91,8 @@ def test_four_and_four_steps_are_eight(inputs: Path, tmp_path: Path, overrides: 
     found, expected = map(stored, newest)
     assert_equal(found, expected)
     assert any("optimizer.state" in name for name in found), "moments were compared"
+    uses_base = any(override.startswith(("model.lora", "algo.kl")) for override in overrides)
+    assert (store.read_manifest(newest[0]).state["base"] is not None) == uses_base
     before = stored(checkpoints_of(whole)[1])
     assert any(not torch.equal(before[name], found[name]) for name in found if "optimizer" in name)
 
@@ -109,9 +111,7 @@ def test_saved_before_the_first_gradient(tmp_path: Path, optimizer: str) -> None
     assert_equal(stored(checkpoints_of(parts)[0]), stored(checkpoints_of(whole)[0]))
 
 
-@pytest.mark.parametrize(
-    ("ranks", "layout"), [(2, TP2), (2, PP2), (4, (*TP2, *PP2)), (2, ())], ids=["tp2", "pp2", "tp2xpp2", "dp2"]
-)
+@pytest.mark.parametrize(("ranks", "layout"), [(4, (*TP2, *PP2)), (2, ())], ids=["tp2xpp2", "dp2"])
 def test_another_layout_goes_on_within_rounding(
     inputs: Path, unbroken: Path, tmp_path: Path, ranks: int, layout: tuple[str, ...]
 ) -> None:
@@ -163,18 +163,12 @@ def flip(file: Path) -> None:
     file.write_bytes(data)
 
 
-def cut(file: Path) -> None:
-    file.write_bytes(file.read_bytes()[:-1])
-
-
 def zero(file: Path) -> None:
     file.write_bytes(bytes(file.stat().st_size))
 
 
 @pytest.mark.parametrize(
-    ("damage", "file"),
-    [(flip, "__0_0.distcp"), (cut, "__0_0.distcp"), (Path.unlink, "__0_0.distcp"), (zero, "hf/config.json")],
-    ids=["flipped", "cut", "missing", "zeroed"],
+    ("damage", "file"), [(flip, "__0_0.distcp"), (zero, "hf/config.json")], ids=["flipped", "zeroed"]
 )
 def test_a_damaged_checkpoint_is_named_and_an_older_one_taken(
     inputs: Path, unbroken: Path, tmp_path: Path, damage: Any, file: str
@@ -198,6 +192,19 @@ def test_a_damaged_checkpoint_is_named_and_an_older_one_taken(
     assert (parts / "metrics.jsonl").read_bytes() == metrics, "nothing is lost by trying"
 
 
+@pytest.fixture(scope="module")
+def places(inputs: Path, unbroken: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
+    """What the tests of refused checkpoints name."""
+    root = tmp_path_factory.mktemp("places")
+    foreign = root / "foreign"
+    shutil.copytree(checkpoints_of(unbroken)[0], foreign, ignore=shutil.ignore_patterns("checkpoint.json"))
+    other = make_hf_dir(root / "model", num_hidden_layers=4)
+    weights = run_ranks(converted, 1, inputs / "model", root / "weights")[0]
+    sgd = with_config(unbroken, root / "sgd", "optimizer", {"name": "sgd", "sgd_momentum": 0.0})
+    adapted = with_config(unbroken, root / "adapted", "model", {}, base="0" * 16)
+    return {"foreign": foreign, "run": unbroken, "other": other, "weights": weights, "sgd": sgd, "adapted": adapted}
+
+
 @pytest.mark.parametrize(
     ("overrides", "message"),
     [
@@ -207,33 +214,21 @@ def test_a_damaged_checkpoint_is_named_and_an_older_one_taken(
             ("checkpoint.resume={run}/checkpoints/step_00000004", "data.shuffle=false"),
             "with data.shuffle true, but the config has false",
         ),
-        (("checkpoint.resume={run}/checkpoints/step_00000004", "optimizer.name=sgd"), "with optimizer.name 'adam'"),
-        (("checkpoint.resume={run}/checkpoints/step_00000004", "algo.schedule=cosine"), "with algo.schedule 'snr'"),
         (("checkpoint.resume={run}/checkpoints/step_00000004", "algo.token_scale=3"), "but the config divides by 3"),
         (("checkpoint.resume={run}/checkpoints/step_00000004", "model.path={other}"), "model differs from"),
         (("run_dir={run}",), "run_dir holds a run"),
         (("checkpoint.resume={weights}",), "holds only weights"),
         (("checkpoint.resume={sgd}", "optimizer.name=sgd", "optimizer.sgd_momentum=0.9"), "made without momentum"),
-        (("checkpoint.resume={run}/checkpoints/step_00000004", "algo.aggregation=token_mean"), "'constant', but"),
         (
-            ("checkpoint.resume={run}/checkpoints/step_00000004", "algo.snr.reference=one"),
-            "algo.snr.reference 'warmup'",
+            ("checkpoint.resume={adapted}", "algo.kl_coefficient=0.1", "gradnorm.mode=two_pass"),
+            "KL penalty has another reference",
         ),
-        (("checkpoint.resume={run}/checkpoints/step_00000004", "model.lora.rank=2"), "model.lora.rank 0, but"),
-        (("checkpoint.resume={adapted}",), "adapters belong to another model than"),
     ],
 )
 def test_a_checkpoint_that_does_not_belong_is_refused(
-    inputs: Path, unbroken: Path, tmp_path: Path, overrides: tuple[str, ...], message: str
+    inputs: Path, places: dict[str, Path], tmp_path: Path, overrides: tuple[str, ...], message: str
 ) -> None:
-    """With one line and status 2; the run directory is not touched."""
-    foreign = tmp_path / "foreign"
-    shutil.copytree(checkpoints_of(unbroken)[0], foreign, ignore=shutil.ignore_patterns("checkpoint.json"))
-    other = make_inputs(tmp_path, num_hidden_layers=4) / "model"
-    weights = run_ranks(converted, 1, inputs / "model", tmp_path / "weights")[0]
-    sgd = with_config(unbroken, tmp_path / "sgd", "optimizer", {"name": "sgd", "sgd_momentum": 0.0})
-    adapted = with_config(unbroken, tmp_path / "adapted", "model", {}, base="0" * 16)
-    places = {"foreign": foreign, "run": unbroken, "other": other, "weights": weights, "sgd": sgd, "adapted": adapted}
+    """With one line and status 2; the run directory is not touched. tests/unit/test_opening.py has every setting."""
     filled = [override.format(**places) for override in overrides]
     said = train(config_of(inputs, tmp_path / "new", *filled), status=2)
     lines = [line for line in said.splitlines() if line.startswith("error: ")]
@@ -415,11 +410,11 @@ def test_an_export_that_appears_while_the_run_trains_stays(inputs: Path, tmp_pat
     outcomes = run_ranks(_converted_meanwhile, 2, config_of(inputs, run_dir, "num_steps=1"))
     assert {status for status, _ in outcomes} == {1}
     assert f"hf was not written: the target exists [{run_dir / 'hf'}]" in outcomes[0][1]
-    assert list((run_dir / "hf").iterdir()) == [] and len(checkpoints_of(run_dir)) == 1
+    assert [path.name for path in (run_dir / "hf").iterdir()] == ["mine"] and len(checkpoints_of(run_dir)) == 1
 
 
 def _converted_meanwhile(config: Config) -> tuple[int, str]:
-    return interrupted(config, lambda: (config.run_dir / "hf").mkdir(parents=True, exist_ok=True))
+    return interrupted(config, lambda: (config.run_dir / "hf" / "mine").mkdir(parents=True, exist_ok=True))
 
 
 def test_a_checkpoint_is_found_without_the_config_of_its_run(inputs: Path, unbroken: Path, tmp_path: Path) -> None:

@@ -16,6 +16,8 @@ from typing import Any
 
 import pytest
 import torch
+from torch.distributed._shard.sharded_tensor import api as validation
+from torch.distributed.checkpoint import default_planner, filesystem
 
 from oblr_megatron.checkpoint import store
 from oblr_megatron.checkpoint.distributed import training_state
@@ -28,7 +30,7 @@ from oblr_megatron.errors import RunError
 from oblr_megatron.model.optimizer import PolicyOptimizer
 from tests.distributed.launch import layout, run_ranks
 from tests.distributed.passes import load_policy
-from tests.tiny import make_hf_dir
+from tests.tiny import make_hf_dir, make_moe_hf_dir
 
 METRIC = "eval/set/accuracy"
 
@@ -232,6 +234,33 @@ def _damaged_model(path: Path, run_dir: Path) -> None:
         saver.save(1, state, {}, {})
         saved = saver.wait()
         assert saved is not None and saved.failure is None and saver.newest == 1
+
+
+def test_the_thread_leaves_the_gpu_alone_and_compares_no_pairs_of_experts(tmp_path: Path) -> None:
+    """On a machine with GPUs. Its current one is another rank's in a new thread, and its stream that of training."""
+    model = make_moe_hf_dir(tmp_path / "model")
+    assert run_ranks(_in_thread_on_gpus, 2, model, tmp_path / "run") == [None, None]
+
+
+def _in_thread_on_gpus(path: Path, run_dir: Path) -> str | None:
+    """The failure of a save."""
+
+    def refuse(*_: object, **__: object) -> None:
+        raise AssertionError("not in this thread")
+
+    with layout(ep=2) as parallel:
+        policy = load_policy(path, parallel)
+        state = training_state(policy, PolicyOptimizer(policy, OptimizerConfig()))
+        saver = Saver(config_of(path, run_dir), parallel, check_hf_dir(path))
+        torch.cuda.is_available = lambda: True
+        for name in ("_lazy_init", "current_device", "current_stream", "stream", "synchronize"):
+            setattr(torch.cuda, name, refuse)
+        filesystem._OverlappingCpuLoader = default_planner._check_box_overlap = refuse  # type: ignore[assignment,misc]
+        validation.validate_non_overlapping_shards_metadata = refuse
+        saver.save(1, state, {}, {})
+        saved = saver.wait()
+        assert saved is not None
+        return saved.failure
 
 
 def test_a_directory_that_a_rank_cannot_see_is_removed(tmp_path: Path) -> None:

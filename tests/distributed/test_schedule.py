@@ -20,7 +20,7 @@ from tests.distributed.launch import RankError, layout, run_ranks
 from tests.distributed.passes import assert_close, load_policy, make_batches, weighted_logprob_loss
 from tests.tiny import make_hf_dir
 
-LAYOUTS = {1: [{}], 2: [{"pp": 2}, {"tp": 2, "sp": True}], 4: [{"tp": 2, "pp": 2}]}
+LAYOUTS = [{"pp": 2}, {"tp": 2, "sp": True}]
 
 
 def snapshot(policy: Policy) -> dict[str, Tensor]:
@@ -52,7 +52,7 @@ class _Taker(AccumulateSink):
 def separate_and_together(path: Path) -> list[tuple[list[int], list[dict[str, Tensor]], list[dict[str, Tensor]]]]:
     """The order of the ends, main_grad at each, and the gradients of passes of one microbatch each."""
     results = []
-    for sizes in LAYOUTS[dist.get_world_size()]:
+    for sizes in LAYOUTS:
         with layout(**sizes) as parallel:
             policy = load_policy(path, parallel)
             loss_fn, batches = weighted_logprob_loss(policy), make_batches()
@@ -69,12 +69,10 @@ def separate_and_together(path: Path) -> list[tuple[list[int], list[dict[str, Te
     return results
 
 
-@pytest.mark.parametrize("world_size", [1, 2, 4])
-@pytest.mark.parametrize("tied", [False, True])
-def test_sink_finds_exactly_its_microbatch_between_begin_and_end(world_size: int, tied: bool, tmp_path: Path) -> None:
+def test_sink_finds_exactly_its_microbatch_between_begin_and_end(tmp_path: Path) -> None:
     """Also with several microbatches in flight, and for a sample with loss 0."""
-    path = make_hf_dir(tmp_path / "model", tied=tied)
-    for rank in run_ranks(separate_and_together, world_size, path):
+    path = make_hf_dir(tmp_path / "model", tied=True)
+    for rank in run_ranks(separate_and_together, 2, path):
         for order, together, separate in rank:
             assert order == [0, 1, 2, 3]
             for index in range(4):

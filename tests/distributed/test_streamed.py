@@ -24,7 +24,6 @@ CASES = {
         2,
         ("algo.baseline=pooled", "gradnorm.mode=two_pass", "parallel.pipeline_model_parallel_size=2"),
     ),
-    "none, tp2": (2, ("algo.baseline=none", "parallel.tensor_model_parallel_size=2")),
     "optimal bookkeep on two replicas": (2, ("algo.baseline=optimal",)),
     "optimal_pooled two_pass pp2": (
         2,
@@ -41,14 +40,6 @@ CASES = {
     ),
     "pooled, each prompt a fold": (2, ("algo.baseline=pooled", "gradnorm.mode=inline", "algo.snr.estimator=prompts")),
     "momentum on three replicas": (3, ("algo.baseline=optimal", "algo.snr.estimator=momentum")),
-    "all parallel": (
-        4,
-        (
-            "algo.baseline=optimal",
-            "parallel.tensor_model_parallel_size=2",
-            "parallel.sequence_parallel=true",
-        ),
-    ),
 }
 
 

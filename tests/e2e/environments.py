@@ -12,7 +12,6 @@ from oblr_megatron.environments import Episode, EpisodeEngine, LimitError, Promp
 
 OBSERVED = (5, 6, 7)  # tokens that the environment writes after each turn
 TURNS = 3
-RUNAWAY = "runaway"
 
 
 async def turns(engine: EpisodeEngine, prompt: Prompt, seed: int) -> object:
@@ -127,6 +126,7 @@ BAD = {
     )
 }
 LATE = ("sleeps", "blocks", "stubborn")
+DRAWN = ("raises", "sleeps", "forged", "lengths", "nan")  # they fail after a turn; of a killed process nothing is left
 
 
 async def second_thoughts(engine: EpisodeEngine, prompt: Prompt, seed: int) -> Episode:

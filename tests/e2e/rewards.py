@@ -24,7 +24,7 @@ def works_for_one_step(response: str, answer: str, prompt: str, row: dict[str, s
     if Path(os.environ["CALLS"]).stat().st_size > 32:
         raise ZeroDivisionError("the reward has stopped working")
     assert (row["question"], row["answer"], row["source"]) == (prompt, answer, "two-digit-sums")
-    return float(response == answer)
+    return 0.5 + len(response) / 100
 
 
 def right_length(response: str, answer: str, prompt: str) -> float:

@@ -1,8 +1,8 @@
 """Bad input on the command line: one clear line, exit status 2, and nothing written or started.
 
-Each case is a typical mistake; the unit tests of config, hf_dir, checks, prompts and registry cover the single
-messages. Most cases fork a process with all imports done. Those in WHOLE_COMMAND and the taken port start the command
-itself. Not covered: mistakes that show only on a GPU.
+Each case is a typical mistake; test_cli.py, preflight/test_command.py and the unit tests of single checks have the
+others. Most cases fork a process with all imports done. Those in WHOLE_COMMAND start the command itself. Not covered:
+mistakes that show only on a GPU.
 """
 
 from __future__ import annotations
@@ -17,11 +17,9 @@ from pathlib import Path
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
-from transformers import AutoTokenizer
 
 from tests.e2e.conftest import run
 from tests.e2e.forked import CONFIG, forked_cli
-from tests.tiny import make_hf_dir
 
 Edit = Callable[[Path, dict[str, object]], None]
 
@@ -30,32 +28,9 @@ def _unknown_key(_: Path, keys: dict[str, object]) -> None:
     keys["algo.baselin"] = "rloo"
 
 
-def _wrong_type(_: Path, keys: dict[str, object]) -> None:
-    keys["num_steps"] = "many"
-
-
 def _heads(_: Path, keys: dict[str, object]) -> None:
     keys["parallel.tensor_model_parallel_size"] = 3
     keys["--nproc-per-node"] = 3
-
-
-def _layers(_: Path, keys: dict[str, object]) -> None:
-    keys["parallel.pipeline_model_parallel_size"] = 4
-    keys["--nproc-per-node"] = 4
-
-
-def _world_size(_: Path, keys: dict[str, object]) -> None:
-    keys["parallel.tensor_model_parallel_size"] = 2
-    keys["--nproc-per-node"] = 3
-
-
-def _group_of_one(_: Path, keys: dict[str, object]) -> None:
-    keys["group_size"] = 1
-    keys["algo.baseline"] = "optimal"
-
-
-def _missing_model(root: Path, keys: dict[str, object]) -> None:
-    keys["model.path"] = root / "nowhere"
 
 
 def _truncated_model(root: Path, keys: dict[str, object]) -> None:
@@ -69,47 +44,11 @@ def _unsupported(root: Path, keys: dict[str, object]) -> None:
     path.write_text(json.dumps(config))
 
 
-def _empty_data(root: Path, keys: dict[str, object]) -> None:
-    (root / "train.jsonl").write_text("")
-
-
-def _only_bad_rows(root: Path, keys: dict[str, object]) -> None:
-    (root / "train.jsonl").write_text('{"question": "1+1="\n{"nothing": 1}\n')
-
-
-def _missing_reward(_: Path, keys: dict[str, object]) -> None:
-    keys["reward.name"] = "no_such_package.rewards:score"
-
-
-def _truncated_tokenizer(root: Path, keys: dict[str, object]) -> None:
-    tokenizer = root / "model" / "tokenizer.json"
-    tokenizer.write_text(tokenizer.read_text()[:-100])
-
-
 def _whole_numbers(root: Path, keys: dict[str, object]) -> None:
     weights = root / "model" / "model.safetensors"
     tensors = load_file(weights)
     name = "model.layers.0.self_attn.q_proj.weight"
     save_file(tensors | {name: tensors[name].to(torch.int8)}, weights, metadata={"format": "pt"})
-
-
-def _added_tokens(root: Path, keys: dict[str, object]) -> None:
-    tokenizer = AutoTokenizer.from_pretrained(root / "model")
-    tokenizer.add_tokens(["<think>", "</think>"])
-    tokenizer.save_pretrained(root / "model")
-
-
-def _head_size(root: Path, keys: dict[str, object]) -> None:
-    shutil.rmtree(root / "model")
-    make_hf_dir(root / "model", head_dim=24)
-
-
-def _run_dir_below_a_file(root: Path, keys: dict[str, object]) -> None:
-    keys["run_dir"] = root / "train.jsonl" / "run"
-
-
-def _truth_for_a_number(_: Path, keys: dict[str, object]) -> None:
-    keys["num_steps"] = "true"
 
 
 def _engines(_: Path, keys: dict[str, object]) -> None:
@@ -120,21 +59,12 @@ def _wide_engine(_: Path, keys: dict[str, object]) -> None:
     keys["rollout.tensor_parallel_size"] = 2
 
 
-def _run_dir_in_use(root: Path, keys: dict[str, object]) -> None:
-    (root / "run").mkdir()
-    (root / "run" / "metrics.jsonl").write_text("{}\n")
-
-
 def _no_such_tracker(_: Path, keys: dict[str, object]) -> None:
     keys["log.trackers"] = '["wandbb"]'
 
 
 def _owned_option(_: Path, keys: dict[str, object]) -> None:
     keys["rollout.vllm.max_model_len"] = 4096
-
-
-def _no_such_option(_: Path, keys: dict[str, object]) -> None:
-    keys["rollout.vllm.enable_prefix_cache"] = "true"
 
 
 def _impossible_mode(_: Path, keys: dict[str, object]) -> None:
@@ -150,33 +80,18 @@ def _buffers_do_not_fit(_: Path, keys: dict[str, object]) -> None:
 
 CASES: dict[str, tuple[Edit, str]] = {
     "unknown key": (_unknown_key, "baseline"),
-    "wrong type": (_wrong_type, "num_steps"),
     "heads do not divide": (_heads, "num_attention_heads"),
-    "layers do not divide": (_layers, "num_hidden_layers"),
-    "world size does not divide": (_world_size, "rank"),
-    "group of one": (_group_of_one, "group_size"),
-    "model directory missing": (_missing_model, "nowhere"),
     "model truncated": (_truncated_model, "model.safetensors"),
     "unsupported": (_unsupported, "gpt2"),
-    "data set empty": (_empty_data, "train.jsonl"),
-    "no usable row": (_only_bad_rows, "train.jsonl"),
-    "reward does not exist": (_missing_reward, "no_such_package"),
-    "tokenizer truncated": (_truncated_tokenizer, "tokenizer"),
     "weights in whole numbers": (_whole_numbers, "dtype I8"),
-    "tokens without an embedding": (_added_tokens, "'<think>' has id"),
-    "head size without a kernel": (_head_size, "head_dim 24"),
-    "run directory below a file": (_run_dir_below_a_file, "train.jsonl"),
-    "truth value for a number": (_truth_for_a_number, "num_steps"),
     "too many engines": (_engines, "engines"),
     "tensor-parallel engine on a CPU": (_wide_engine, "tensor_parallel_size"),
     "no such tracker": (_no_such_tracker, "'wandbb'"),
     "engine option that we set": (_owned_option, "max_response_tokens"),
-    "no such engine option": (_no_such_option, "enable_prefix_caching"),
     "norm mode impossible": (_impossible_mode, "reads norms of its own step"),
     "stash does not fit": (_buffers_do_not_fit, "1000000 stashed gradients"),
-    "run directory in use": (_run_dir_in_use, "run_dir"),
 }
-WHOLE_COMMAND = {"unknown key", "heads do not divide", "tokenizer truncated"}
+WHOLE_COMMAND = {"unknown key", "heads do not divide"}
 COMMAND = [sys.executable, "-m", "oblr_megatron.cli"]
 
 

@@ -16,10 +16,10 @@ from transformers import AutoTokenizer
 
 from oblr_megatron.checkpoint.store import checkpoints_of, read_manifest
 from oblr_megatron.rollout.step_file import read_step, step_path
+from tests.distributed.replayed import certain
 from tests.e2e.conftest import records
 from tests.e2e.forked import CONFIG, call_forked, forked, forked_and_signalled, forked_cli, run_script
 from tests.e2e.test_replay import same_metrics, same_weights
-from tests.e2e.test_resume import certain
 
 Overrides = Callable[..., list[str]]
 FUNCTION = "tests.e2e.environments:second_thoughts"
@@ -67,6 +67,7 @@ def test_two_ranks_and_their_replay(tmp_path: Path, overrides: Overrides) -> Non
     same_weights(a, b)
 
 
+@pytest.mark.nightly
 def test_stopped_and_resumed_is_unbroken(tmp_path: Path, overrides: Overrides) -> None:
     """With in_rounds, to the bit; also the evaluations, which use the same environment."""
     whole, parts = tmp_path / "whole", tmp_path / "parts"

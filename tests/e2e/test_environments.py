@@ -17,7 +17,7 @@ from transformers import Qwen3ForCausalLM
 from oblr_megatron.engine.protocol import SamplingRequest
 from oblr_megatron.rollout.colocated import ColocatedEngines
 from oblr_megatron.types import Prompt, Sample
-from tests.e2e.environments import BAD, LATE, OBSERVED, TURNS
+from tests.e2e.environments import BAD, DRAWN, LATE, OBSERVED, TURNS
 from tests.e2e.tiny_rollout import VOCAB, command_of, make_prompts, start
 from tests.tiny import make_hf_dir
 
@@ -93,7 +93,10 @@ def test_a_bad_episode_costs_its_own_sample(rollout: Rollout, caplog: pytest.Log
             assert one.turns == (8 if kinds[n] == "runaway" else 1)
             continue
         assert one.finish_reason == ("late" if kinds[n] in LATE else "failed"), kinds[n]
-        assert one.response_ids == one.logprobs == one.mask == () and one.environment_reward is None
+        assert one.text == "" and one.environment_reward is None
+        assert len(one.mask) == len(one.logprobs) == len(one.response_ids)
+        assert all(one.mask) and bool(one.response_ids) is (kinds[n] in DRAWN), "the tokens drawn so far"
+        assert not one.response_ids or largest_error(model, one) < 1e-4
     assert sample(engines, prompts, group_size=1) == alone, "the engine and a new process go on"
     for what in ("environment process ended", "without an await", "did not end at its deadline", "\nSystemExit: 1"):
         assert caplog.text.count(what) == 1, f"{what}: each kind of failure is logged, once"

@@ -5,6 +5,7 @@ The script replaces a run: it takes steps until the ranks agree to stop, and the
 
 from __future__ import annotations
 
+import resource
 import signal
 import socket
 import subprocess
@@ -19,6 +20,7 @@ import pytest
 
 from oblr_megatron.runtime.launch import LATER_S
 from tests.e2e.conftest import ROOT, environment, wait_for
+from tests.ports import free_port
 
 RUN = """
 import os, sys, time
@@ -181,6 +183,28 @@ def test_a_signal_before_there_are_ranks_ends_the_launcher(tmp_path: Path) -> No
         _, stderr = job.communicate(timeout=60)
         assert job.returncode == 128 + signal.SIGTERM, (job.returncode, stderr)
         assert "error: ended by SIGTERM" in stderr
+
+
+def test_ranks_get_all_files_and_meet_at_the_nodes_name_in_slurm(tmp_path: Path) -> None:
+    """Two nodes. Under SLURM the soft limit of open files is that of the shell that submitted the job."""
+    most = resource.getrlimit(resource.RLIMIT_NOFILE)[1]
+    (tmp_path / "script.py").write_text(
+        "import os, resource\n"
+        f'with open(f"{tmp_path}/{{os.environ["RANK"]}}", "w") as file:\n'
+        '    print(*resource.getrlimit(resource.RLIMIT_NOFILE), os.environ["MASTER_ADDR"], file=file)\n'
+    )
+    options = ["--nnodes", "2", "--rdzv-backend", "c10d", "--rdzv-endpoint", f"127.0.0.1:{free_port()}"]
+    command = [sys.executable, "-m", "oblr_megatron.runtime.launch", *options, "--nproc-per-node", "1"]
+    nodes = [
+        subprocess.Popen(
+            ["bash", "-c", 'ulimit -Sn 256 && exec "$@"', "node", *command, str(tmp_path / "script.py")],
+            cwd=ROOT,
+            env=environment() | {"SLURMD_NODENAME": "127.0.0.5"},
+        )
+        for _ in range(2)
+    ]
+    assert [node.wait(timeout=120) for node in nodes] == [0, 0]
+    assert [(tmp_path / rank).read_text().split() for rank in "01"] == [[str(most), str(most), "127.0.0.5"]] * 2
 
 
 def test_a_master_port_in_use_is_one_line(tmp_path: Path) -> None:

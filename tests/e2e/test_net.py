@@ -358,11 +358,11 @@ def test_a_disturbed_run_ends_as_the_undisturbed_one_or_in_time(
 def test_a_server_that_comes_back_with_older_weights_gets_the_newer_ones(
     net: Net, undisturbed: Callable[[int], Path], tmp_path: Path
 ) -> None:
-    """It is away from its third push on, until the run has made two more steps with the other server."""
+    """It is away from its third push on, until the run has made one more step with the other server."""
     with net.hosts["server-0"].cut("drop", MOMENTS["before a push"][1], 3, before=True) as cut:
         job = net.job(tmp_path, servers=2, rollout__push_timeout_s=SHORT["push"])
         cut.wait(job.launchers[0], LIMIT_S)
-        steps = job.steps() + 2
+        steps = job.steps() + 1
         job.wait_for(lambda: job.steps() >= steps)
         assert net.servers[0].info().holding.version < net.servers[1].info().holding.version
         cut.heal()

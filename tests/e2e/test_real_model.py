@@ -22,9 +22,9 @@ from oblr_megatron.data.prompt_set import read_prompts
 from oblr_megatron.errors import EXIT_USER
 from oblr_megatron.rollout.step_file import read_step, step_path
 from oblr_megatron.types import Sample
+from tests.distributed.replayed import certain
 from tests.e2e.conftest import made_once, records, run
 from tests.e2e.forked import forked_cli
-from tests.e2e.test_resume import certain
 
 pytestmark = pytest.mark.nightly
 

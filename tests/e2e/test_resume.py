@@ -6,7 +6,6 @@ Not covered: SIGKILL at random moments (tools/kill_resume.py, tests/e2e/test_kil
 
 from __future__ import annotations
 
-import json
 import signal
 from collections.abc import Callable
 from pathlib import Path
@@ -15,16 +14,10 @@ import torch
 from safetensors.torch import load_file
 
 from oblr_megatron.checkpoint.store import checkpoints_of, read_manifest
+from tests.distributed.replayed import certain
 from tests.e2e.forked import CONFIG, forked_and_signalled, forked_cli
 
 STEPS = 9
-TIMED = ("timing_s/", "perf/")
-
-
-def certain(run_dir: Path) -> list[dict[str, float]]:
-    """Metrics without times."""
-    lines = (run_dir / "metrics.jsonl").read_text().splitlines()
-    return [{k: v for k, v in json.loads(line).items() if not k.startswith(TIMED)} for line in lines]
 
 
 def test_stopped_and_resumed_is_unbroken(tmp_path: Path, overrides: Callable[..., list[str]]) -> None:

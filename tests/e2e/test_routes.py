@@ -21,10 +21,10 @@ import torch
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
 from oblr_megatron.config import Config
+from oblr_megatron.engine.identity import ModelIdentity
 from oblr_megatron.engine.protocol import RolloutEngine, SamplingRequest
-from oblr_megatron.errors import UserError
 from oblr_megatron.rollout.colocated import ColocatedEngines
-from oblr_megatron.rollout.server_checks import _check_info, check_servers
+from oblr_megatron.rollout.server_checks import check_servers, misfits
 from oblr_megatron.rollout.servers import ServerEngines
 from oblr_megatron.types import Prompt, Sample
 from tests.e2e.api_server import KEY, ApiServer
@@ -113,5 +113,5 @@ def test_a_server_returns_them_as_text(path: Path, monkeypatch: pytest.MonkeyPat
         assert all(sample.routes is None for sample in draw(engines, routes=False))
         engines.close()
         info = server.info()
-        with pytest.raises(UserError, match="--moe-routing-replay"):
-            _check_info(server.url, info.model_copy(update={"routes": False}), config)
+        ((_, fix),) = misfits(info.model_copy(update={"routes": False}), config, ModelIdentity.of(path))
+        assert fix == "start it with --moe-routing-replay"

@@ -142,12 +142,20 @@ def test_a_reward_that_raises_scores_zero(tmp_path: Path, overrides: Callable[..
 def test_a_reward_that_stops_working_saves_the_run(
     tmp_path: Path, overrides: Callable[..., list[str]], saved: Path
 ) -> None:
-    """It takes the columns of saved rows. The console shows samples of the steps that are done."""
+    """It takes the columns of saved rows. The console shows samples of the steps that are done.
+
+    A step without any reward changes no weights and no pool, although "pooled" has an advantage for it.
+    """
     keys = {"reward__name": "tests.e2e.rewards:works_for_one_step", "reward__max_failed_steps": 2, "log__samples": 2}
+    keys |= {"algo__baseline": "pooled"}
     arguments = [*overrides(tmp_path / "run", num_steps=3, **keys), "--replay", str(saved / "rollouts")]
     result = forked(1, arguments, CALLS=str(tmp_path / "calls"))
     assert result.returncode == 1 and "the reward has stopped working" in result.stderr, result.stderr[-3000:]
-    assert [step["reward/failures"] for step in records(tmp_path / "run")] == [0, 32]
+    first, second = records(tmp_path / "run")
+    assert (first["reward/failures"], second["reward/failures"]) == (0, 32)
+    assert second["grad_norm"] > 0 and ["optimizer/clip_factor" in step for step in (first, second)] == [True, False]
+    (mean,) = (name for name in first if name.startswith("pool/") and name.endswith("/mean"))
+    assert first[mean] == second[mean] > 0 and "which changes no weights" in result.stdout
     assert sum(line.startswith("sample  reward") for line in result.stdout.splitlines()) == 2 * 2
     assert checkpoints_of(tmp_path / "run")[0].name.endswith("2"), "of the last step that was done"
 

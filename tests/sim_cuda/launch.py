@@ -69,9 +69,13 @@ def run(arguments: Sequence[str], **environ: str) -> subprocess.CompletedProcess
     )
 
 
-def passed(report: Path, **environ: str) -> int:
-    """Tests of tests/gpu that pass on the device; those of vLLM and of FP8 are left out, and none may fail."""
-    options = ["-q", "-p", "no:cacheprovider", "-k", "not sleep and not fp8", f"--junitxml={report}"]
+def passed(report: Path, chosen: str = "", **environ: str) -> int:
+    """Tests of tests/gpu, or those `chosen` by name, that pass on the device, and none may fail.
+
+    Those of vLLM and of FP8 are left out.
+    """
+    names = "not sleep and not fp8" + (f" and ({chosen})" if chosen else "")
+    options = ["-q", "-p", "no:cacheprovider", "-k", names, f"--junitxml={report}"]
     done = run(["-m", "pytest", "tests/gpu", *options], **environ)
     assert done.returncode == 0, done.stdout[-6000:] + done.stderr[-2000:]
     suite = ElementTree.parse(report).getroot()[0].attrib

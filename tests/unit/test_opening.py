@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from contextlib import nullcontext
+from contextlib import chdir, nullcontext
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -14,7 +14,7 @@ import torch
 import torch.distributed as dist
 
 from oblr_megatron import opening
-from oblr_megatron.checkpoint.resume import find
+from oblr_megatron.checkpoint.resume import Checkpoint, changes, check_fits, find
 from oblr_megatron.checkpoint.store import NoSpaceError
 from oblr_megatron.config import Config, parse_config
 from oblr_megatron.errors import RunError, UserError
@@ -72,6 +72,45 @@ def test_a_run_that_saves_for_any_reason_needs_room(
         checklist.check_room(config, Mock())
 
 
+def test_every_setting_that_changed_since_the_checkpoint_is_named() -> None:
+    """Also entries of tables that come or go, but no key that only one version of this package knows."""
+    table: dict[str, Any] = {"run_dir": "run", "model": {"path": "model"}, "data": {"train": "rows.jsonl"}}
+    given = ["rollout.vllm={enforce_eager=true}", "evaluate.data={a='a.jsonl'}", "rollout.temperature=0.5"]
+    before, now = (parse_config(table, overrides=overrides) for overrides in (["seed=1"], [*given, "seed=1"]))
+    saved: Any = SimpleNamespace(state={"config": before.model_dump(mode="json") | {"removed": 3}})
+    names = [line.partition(" ")[0] for line in changes(saved, now)]
+    assert {"rollout.vllm.enforce_eager", "evaluate.data.a.path", "rollout.temperature"} <= set(names)
+    assert "rollout.vllm.enforce_eager not set -> True" in changes(saved, now)
+    back: Any = SimpleNamespace(state={"config": now.model_dump(mode="json")})
+    assert "rollout.vllm.enforce_eager True -> not set" in changes(back, before) and changes(back, now) == []
+    assert not {"removed", "seed"} & set(names)
+
+
+OTHERS = {
+    "seed": "1",
+    "data.shuffle": "false",
+    "model.dtype": "bfloat16",
+    "optimizer.name": "sgd",
+    "algo.aggregation": "token_mean",
+    "algo.schedule": "cosine",
+    "algo.snr.estimator": "momentum",
+    "algo.snr.reference": "one",
+    "model.lora.rank": "2",
+    "model.lora.alpha": "64",
+    "model.lora.targets": "['o_proj']",
+}
+
+
+@pytest.mark.parametrize("name", OTHERS)
+def test_a_setting_on_which_the_state_depends_must_be_that_of_the_checkpoint(name: str) -> None:
+    table = {"run_dir": "run", "model": {"path": "model"}, "data": {"train": "rows.jsonl"}}
+    adapted = ["model.lora.rank=8"] if name.startswith("model.lora.") else []
+    before, now = (parse_config(table, overrides=[*adapted, *more]) for more in ([], [f"{name}={OTHERS[name]}"]))
+    manifest: Any = SimpleNamespace(state={"config": before.model_dump(mode="json")})
+    with pytest.raises(UserError, match=f"the checkpoint was made with {name} .*, but the config has"):
+        check_fits(Checkpoint(Path("step_00000004"), manifest), now, Mock())
+
+
 def test_a_run_does_not_begin_without_the_checkpoint_it_names(tmp_path: Path) -> None:
     config = parse_config(
         {
@@ -84,6 +123,13 @@ def test_a_run_does_not_begin_without_the_checkpoint_it_names(tmp_path: Path) ->
     model: Any = SimpleNamespace()
     with pytest.raises(UserError, match=r"the checkpoint does not exist \[.*deleted\]"):
         find(config, model)
+
+
+@pytest.mark.parametrize(("rank", "others"), [(0, "ranks 1 to 3"), (2, "rank 0")])
+def test_a_wait_says_for_whom(rank: int, others: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("MASTER_ADDR", "worker-0")
+    monkeypatch.setenv("MASTER_PORT", "29511")
+    assert opening._absent(rank, 4).startswith(f"rank {rank} waits for {others} at worker-0:29511 ")
 
 
 def test_a_rank_selects_its_gpu_before_any_other_cuda_call(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -153,22 +199,59 @@ def test_a_report_that_fails_costs_a_line(
     assert len(said) == 2 and all(one.startswith("warning: cannot write the report: ") and line in one for one in said)
 
 
+DIFFERENCES = {
+    "rows": "reads other rows than rank 0 [config: data.train]",
+    "weights": "has other weights than rank 0 [config: model.path]",
+    "baseline": "has another file than rank 0 [config: algo.baseline: ",
+    "rate": "has other settings than rank 0 [config: optimizer]",
+}
+
+
+@pytest.mark.parametrize("differs", DIFFERENCES)
+def test_what_ranks_must_have_in_common(differs: str, tmp_path: Path) -> None:
+    facts = []
+    for rank in range(2):
+        make_hf_dir(tmp_path / f"model{rank}", head_dim=32, seed=rank)
+        with chdir(tmp_path):
+            config = _config_of(rank, tmp_path, differs)
+            facts.append(inputs.preflight(config, 1, owns_run_dir=False).facts(config))
+    inputs.check_same([facts[0], facts[0]])
+    with pytest.raises(UserError) as error:
+        inputs.check_same(facts)
+    assert f"rank 1 {DIFFERENCES[differs]}" in str(error.value)
+
+
 @pytest.mark.slow
-def test_ranks_that_read_other_rows_end_with_one_line(tmp_path: Path) -> None:
+def test_ranks_that_differ_end_with_one_line(tmp_path: Path) -> None:
     """Before any engine is started."""
-    make_hf_dir(tmp_path / "model", head_dim=32)
-    outcomes = run_ranks(_with_own_rows, 2, tmp_path)
+    make_hf_dir(tmp_path / "model0", head_dim=32)
+    outcomes = run_ranks(_that_differs, 2, tmp_path)
     assert [status for status, _ in outcomes] == [2, 2]
-    said = "".join(said for _, said in outcomes)
-    assert said.count("error: ") == 1 and "rank 1 reads other rows than rank 0 [config: data.train]. Fix: " in said, (
-        said
-    )
+    said = "".join(line for _, line in outcomes)
+    assert said.count("error: ") == 1 and f"rank 1 {DIFFERENCES['rate']}. Fix: copy the same files" in said, said
     assert not (tmp_path / "run").exists()
 
 
-def _with_own_rows(directory: Path) -> tuple[int, str]:
-    """A run that would sample; each rank has another file."""
-    rows = directory / f"rows{dist.get_rank()}.jsonl"
-    rows.write_text("".join(json.dumps({"question": "t2", "answer": f"t{dist.get_rank()}"}) + "\n" for _ in range(8)))
-    config = config_of(directory, directory / "run", f"data.train={rows}")
-    return train_here(config.model_copy(update={"rollout": config.rollout.model_copy(update={"replay": None})}))
+def _that_differs(directory: Path) -> tuple[int, str]:
+    own = directory / f"rank{dist.get_rank()}"
+    own.mkdir()
+    (own / "model0").symlink_to(directory / "model0")
+    with chdir(own):
+        return train_here(_config_of(dist.get_rank(), directory, "rate"))
+
+
+def _config_of(rank: int, directory: Path, differs: str) -> Config:
+    """A run that would sample, of files in the current directory; the second rank's differ in one way."""
+    own = {name: rank * (differs == name) for name in DIFFERENCES}
+    Path("model").unlink(missing_ok=True)
+    Path("model").symlink_to(f"model{own['weights']}")
+    row = json.dumps({"question": "t2", "answer": f"t{own['rows']}"})
+    Path("rows.jsonl").write_text(f"{row}\n" * 8)
+    Path("mine.py").write_text(
+        "from oblr_megatron import baseline\n\n@baseline(over='nothing')\n"
+        f"def constant(rewards, norms_sq, lengths, history):\n    return 0 * rewards + {own['baseline']}\n"
+    )
+    overrides = ["data.train=rows.jsonl", "data.deduplicate=false", "model.path=model", "algo.schedule=constant"]
+    overrides += ["algo.baseline=mine.py:constant", f"optimizer.lr={1e-3 * (1 + own['rate'])}"]
+    config = config_of(directory, directory / "run", *overrides)
+    return config.model_copy(update={"rollout": config.rollout.model_copy(update={"replay": None})})

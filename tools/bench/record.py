@@ -34,14 +34,13 @@ def publish(rows: Sequence[Any], title: str, path: Path | None) -> None:
         write_record(path, rows)
 
 
-def write_record(path: Path, rows: Sequence[Any], machine: str | None = None, **more: object) -> None:
-    """Write {"machine":, "date":, "rows": [...]} and further entries.
+def write_record(path: Path, rows: Sequence[Any], machine: str | None = None) -> None:
+    """Write {"machine":, "date":, "rows": [...]}.
 
     Args:
         path: the file; its directory is created.
         rows: dataclass instances.
         machine: description; by default processor, cores and torch version.
-        more: further entries.
 
     Raises:
         ValueError: a value is NaN or infinite.
@@ -52,4 +51,4 @@ def write_record(path: Path, rows: Sequence[Any], machine: str | None = None, **
         "rows": [asdict(row) for row in rows],
     }
     path.parent.mkdir(parents=True, exist_ok=True)
-    path.write_text(json.dumps(record | more, indent=2, allow_nan=False) + "\n", encoding="utf-8")
+    path.write_text(json.dumps(record, indent=2, allow_nan=False) + "\n", encoding="utf-8")

@@ -1,9 +1,10 @@
-"""Checks sums and bandwidth of all-reduces, over the GPUs of each node and over those of all nodes.
+"""Checks sums and bandwidth of all-reduces: over the GPUs of each node, over those of all nodes, and by gloo.
 
     python -m oblr_megatron.extras.cluster.all_reduce --store HOST:PORT --node 1 --nodes 4 --local 3 --per-node 8 ...
 
 runs one process of the measurement. There is one per GPU; they meet through the preflight's store, and each prints one
-line of JSON among the lines of NCCL. On CPUs the preflight calls `measure` itself, in one process per node.
+line of JSON among the lines of NCCL. The preflight calls `measure_gloo` itself, in one process per node, also on GPUs,
+where a run has groups of gloo, too.
 """
 
 from __future__ import annotations
@@ -45,31 +46,39 @@ class ReduceError(RuntimeError):
 
 
 def measure(store: dist.Store, node: int, nodes: int, local: int, per_node: int, deadline_s: float) -> Speed:
-    """Run both all-reduces as process `local` of `per_node` on this node; collective.
+    """Run both all-reduces with NCCL, as the process of GPU `local` of `per_node` on this node; collective.
 
     Raises:
         ReduceError: an all-reduce failed or was wrong; names which one.
     """
-    on_gpu = torch.cuda.is_available()
-    if on_gpu:
-        torch.cuda.set_device(local)
+    torch.cuda.set_device(local)
     within = over = 0.0
     if per_node > 1:
-        within = _one(dist.PrefixStore(f"node_{node}", store), local, per_node, "within the node", deadline_s)
+        within = _one("nccl", dist.PrefixStore(f"node_{node}", store), local, per_node, "within the node", deadline_s)
     if nodes > 1:
         rank = node * per_node + local
-        over = _one(dist.PrefixStore("all", store), rank, nodes * per_node, "over all nodes", deadline_s)
+        over = _one("nccl", dist.PrefixStore("all", store), rank, nodes * per_node, "over all nodes", deadline_s)
     return Speed(within, over)
 
 
-def _one(store: dist.Store, rank: int, size: int, which: str, deadline_s: float) -> float:
+def measure_gloo(store: dist.Store, node: int, nodes: int, deadline_s: float) -> Speed:
+    """Run an all-reduce with gloo in one process of each node; collective.
+
+    Raises:
+        ReduceError: it failed or was wrong.
+    """
+    if nodes == 1:
+        return Speed(0.0, 0.0)
+    return Speed(0.0, _one("gloo", dist.PrefixStore("gloo", store), node, nodes, "over all nodes", deadline_s))
+
+
+def _one(backend: str, store: dist.Store, rank: int, size: int, which: str, deadline_s: float) -> float:
     """GB/s of a temporary process group."""
-    backend = "nccl" if torch.cuda.is_available() else "gloo"
     limit = timedelta(seconds=deadline_s)
     try:
         dist.init_process_group(backend, store=store, rank=rank, world_size=size, timeout=limit)
         try:
-            return _reduce(rank, size, which)
+            return _reduce(rank, size, which, on_gpu=backend == "nccl")
         finally:
             dist.destroy_process_group()
     except RuntimeError as error:  # torch's type for connection errors, timeouts and NCCL errors
@@ -79,9 +88,8 @@ def _one(store: dist.Store, rank: int, size: int, which: str, deadline_s: float)
         raise ReduceError(f"{backend} all-reduce {which} ({size} processes): {reason}") from error
 
 
-def _reduce(rank: int, size: int, which: str) -> float:
+def _reduce(rank: int, size: int, which: str, *, on_gpu: bool) -> float:
     """GB/s of an all-reduce. Element i of process r is i % 7 + r; float32 sums are exact up to 5,000 processes."""
-    on_gpu = torch.cuda.is_available()
     device = torch.device("cuda", torch.cuda.current_device()) if on_gpu else torch.device("cpu")
     synchronize = torch.cuda.synchronize if on_gpu else torch.cpu.synchronize
     count = (GPU_BYTES if on_gpu else CPU_BYTES) // 4

@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 import json
 import os
+import resource
 import shutil
 import subprocess
 import sys
@@ -34,6 +35,8 @@ IDLE_BYTES = 2 * 2**30  # GPU memory that drivers and monitors may use
 MIN_SCRATCH_BYTES = 2**30  # for NCCL's and engines' shared memory (/dev/shm) and compiled kernels (TMPDIR)
 QUERY = ("driver_version", "memory.used", "memory.total", "compute_cap", "name")  # the name may contain commas
 SMI_S = 60.0
+FILES_PER_RANK, OTHER_FILES = 4, 512
+"""Open files of a process: three groups of gloo hold a connection to each rank, and the first node's stores too."""
 
 
 @dataclass(slots=True)
@@ -140,6 +143,14 @@ def _examine_scratch(report: NodeReport) -> None:
         if free < MIN_SCRATCH_BYTES:
             what = f"{path} has {size(free)} free, {size(MIN_SCRATCH_BYTES)} are needed"
             report.add(what, f"free space in {path}")
+
+
+def check_open_files(report: NodeReport, ranks: int) -> None:
+    """Check that a process of this node may open its connections to all ranks of the run."""
+    hard, needed = resource.getrlimit(resource.RLIMIT_NOFILE)[1], FILES_PER_RANK * ranks + OTHER_FILES
+    if hard < needed and hard != resource.RLIM_INFINITY:
+        what = f"a process may open {hard} files, and {ranks} ranks need {needed}"
+        report.add(what, "raise the hard limit: LimitNOFILE of slurmd, or nofile in /etc/security/limits.conf")
 
 
 def _examine_model(report: NodeReport, config: Config) -> None:

@@ -2,9 +2,9 @@
 
     srun --ntasks-per-node=1 python -m oblr_megatron.extras.cluster.preflight CONFIG.toml [section.key=value ...]
 
-Each node examines itself (node.py). The first node compares versions and clocks. Then all nodes run an all-reduce, with
-NCCL over all GPUs or with gloo over the nodes. The first node prints a table, and one line per problem with node and
-fix. The exit status is 2 if there is a problem. Every wait has a deadline.
+Each node examines itself (node.py). The first node compares versions and clocks. Then all nodes run an all-reduce with
+gloo, and one with NCCL over all GPUs. The first node prints a table, and one line per problem with node and fix. The
+exit status is 2 if there is a problem. Every wait has a deadline.
 """
 
 from __future__ import annotations
@@ -20,19 +20,26 @@ from pathlib import Path
 
 import torch
 
-from oblr_megatron.errors import EXIT_OK, EXIT_USER, UserError
-from oblr_megatron.extras.cluster.all_reduce import GRACE_S, ReduceError, Speed, measure, measure_gpus
-from oblr_megatron.extras.cluster.node import NodeReport, examine
+from oblr_megatron.errors import EXIT_OK, EXIT_USER, Problem, UserError
+from oblr_megatron.extras.cluster.all_reduce import GRACE_S, ReduceError, Speed, measure_gloo, measure_gpus
+from oblr_megatron.extras.cluster.node import NodeReport, check_open_files, examine
 from oblr_megatron.extras.cluster.rendezvous import Rendezvous
 from oblr_megatron.runtime.command_line import guarded, parse
+from oblr_megatron.runtime.processes import raise_open_files
 
 CLOCK_S = 5.0  # allowed clock difference, because file times and logs are compared across nodes
 GOOD, BAD = "ready", "not ready"
+LINKS = "check the links (NCCL_DEBUG=INFO, NCCL_SOCKET_IFNAME), or exclude the node"
+NAMES = (
+    "set GLOO_SOCKET_IFNAME to the interface between the nodes (ip -br address): gloo takes the address of a node's "
+    "own name, and /etc/hosts may make that a loopback address"
+)
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Exit status, equal on every node: 0 if all nodes are ready."""
     options = parse(_parser(), arguments)
+    raise_open_files()  # the first node's store has connections to every process
     return guarded(lambda: run(options))
 
 
@@ -46,6 +53,7 @@ def run(options: argparse.Namespace) -> int:
     torch.set_num_threads(1)
     with Rendezvous(nodes, index, options.port, options.deadline) as rendezvous:
         report = examine(nodes[index], options.config, options.overrides, expect_gpus=options.expect_gpus, ports=ports)
+        check_open_files(report, len(nodes) * (options.expect_gpus or options.ranks_per_node))
         reports = {
             node: NodeReport.load(text)
             for node, text in rendezvous.gather("report", json.dumps(asdict(report))).items()
@@ -56,7 +64,7 @@ def run(options: argparse.Namespace) -> int:
         outcome = rendezvous.tell("outcome", outcome_of(reports), 2 * options.deadline)
         if outcome == GOOD:
             _reduce(rendezvous, reports, options)
-            outcome = rendezvous.tell("final outcome", outcome_of(reports), 4 * options.deadline + GRACE_S)
+            outcome = rendezvous.tell("final outcome", outcome_of(reports), 5 * options.deadline + GRACE_S)
         if index == 0:
             print(table(reports, nodes))
             for line in lines(reports, nodes):
@@ -75,6 +83,7 @@ def _parser() -> argparse.ArgumentParser:
     )
     parser.add_argument("--node-index", type=int, help="index of this node; by default SLURM's")
     parser.add_argument("--expect-gpus", type=int, default=8, help="GPUs per node; 0 for CPU ranks")
+    parser.add_argument("--ranks-per-node", type=int, default=1, help="CPU ranks per node")
     parser.add_argument("--port", type=int, default=29400, help="port of the preflight's store")
     parser.add_argument("--rendezvous-port", type=int, help="port of the run; must be free on the first node")
     parser.add_argument("--deadline", type=float, default=300.0, help="seconds, for every wait")
@@ -121,29 +130,28 @@ def _add_silence(report: NodeReport, deadline_s: float) -> None:
 
 def _reduce(rendezvous: Rendezvous, reports: dict[int, NodeReport], options: argparse.Namespace) -> None:
     """Run the all-reduces; the first node adds speeds and failures of all nodes to their reports."""
-    failures: list[str] = []
+    failures: list[Problem] = []
     node, nodes, deadline_s = rendezvous.index, len(rendezvous.nodes), options.deadline
     speed = Speed(0.0, 0.0)
+    try:
+        speed = measure_gloo(rendezvous.store, node, nodes, deadline_s)
+    except ReduceError as error:
+        failures = [(str(error), NAMES)]
     if options.expect_gpus:
-        speed, failures = measure_gpus(rendezvous.address, node, nodes, options.expect_gpus, deadline_s)
-    else:
-        try:
-            speed = measure(rendezvous.store, node, nodes, 0, 1, deadline_s)
-        except ReduceError as error:
-            failures = [str(error)]
-    answers = rendezvous.gather("reduced", json.dumps([asdict(speed), failures]), 3 * deadline_s + GRACE_S)
+        speed, failed = measure_gpus(rendezvous.address, node, nodes, options.expect_gpus, deadline_s)
+        failures += [(what, LINKS) for what in failed]
+    answers = rendezvous.gather("reduced", json.dumps([asdict(speed), failures]), 4 * deadline_s + GRACE_S)
     for index, report in reports.items():
         if index not in answers:
-            _add_silence(report, 3 * deadline_s + GRACE_S)
+            _add_silence(report, 4 * deadline_s + GRACE_S)
             continue
-        speeds, failed = json.loads(answers[index])
-        fix = "check the links (NCCL_DEBUG=INFO, NCCL_SOCKET_IFNAME, GLOO_SOCKET_IFNAME), or exclude the node"
-        for what in failed:
+        speeds, problems = json.loads(answers[index])
+        for what, fix in problems:
             report.add(what, fix)
         for name, value in speeds.items():
             report.facts[f"{name.replace('_', ' ')}, GB/s"] = f"{value:.2f}" if value else "-"
             if 0 < value < options.min_gb_s:
-                report.add(f"all-reduce {name.replace('_', ' ')}: {value:.1f} GB/s, below {options.min_gb_s:g}", fix)
+                report.add(f"all-reduce {name.replace('_', ' ')}: {value:.1f} GB/s, below {options.min_gb_s:g}", LINKS)
 
 
 def outcome_of(reports: Mapping[int, NodeReport]) -> str:

@@ -1,6 +1,6 @@
 """The reward "reasoning_gym": each task's own score, 0 to 1, for rows of the sources "reasoning_gym:NAME".
 
-The text of the last <answer>...</answer> is scored, as in the package; a response without one scores 0.
+The text between the last <answer> and </answer> is scored; a response without them scores 0.
 "reasoning_gym:whole" scores the whole response, trimmed. The row names its task, so one reward scores a mixture of
 tasks.
 
@@ -111,11 +111,13 @@ def cause_of(error: BaseException) -> str:
 
 
 def extracted(response: str) -> str | None:
-    """The text of the last <answer>...</answer>, trimmed; None without one. As the package's `extract_answer`.
+    """The text between the last <answer> that is closed and its </answer>, trimmed; None without one.
 
-    Example: "so <answer> 4 </answer>" -> "4"
+    As the package's `extract_answer`, which begins at an earlier <answer> that was left open.
+
+    Example: "it wants <answer> tags: <answer> 4 </answer>" -> "4"
     """
-    pieces = [piece.partition("<answer>") for piece in response.split("</answer>")[:-1]]
+    pieces = [piece.rpartition("<answer>") for piece in response.split("</answer>")[:-1]]
     return next((answer.strip() for _, mark, answer in reversed(pieces) if mark), None)
 
 

@@ -24,6 +24,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     what.add_argument("--calibrate", nargs="+", type=Path, metavar="RUN_DIR", help="fit constants to finished runs")
     parser.add_argument("--gpus", type=count, metavar="N", help="GPUs on all nodes together")
     parser.add_argument("--gpu-memory-gb", type=amount, metavar="X", help="memory of a GPU (default: that of --gpu)")
+    parser.add_argument("--gpus-per-node", type=count, metavar="N", help="GPUs of a node (default: those of --gpu's)")
     parser.add_argument("--sequence-length", type=count, metavar="L", help="longest prompt and response together")
     parser.add_argument("--gpu", default="h100", help="h100, h200, a100, b200, ... (default: %(default)s)")
     parser.add_argument("--prompts", type=count, help=f"prompts per step, Q (default: {PROMPTS})")
@@ -103,8 +104,8 @@ def request_of(options: argparse.Namespace) -> Any:
 
     _check(options)
     device = device_named(options.gpu)
-    if options.gpu_memory_gb:
-        device = replace(device, memory_gb=options.gpu_memory_gb)
+    given = {"memory_gb": options.gpu_memory_gb, "gpus_per_node": options.gpus_per_node}
+    device = replace(device, **{name: value for name, value in given.items() if value})
     constants = read_constants(options.calibration) if options.calibration else Constants()
     run_table = _table(options)
     response = run_table["rollout"]["max_response_tokens"]

@@ -136,7 +136,10 @@ def search(request: Request) -> SearchResult:
         UserError: the run or all its layouts are refused, or none fits; says by how much the smallest is too large.
     """
     per_node = min(request.machine.device.gpus_per_node, request.gpus)
-    check(Proposed(request.config({}), request.hf_config, request.gpus, per_node, on_gpu=True), "device")
+    engines = None if request.engine_gpus else request.table.get("rollout", {}).get("num_engines")
+    width = max(1, request.gpus // engines) if engines else 1  # the search chooses their size, not the config
+    run = request.config({"rollout": {"tensor_parallel_size": width, "num_engines": engines}})
+    check(Proposed(run, request.hf_config, request.gpus, per_node, on_gpu=True), "device")
     tally = _Tally(request)
     plans = [plan for layout in layouts(request) for plan in tally.consider(layout)]
     if not plans:
@@ -260,12 +263,12 @@ class _Tally:
     def engine(self, config: Config, width: int, held: int, training: int) -> tuple[Config, int, int] | None:
         """(run, bytes during sampling, bytes during training) with engines of `width` GPUs and as much memory as fits.
 
-        None if the heads do not divide, `rollout.num_engines` do not fit, or the KV cache does not hold one longest
-        sequence.
+        None if the heads do not divide, `rollout.num_engines` is another number, or the KV cache does not hold one
+        longest sequence.
         """
         request, hf = self.request, self.request.hf_config
-        gpus, engines = request.engine_gpus or request.gpus, config.rollout.num_engines or 1
-        if heads_problem(hf, width, "tensor_parallel_size") or gpus % width or engines * width > gpus:
+        gpus, engines = request.engine_gpus or request.gpus, config.rollout.num_engines
+        if heads_problem(hf, width, "tensor_parallel_size") or gpus % width or engines not in (None, gpus // width):
             return None
         for share in UTILIZATIONS:
             rollout = {"tensor_parallel_size": width, "gpu_memory_utilization": share}

@@ -129,7 +129,7 @@ def write(model: PreTrainedModel, source: Path, target: Path) -> dict[str, Writt
     config = json.loads((target / "config.json").read_text(encoding="utf-8"))
     config["quantization_config"] = quantization
     (target / "config.json").write_text(json.dumps(config, indent=2) + "\n", encoding="utf-8")
-    for file in target.iterdir():
+    for file in (path for path in target.rglob("*") if path.is_file()):
         file.chmod((target / "config.json").stat().st_mode)  # safetensors files are readable by the owner only
         sync(file)
     return written

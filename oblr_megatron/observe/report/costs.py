@@ -74,14 +74,17 @@ THROUGHPUT = chart(
 
 def memory_of_ranks(run_dir: Path) -> Panel:
     """A strip with one line per rank; it has no curve if ranks.jsonl is missing or names a single rank."""
-    lines = [line for _, line in intact_lines(run_dir / RANKS_FILE) if "memory_bytes" in line]
-    table = [(line["step"], line["memory_bytes"]["allocated"]) for line in lines]
+    table = [
+        (line["step"], np.array(line["memory_bytes"]["allocated"], dtype=np.float32) / 2**30)
+        for _, line in intact_lines(run_dir / RANKS_FILE)
+        if "memory_bytes" in line
+    ]
     ranks = len(table[-1][1]) if table else 0
     table = [(step, values) for step, values in table if len(values) == ranks]  # a resumed run may have another count
     curves = []
     if ranks > 1:
         steps = np.array([step for step, _ in table], dtype=np.float64)
-        values = np.array([values for _, values in table], dtype=np.float64) / 2**30  # [steps, ranks]
+        values = np.stack([values for _, values in table])  # [steps, ranks]
         fullest = sorted(np.argsort(-values[-1], kind="stable")[:MOST_RANKS].tolist())
         curves = [
             Curve("", f"rank {rank}", "average", colour, steps, values[:, rank])

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections import Counter
+
 import numpy as np
 
 from oblr_megatron.algo.noise_split import compared_with_best
@@ -11,6 +13,7 @@ from oblr_megatron.observe.report.history import Array, RunHistory
 from oblr_megatron.observe.report.specs import Chart, ChartRule, Curve, chart, panel, strip
 
 RATIO = "/variance_ratio"
+MOST_SOURCES = 8  # as many colours as the page has
 ACROSS_PROMPTS = ("none", "batch_mean")  # keep the variance between prompts, so their ratios are much larger
 
 VARIANCE = chart(
@@ -88,7 +91,8 @@ def pools(history: RunHistory) -> list[Chart]:
     names = sorted({name for record in history.records for name in record if name.startswith("pool/")})
     if not {"pool/pull", "pool/trust"} & set(names):
         return []
-    means = [name for name in names if name.endswith("/mean")]
+    logged = Counter(name for record in history.records for name in record if name.startswith("pool/"))
+    means = sorted([name for name, _ in logged.most_common() if name.endswith("/mean")][:MOST_SOURCES])
     figure = chart(
         "Pools of earlier rewards",
         "Mean reward of each data source over earlier steps, weighted as the baseline asks: the baseline of a prompt "

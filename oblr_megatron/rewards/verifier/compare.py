@@ -11,9 +11,9 @@ from fractions import Fraction
 from functools import lru_cache
 from typing import NoReturn
 
-from oblr_megatron.rewards.verifier.leaf import LETTER, Symbolic, equal_leaves, has_variable
+from oblr_megatron.rewards.verifier.leaf import LETTER, Symbolic, equal_leaves, has_variable, operators
 from oblr_megatron.rewards.verifier.normalize import compact, normalize
-from oblr_megatron.rewards.verifier.structure import Group, Leaf, Named, Node, Relation, has_grouping, parse
+from oblr_megatron.rewards.verifier.structure import GREEK, Group, Leaf, Named, Node, Relation, has_grouping, parse
 
 MAX_CACHED_CHARS = 200  # longer texts are rare and their parses are large
 MAX_INLINE_ITEMS = 32  # longer lists are compared in a worker, under its deadline
@@ -25,6 +25,8 @@ _LABEL = re.compile(
     r"|(?:\\text\{\s*)?(?i:option|choice) ([A-J])\}?"
 )
 _STATED = re.compile(r"([A-J])\.(?!.*(?<![A-Za-z])[A-J](?![A-Za-z])).+")  # a gold choice with its text
+_GREEK = re.compile(GREEK)
+_INDEX_WORD = re.compile(r"\\text\{([^{}]*)\}|\\(?=(?:max|min)(?![A-Za-z]))")
 _HEDGED = re.compile(r"(?:^(?:and\b)?|[;.]|\bor\b)\s*\(?([A-H])\)?\s*(?:$|[,;/&.]|(?:or|and|is|are)\b)")
 
 
@@ -129,6 +131,9 @@ def _names_agree(gold: str, given: str) -> bool:
     """Whether two names may denote the same quantity: words and angles always may, y may be a function's value."""
     if any(name.startswith(("\\text", "\\angle")) for name in (gold, given)):
         return True
+    gold, given = (_INDEX_WORD.sub(r"\1", name) for name in (gold, given))  # m_{\text{max}} is m_{\max}
+    if gold.startswith("(") and given.startswith("("):
+        return gold == given or sorted(gold) != sorted(given)  # (x,y) = (1,2) is not (y,x) = (1,2)
     heads = [name.partition("(")[0] for name in (gold, given)]
     if "y" in heads and any("(" in name for name in (gold, given)):
         return True
@@ -153,10 +158,18 @@ def _equal_relation(gold: Node, given: Node, symbolic: Symbolic) -> bool:
     if isinstance(gold, Relation):
         return isinstance(given, Relation) and symbolic(gold.text, given.text)
     assert isinstance(given, Relation), "one of the two is a relation"
-    if set(given.signs) != {"="} or not isinstance(gold, Leaf) or has_variable(gold.text):
+    if set(given.signs) != {"="} or (isinstance(gold, Leaf) and has_variable(gold.text)):
         return False
-    stated = [part for part in given.parts[:-1] if not has_variable(part)]  # "2 + 3 = 5" states its left side too
-    return all(equal_leaves(gold.text, part, symbolic) for part in (given.parts[-1], *stated))
+    greek = not _GREEK.search(gold.text)  # whether Greek letters stand for a quantity that the gold answer gives
+    stated = [part for part in given.parts[:-1] if not _is_name(part, greek)]  # "2 + 3 = 5" states its left side too
+    if isinstance(gold, Leaf):
+        return all(equal_leaves(gold.text, part, symbolic) for part in (given.parts[-1], *stated))
+    return all(_equal(gold, parse(part), symbolic) for part in (given.parts[-1], *stated))
+
+
+def _is_name(part: str, greek: bool) -> bool:
+    r"""Whether one side of an equation names a value instead of stating it: x + y, \sigma^{2}, \gcd(4, 6)."""
+    return has_variable(part) or bool(operators(part)) or (greek and _GREEK.search(part) is not None)
 
 
 def _equal_groups(gold: Group, given: Group, symbolic: Symbolic) -> bool:

@@ -18,6 +18,7 @@ _OPERATORS = re.compile(
     r"|\\begin\{(v)matrix\}|\\frac\{\s*(?:d|\\partial)(?:[^{}]|\{[^{}]*\}){0,40}\}\{\s*(d|\\partial)"
 )
 _TEXT = re.compile(r"\\text\{([^{}]*)\}")
+_NO_LETTERS = re.compile(r"\\text\{[^{}]*\}|\\(?:begin|end)\{[a-z]*\}")  # words, and the names of environments
 _TEXT_LETTER = re.compile(r"\\text\{\s*[A-Za-z]\s*\}")
 _QUANTITY = re.compile(  # in \text
     r"([+-]?[0-9](?:[0-9.,/]*[0-9])?) ?([%°]|(?=[A-Za-z]{2})(?:(?!(?<![A-Za-z])(?:and|or)(?![A-Za-z]))[^0-9])+)"
@@ -41,14 +42,14 @@ def equal_leaves(gold: str, given: str, symbolic: Symbolic) -> bool:
         if equal is not None:
             return equal
     expected, actual = read_marks(gold), read_marks(given)
-    if _APART.search(actual.core) or not _operators(actual.core) <= _operators(expected.core):
+    if _APART.search(actual.core) or not operators(actual.core) <= operators(expected.core):
         return False
     return _equal_expressions(expected, actual, symbolic)
 
 
 def has_variable(text: str) -> bool:
     """Whether the text contains letters other than constants, units and words."""
-    letters = (match.group(1) for match in LETTER.finditer(_TEXT.sub("", read_marks(text).core)))
+    letters = (match.group(1) for match in LETTER.finditer(_NO_LETTERS.sub("", read_marks(text).core)))
     return any(letter and letter not in _CONSTANTS for letter in letters)
 
 
@@ -125,7 +126,7 @@ def _expression(quantity: Quantity) -> str:
     return core if quantity.scale == 1 else f"{quantity.scale}({core})"
 
 
-def _operators(text: str) -> set[str]:
+def operators(text: str) -> set[str]:
     """Operators in the text. A prediction with operators that the gold answer lacks is unevaluated, hence wrong."""
     return {next(name for name in match.groups() if name) for match in _OPERATORS.finditer(text)}
 

@@ -61,10 +61,16 @@ _CLOSE = {")": "(", "]": "[", "}": "{", "\\}": "\\{", "\\rangle": "\\langle"}
 MAX_PARTS = 16  # relations of more parts are not parsed; every name before "=" is one more level of recursion
 _RELATIONS = {"=", "<", ">", "\\le", "\\ge", "\\ne", "\\in", "\\approx", "\\equiv"}
 _FLIPPED = {"<": ">", ">": "<", "\\le": "\\ge", "\\ge": "\\le"}
+GREEK = (
+    r"\\(?:alpha|beta|gamma|delta|(?:var)?epsilon|zeta|eta|(?:var)?theta|iota|kappa|lambda|mu|nu|xi|(?:var)?rho|sigma|tau"
+    r"|upsilon|(?:var)?phi|chi|psi|omega|Gamma|Delta|Theta|Lambda|Xi|Sigma|Upsilon|Phi|Psi|Omega|ell)(?![A-Za-z])"
+)
+"""Pattern of the Greek letters that name quantities, and of \\ell; \\pi is a number."""
+_ENTRY = rf"\s*(?:[A-Za-z]|{GREEK})(?:_\{{[0-9]\}})?\s*"
 _NAME = re.compile(
-    r"(?:\\(?!pi|frac|sqrt|sin|cos|tan|log|ln|infty|left|text)[A-Za-z]+|[A-Za-z])(?:_\{[^{}=]*\})?'*"
+    r"(?:\\(?!pi|frac|sqrt|sin|cos|tan|log|ln|infty|left|text)[A-Za-z]+|[A-Za-z])(?:_\{(?:[^{}=]|\\text\{[^{}=]*\})*\})?'*"
     r"(?:\s*\(\s*[A-Za-z0-9]\s*(?:,\s*[A-Za-z]\s*)*\))?"
-    r"|\\angle\s*[A-Za-z0-9_{} ]+|\\text\{[^{}]*\}|\(\s*[A-Za-z](?:_\{[0-9]\})?\s*(?:,\s*[A-Za-z](?:_\{[0-9]\})?\s*)+\)"
+    rf"|\\angle\s*[A-Za-z0-9_{{}} ]+|\\text\{{[^{{}}]*\}}|\({_ENTRY}(?:,{_ENTRY})+\)"
 )
 _MATRIX = re.compile(
     r"\\begin\{([pbvBV]?|small)matrix\}(.*)\\end\{\1matrix\}|\\begin\{(array)\}\{[lcr|]*\}(.*)\\end\{array\}", re.S
@@ -98,14 +104,14 @@ def parse(text: str, *, grouped: bool = False) -> Node:
 
 def _parse_one(text: str) -> Node:
     text = text.strip()
-    parts, signs = _relation(text)
+    parts, signs = chain(text)
     if len(parts) > MAX_PARTS:
         return Relation(text, tuple(signs), tuple(parts))
     if signs:
         return _parse_relation(text, parts, signs)
     if len(members := _split(text, {"\\cup"})) > 1:
         return Group(text, "union", tuple(_parse_one(member) for member in members))
-    if matrix := _MATRIX.fullmatch(text):
+    if (matrix := _MATRIX.fullmatch(text)) and _is_one_environment(text):
         return _parse_matrix(text, matrix.group(2) or matrix.group(4) or "")
     return _parse_bracket(text)
 
@@ -145,6 +151,11 @@ def _parse_matrix(text: str, body: str) -> Node:
     rows = [row for row in re.split(r"\\\\(?:\[[^\]]*\])?", body) if row.strip()]
     cells = [[cell.strip() for cell in _split(row, {"&"})] for row in rows]
     return Group(text, "matrix", tuple(Group("", "()", tuple(_parse_one(cell) for cell in row)) for row in cells))
+
+
+def _is_one_environment(text: str) -> bool:
+    """Whether a text that begins and ends with environments is only one: a sum of two matrices is not."""
+    return all(depth > 0 for _, _, depth in list(_tokens(text))[1:-1])
 
 
 def _parse_relation(text: str, parts: list[str], signs: list[str]) -> Node:
@@ -202,8 +213,8 @@ def _split(text: str, separators: set[str]) -> list[str]:
     return [text] if level > 0 else [*parts, text[start:]]
 
 
-def _relation(text: str) -> tuple[list[str], list[str]]:
-    """The parts and the relation signs between them."""
+def chain(text: str) -> tuple[list[str], list[str]]:
+    """The parts and the relation signs between them. Example: "x = 2" -> ["x", "2"], ["="]."""
     parts, signs, start = [], [], 0
     for token, position, depth in _tokens(text):
         if depth == 0 and token in _RELATIONS:

@@ -14,6 +14,7 @@ import sympy
 from math_verify import verify
 from sympy import Basic, Expr, MatrixBase, Rational
 from sympy.core.relational import Relational
+from sympy.matrices.expressions import MatAdd, MatMul, MatrixExpr
 
 from oblr_megatron.rewards.verifier.compare import equal_answers
 from oblr_megatron.rewards.verifier.latex import read
@@ -35,7 +36,10 @@ def equal_expressions(gold: str, given: str) -> bool:
     if set(_UNREAD.findall(gold)) != set(_UNREAD.findall(given)):
         return False
     try:
-        return _equal(read(gold), read(given))
+        expected, actual = read(gold), read(given)
+        if isinstance(actual, MatrixExpr) and not _is_linear(actual):
+            return False
+        return _equal(_matrix(expected), _matrix(actual))
     except (MemoryError, KeyboardInterrupt):
         raise
     except Exception:  # noqa: BLE001 - on malformed text, the grammar and sympy raise exceptions of any class
@@ -52,6 +56,20 @@ def _equal(gold: Any, given: Any) -> bool:
     if all(isinstance(side, Basic) and not isinstance(side, Expr) for side in (gold, given)):
         return bool(verify(gold, given, timeout_seconds=None))  # sets of all kinds
     return False
+
+
+def _matrix(value: Any) -> Any:
+    """The matrix that an expression of matrices equals; anything else unchanged."""
+    return value.doit() if isinstance(value, MatrixExpr) and _log10_bound(value) <= MAX_LOG10 else value
+
+
+def _is_linear(value: MatrixExpr) -> bool:
+    """Whether matrices are only added and multiplied by scalars. A product of matrices may be the question itself."""
+    matrices = [part for part in value.args if isinstance(part, (MatrixBase, MatrixExpr))]
+    if isinstance(value, MatrixBase):
+        return True
+    kinds = isinstance(value, MatAdd) or (isinstance(value, MatMul) and len(matrices) == 1)
+    return kinds and all(map(_is_linear, matrices))
 
 
 def _equal_relations(gold: Relational, given: Relational) -> bool:

@@ -134,6 +134,23 @@ def test_the_rate_holds_on_a_step_without_an_estimate(undefined):
     assert schedule.rate(6) == moved  # step 5 was never observed
 
 
+@pytest.mark.parametrize("size", [1, 8])
+def test_averages_of_another_group_size_begin_again(size):
+    """One prompt's noise depends on G. The rate stays for warmup_steps steps, and moves after them."""
+    algo = AlgoConfig(schedule="snr", snr=SnrConfig(warmup_steps=3, horizon=50))
+    settings = {"num_steps": 40, "num_prompts": 8}
+    before = build_schedule(algo, OptimizerConfig(lr=LR), group_size=8, **settings)
+    run(before, [0.8] * 10)
+    after = build_schedule(algo, OptimizerConfig(lr=LR), group_size=size, **settings)
+    after.load_state_dict(json.loads(json.dumps(before.state_dict())))
+    again = build_schedule(algo, OptimizerConfig(lr=LR), group_size=size, **settings)
+    again.load_state_dict(json.loads(json.dumps(after.state_dict())))
+    factors = run(again, [0.2] * 5, start=10)
+    assert (factors[:3] == [factors[0]] * 3) is (size == 1) and factors[3] < factors[0]
+    critical = again.metrics()["snr/critical_batch_size"]
+    assert critical == pytest.approx(8 * (1 - 0.2) / 0.2) if size == 1 else critical < 20
+
+
 def test_a_reference_waits_for_the_first_estimate():
     assert run(build(warmup_steps=2, horizon=1), [None, None, 0.4, 0.2, 0.2]) == pytest.approx([1, 1, 1, 1, 0.5])
 

@@ -126,6 +126,13 @@ def test_without_a_signal_the_critical_batch_size_is_undefined():
     assert set(averages.metrics()) == {"snr/signal_sq", "snr/noise_trace", "snr/shrink_raw", "snr/shrink_ema"}
 
 
+def test_plugin_names_no_critical_batch_size():
+    """Its signal contains the noise: under pure noise the size would be Q, for every Q."""
+    averages = SnrAverages(SnrConfig(estimator="plugin", horizon=1), 8)
+    averages.observe(stats(1.0, 4.0))
+    assert set(averages.metrics()) == {"snr/signal_sq", "snr/noise_trace", "snr/shrink_raw", "snr/shrink_ema"}
+
+
 def test_without_noise_the_critical_batch_size_is_zero():
     averages = averages_over(1)
     averages.observe(stats(1.0, 1.0))

@@ -114,7 +114,6 @@ def test_lm_head(tmp_path: Path) -> None:
     assert wide["head_dtype"] == "float32" and wide["ratio"] == wide["cpu_s"] / plain["cpu_s"]
 
 
-@pytest.mark.nightly
 def test_recorded(tmp_path: Path) -> None:
     """Arms without recorded tokens are their own base."""
     model = make_hf_dir(tmp_path / "model", head_dim=32)
@@ -209,18 +208,6 @@ def test_a_system_of_trl_must_be_chosen() -> None:
         step.parse_options(["--systems", "oblr_pooled"])
 
 
-def test_push_messages(tmp_path: Path) -> None:
-    rows = rows_of("push_messages", tmp_path, "--layers", "2", "--dense-layers", "2", "--rounds", "1")
-    assert {row["layout"]: row["a_layer"] for row in rows} == {
-        "mixture, ep2": 2,  # gloo: a broadcast of each rank's row
-        "mixture, tp2 ep2": 4,
-        "mixture, pp2 ep2": 4,
-        "dense, tp2": 2,
-        "dense, pp2": 1,
-    }
-
-
-@pytest.mark.slow
 def test_mismatch(tmp_path: Path) -> None:
     """Without the mode products differ in float32, with it nothing does."""
     plain = {row["operation"]: row for row in rows_of("mismatch", tmp_path)}

@@ -5,14 +5,12 @@ Not covered: its times and peaks of memory, which have no oracle.
 
 from __future__ import annotations
 
-import argparse
 import json
 import os
 import subprocess
 import sys
 from pathlib import Path
 
-import gradnorm
 import pytest
 import torch
 from meter import Meter
@@ -72,17 +70,6 @@ def test_samples_have_the_length_asked_for_and_weights_that_count() -> None:
     for baseline in ("rloo", "optimal"):
         coefficients = cell.coefficients(cell.config(baseline, {}), norms)
         assert coefficients.shape == (5,) and coefficients.ne(0).all()
-
-
-def test_sweep_changes_one_size_at_a_time() -> None:
-    base = {"shape": "tiny", "layers": 2, "tokens": 64, "samples": 4, "dtype": "bfloat16"}
-    base |= {"layers_of": "local", "lora": 0}
-    options = argparse.Namespace(**base | {"shapes": ["tiny", "qwen3-0.6b"], "tokens": [64, 128]})
-    first, *others = gradnorm.sweep(options)
-    assert first == Cell(**base)
-    for cell in others:
-        assert sum(getattr(cell, name) != value for name, value in base.items()) == 1
-    assert {cell.samples for cell in others} == {2, 4, 8} and {cell.tokens for cell in others} == {32, 64, 128}
 
 
 def test_ratio_is_of_each_round_and_then_the_median() -> None:

@@ -25,6 +25,8 @@ from oblr_megatron.checkpoint import safetensors_io, store
 from oblr_megatron.checkpoint.convert import to_hf, to_megatron
 from oblr_megatron.checkpoint.distributed import TorchDistWriter, model_state
 from oblr_megatron.checkpoint.hf import load_hf_weights
+from oblr_megatron.checkpoint.hf_dir import check_hf_dir
+from oblr_megatron.checkpoint.hf_write import write_description
 from oblr_megatron.checkpoint.piece_reader import PieceReader
 from oblr_megatron.checkpoint.pieces import NAMINGS, single_process
 from oblr_megatron.cli import main
@@ -303,6 +305,20 @@ def test_quantized_and_half_precision_weights_are_refused(
         assert dtype == torch.float16 or refusal(*arguments, "--dtype", "float32")
         shutil.rmtree(copy) if dtype != torch.float16 else None
     assert main(["convert", *arguments, "--dtype", "float32"]) == 0
+
+
+def test_named_chat_templates_come_back(root: Path, tmp_path: Path) -> None:
+    """transformers writes each but the default one into a directory."""
+    source = Path(shutil.copytree(root / "hf", tmp_path / "hf"))
+    tokenizer = AutoTokenizer.from_pretrained(source)
+    tokenizer.chat_template = {"default": "{{ messages }}", "tool_use": "{{ tools }}"}
+    tokenizer.save_pretrained(source)
+    to_megatron(source, tmp_path / "checkpoint")
+    to_hf(tmp_path / "checkpoint", tmp_path / "back")
+    write_description({}, check_hf_dir(source).copied, tmp_path / "exported")  # what saves and exports write
+    for path in (tmp_path / "checkpoint" / "hf", tmp_path / "back", tmp_path / "exported"):
+        shutil.copy(source / "config.json", path)
+        assert AutoTokenizer.from_pretrained(path).chat_template == tokenizer.chat_template, path
 
 
 def test_an_existing_target_is_left_alone(root: Path, tmp_path: Path, refusal: Callable[..., str]) -> None:

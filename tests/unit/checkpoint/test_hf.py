@@ -5,6 +5,7 @@ Not covered: truncated files (test_hf_dir.py), round trips (tests/distributed/te
 
 from __future__ import annotations
 
+import json
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -15,6 +16,7 @@ from torch import Tensor
 from transformers import Qwen3Config
 
 from oblr_megatron.checkpoint.hf import load_hf_weights, open_hf_tensors
+from oblr_megatron.checkpoint.hf_dir import BUFFERS, INDEX, check_hf_dir
 from oblr_megatron.config import ModelConfig, ParallelConfig
 from oblr_megatron.errors import UserError
 from oblr_megatron.model import cpu
@@ -86,6 +88,20 @@ def test_weights_are_nan_until_loaded_and_torchs_random_state_is_unchanged(tmp_p
     load_hf_weights(policy, path)
     assert all(parameter.isfinite().all() for _, parameter in policy.named_parameters())
     assert torch.equal(torch.get_rng_state(), before)
+
+
+@pytest.mark.parametrize("max_shard_size", ["5GB", "20KB"])
+def test_buffers_of_rotary_embeddings_are_skipped(max_shard_size: str, tmp_path: Path, parallel: Parallel) -> None:
+    path = make_hf_dir(tmp_path, max_shard_size=max_shard_size)
+    file, index = sorted(path.glob("*.safetensors"))[0], path / INDEX
+    added = {f"model.layers.1.self_attn.{name}": torch.ones(8) for name in BUFFERS}
+    save_file(load_file(file) | added, file, metadata={"format": "pt"})
+    if index.exists():
+        content = json.loads(index.read_text())
+        content["weight_map"] |= dict.fromkeys(added, file.name)
+        index.write_text(json.dumps(content))
+    check_hf_dir(path)
+    load(path, parallel)
 
 
 def test_several_files_are_found_by_the_index(tmp_path: Path) -> None:

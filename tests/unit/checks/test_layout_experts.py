@@ -150,6 +150,19 @@ def test_slots_on_a_gpu_are_in_bfloat16(dtype: str, engine: str, pushed: str, on
         assert caught.value.where == "config: rollout.lora"
 
 
+@pytest.mark.parametrize(
+    ("rank", "pushed", "works"), [(512, "adapter", True), (513, "merged", True), (513, "adapter", False)]
+)
+def test_slots_have_ranks_up_to_512(rank: int, pushed: str, works: bool) -> None:
+    base = {"run_dir": "r", "data": {"train": "t.jsonl"}, "model": {"path": "m", "lora": {"rank": rank}}}
+    config = parse_config(base | {"rollout": {"lora": pushed}})
+    if works:
+        check_pushable(MODEL, config, on_gpu=False)
+    else:
+        with pytest.raises(UserError, match=r"to 512, not 513 \[config: model.lora.rank\]. Fix: set rollout.lora"):
+            check_pushable(MODEL, config, on_gpu=False)
+
+
 VERIFY = {"weights": {"verify": True}}
 
 

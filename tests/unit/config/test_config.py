@@ -122,6 +122,14 @@ def test_bad_values(override: str, named: list[str]) -> None:
         (["checkpoint.best_metric=eval/a/accuracy"], "checkpoint.best_metric 'eval/a/accuracy'"),
         (["checkpoint.best_metric=eval/a/loss", "evaluate.data.a=a.jsonl"], "eval/a/accuracy, eval/a/mean_at_k, eval"),
         (["checkpoint.best_metric=eval/a/pass_at_k", "evaluate.data.a=a.jsonl"], "but evaluate.every_steps is 0"),
+        *[
+            (
+                ["checkpoint.best_metric=eval/a/maj_at_k", "evaluate.data.a=a.jsonl", f"reward.name={name}"],
+                "'eval/a/maj_at_k' is never measured",
+            )
+            for name in ("format", "mine.py:score", "http://a:1")
+        ],
+        (["data.exclude=[{path = 'a.jsonl', weight = 2.0}]"], "'a.jsonl' has a weight"),
         (
             [
                 *("checkpoint.best_metric=eval/a/accuracy", "evaluate.data.a=a.jsonl", "evaluate.every_steps=1"),
@@ -363,10 +371,13 @@ def test_the_search_for_readers_finds_an_unread_field() -> None:
 
 @pytest.mark.parametrize(
     "override",
-    ['group_size="8"', "num_steps=true", "optimizer.lr=inf", "rollout.temperature=0.001", "data.shuffle=1", "seed=nan"],
+    [
+        *('group_size="8"', "num_steps=true", "optimizer.lr=inf", "data.shuffle=1", "seed=nan"),
+        *("rollout.temperature=0.001", "rollout.temperature=2.1", "evaluate.temperature=2.1"),
+    ],
 )
 def test_values_are_not_converted(override: str) -> None:
-    """Quoted numbers, truth values for numbers, infinities, and temperatures that vLLM would raise."""
+    """Quoted numbers, truth values for numbers, infinities, and temperatures that vLLM would raise or refuse."""
     table = {"run_dir": "r", "model": {"path": "m"}, "data": {"train": "t"}}
     with pytest.raises(UserError, match=override.split("=", maxsplit=1)[0]):
         parse_config(table, "test", [override])

@@ -76,6 +76,8 @@ def test_where_a_wrong_value_came_from(overrides: list[str], table: dict[str, An
         (f"log.samples={HUGE}", "log.samples = "),
         ("optimizer.lr=1e60", "less than or equal to 1000000"),
         (f"num_steps={'9' * 6000}", "without quotes"),
+        ("optimizer.lr=.001", "write 0.001"),
+        ("num_steps=none", "give a number"),
         ("a..b=1", "section.key=value"),
         ("algo.preset=[1]", "algo.preset"),
     ],
@@ -83,6 +85,12 @@ def test_where_a_wrong_value_came_from(overrides: list[str], table: dict[str, An
 def test_what_an_error_says(override: str, named: str) -> None:
     error = refused([override])
     assert named in str(error) and error.where == COMMAND_LINE and len(str(error)) < LONGEST_SHOWN + 200
+
+
+def test_none_unsets_a_number_of_the_file() -> None:
+    table = MINIMAL | {"rollout": {"num_engines": 2}, "algo": {"clip_dual": 3.0, "updates_per_batch": 2}}
+    found = parse_config(table, overrides=["rollout.num_engines=none", "algo.clip_dual=none", "algo.baseline=rloo"])
+    assert found.rollout.num_engines is None and found.algo.clip_dual is None
 
 
 def test_a_list_of_one_needs_no_brackets() -> None:

@@ -87,9 +87,19 @@ def test_given_keys_win(preset: str) -> None:
     assert all(getattr(algo.snr, name) == value for name, value in recipe.items() if name != "horizon")
 
 
-def test_the_command_line_wins_over_a_preset_in_the_file() -> None:
+def test_the_command_line_wins_over_the_file() -> None:
     assert parsed("algo.baseline=rloo", "algo.snr.floor=0.5", preset="oblr_po").algo.snr.floor == 0.5
-    assert parsed("algo.preset=grpo", baseline="rloo").algo.baseline == "rloo"
+    assert parsed("algo.preset=grpo", "algo.baseline=opo", baseline="rloo").algo.baseline == "opo"
+
+
+@pytest.mark.parametrize("preset", PUBLISHED)
+def test_a_preset_on_the_command_line_is_the_method_that_trains(preset: str) -> None:
+    """Whatever the file's method is. Keys that are no part of a method stay."""
+    one_update = f"algo.preset={preset}", "algo.updates_per_batch=1"
+    own = {"pool_decay": 0.5, "snr": {"num_folds": 8, "horizon": 20.0}}
+    method = {"baseline": "optimal", "norm_power": 0.25, "schedule": "cosine", "aggregation": "token_mean"}
+    expected = parsed(*one_update, **own | {"snr": own["snr"] | PRESETS[preset].get("snr", {})})
+    assert parsed(*one_update, **own, **method) == expected
 
 
 @pytest.mark.parametrize("preset", PUBLISHED)

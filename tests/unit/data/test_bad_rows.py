@@ -95,15 +95,16 @@ def test_a_tolerance_of_a_billion_digits_is_ignored(tmp_path: Path) -> None:
         ('[\n  {\n    "question": "1+1=",\n    "answer": 2\n  }\n]', "one JSON object per line"),
         ('{"question": "1+1= and more", "answer": 2}', "data.max_prompt_tokens"),
         ('{"problem": "1+1=", "answer": 2}', "question and answer columns"),
+        ('{"question": "Guess.", "answer": %d}', "data.deduplicate = false"),
     ],
 )
 def test_the_fix_is_that_of_the_most_frequent_reason(
     tokenizer: PreTrainedTokenizerFast, tmp_path: Path, line: str, fix: str
 ) -> None:
     path = tmp_path / "rows.jsonl"
-    path.write_text(f"{line}\n" * 3)
+    path.write_text("".join(f"{line}\n".replace("%d", str(number)) for number in range(3)))
     with pytest.raises(UserError) as caught:
-        stream(tokenizer, path, max_prompt_tokens=6, deduplicate=False)
+        stream(tokenizer, path, max_prompt_tokens=6, deduplicate="%d" in line)
     assert fix in caught.value.fix
 
 

@@ -72,6 +72,8 @@ def test_conversations(
         (r"\sum_i", False), (r"\sqrt2", False), (r"\alpha", False),
         (r"\\frac{1}{2}", True), (r"\\boxed{}", True), (r"one\nTwo", True), (r"a\tb", True), (r"\tTotal", True),
         (r"x\r\nRight", True), (r"\tangent", True), (r"\n", True), (r"\nequal parts", True), (r"1\f2", True),
+        (r"a \nmid b", False), (r"de\fned", False), (r"\nmid = (lo+hi)//2", True), (r"\nmid-term", True),
+        (r"by\neq. (3)", True), (r"x\fPage", True),
     ],
 )  # fmt: skip
 @pytest.mark.parametrize(("column", "before"), [("question", "1 "), ("answer", "1 "), ("answer", "")])

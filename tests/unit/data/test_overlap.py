@@ -90,6 +90,42 @@ def test_rows_that_contain_a_benchmark_question_are_dropped(tokenizer: PreTraine
     assert len(stream(tokenizer, train, exclude=str(test), overlap_threshold=0)) == 5
 
 
+SYSTEM = " ".join(f"Rule {number}: reason well." for number in range(20))
+ENDING = "Please reason step by step, and put your final answer within a box at the very end of your whole response"
+ITEMS = ["apples", "pears", "plums", "figs", "nuts", "dates"]
+
+
+def ask(item: str, count: int) -> str:
+    return f"Ann buys {count} {item} on Monday and sells half of all her {item} to Bob {item} for {count} cents each"
+
+
+@pytest.mark.parametrize("train_form", ["bare", "ending", "system", "both"])
+@pytest.mark.parametrize("held_form", ["bare", "ending", "system", "both"])
+def test_what_all_questions_share_is_no_overlap(
+    chat_tokenizer: PreTrainedTokenizerFast, tmp_path: Path, train_form: str, held_form: str
+) -> None:
+    """An instruction at the end of each question, or a system prompt, in one set or in both."""
+
+    def turns(question: str, form: str) -> list[dict[str, str]]:
+        text = f"{question}? {ENDING}" if form in ("ending", "both") else f"{question}?"
+        system = [{"role": "system", "content": SYSTEM}] if form in ("system", "both") else []
+        return [*system, {"role": "user", "content": text}]
+
+    held = [ask(item, 7) for item in ITEMS]
+    trained = [held[0], *(f"How many of the {number} {item} are left" for number, item in enumerate(ITEMS)), held[2]]
+    test = rows(tmp_path / "test.jsonl", *((turns(question, held_form), 1) for question in held))
+    train = rows(tmp_path / "train.jsonl", *((turns(question, train_form), 1) for question in trained))
+    prompts = stream(chat_tokenizer, train, exclude=str(test), chat_template=True, max_prompt_tokens=2000)
+    assert reasons(prompts) == [("train.jsonl", line, f"overlapping {test}") for line in (1, 8)]
+
+
+def test_short_questions_in_a_frame_overlap_only_as_texts() -> None:
+    benchmarks = Benchmarks(threshold=0.5)
+    benchmarks.add("sums", [f"{number}+1 = ? {ENDING}" for number in range(4)])
+    assert benchmarks.overlapping(f"2+1 =  ? {ENDING}") == "sums"
+    assert benchmarks.overlapping(f"2*1 = ? {ENDING}") == benchmarks.overlapping(f"5+1 = ? {ENDING}") == ""
+
+
 def test_benchmarks_need_no_answers_but_questions(tokenizer: PreTrainedTokenizerFast, tmp_path: Path) -> None:
     train, lines = rows(tmp_path / "train.jsonl", (DUCKS, 1), ("2+2", 4)), tmp_path / "bench.jsonl"
     lines.write_text(json.dumps({"question": DUCKS}) + "\n" + json.dumps({"problem": "2+2"}) + "\n")
@@ -119,12 +155,18 @@ def test_an_error_if_no_training_row_remains(tokenizer: PreTrainedTokenizerFast,
     st.sampled_from([0.01, 0.3, 0.5, 1.0]),
 )
 def test_overlaps_match_the_definition(held, question, ngram, threshold) -> None:
-    def shingles(text: str) -> set[tuple[str, ...]]:
+    def shingles(text: str, frame: frozenset[tuple[str, ...]] = frozenset()) -> set[tuple[str, ...]]:
         words = re.findall(r"[a-z]+", text.lower())
-        return {tuple(words[first : first + ngram]) for first in range(len(words) - ngram + 1)}
+        runs = [range(first, first + ngram) for first in range(len(words) - ngram + 1)]
+        framed = {place for run in runs if tuple(words[place] for place in run) in frame for place in run}
+        return {tuple(words[place] for place in run) for run in runs if framed.isdisjoint(run)}
+
+    different = [shingles(other) for other in set(held)]
+    shared = {run for own in different for run in own if sum(run in other for other in different) > len(different) / 2}
+    frame = frozenset(shared if len(different) >= 4 else ())
 
     def overlaps(other: str) -> bool:
-        wanted = shingles(other)
+        wanted = shingles(other, frame)
         if not wanted:
             return other.lower() == question.lower()
         return len(wanted & shingles(question)) / len(wanted) >= threshold

@@ -160,7 +160,9 @@ def test_the_template_and_chat_template_options(chat_tokenizer: PreTrainedTokeni
     given = {"chat_template": True, "template": "{question} Think.", "chat_template_options": {"mood": "calm"}}
     monkeypatch.setattr(chat_tokenizer, "chat_template", chat_tokenizer.chat_template + "{{ mood }}")
     assert held_out(chat_tokenizer, **given)[0].text == "<u>1+2= Think.<a>calm"
-    with pytest.raises(UserError, match="tokenize") as error:
+    with pytest.raises(UserError, match="reads no option 'mod'"):
+        held_out(chat_tokenizer, chat_template=True, chat_template_options={"mod": "calm"})
+    with pytest.raises(UserError, match="sets tokenize") as error:
         held_out(chat_tokenizer, chat_template=True, chat_template_options={"tokenize": True})
     assert error.value.where == "config: data.chat_template_options"
 

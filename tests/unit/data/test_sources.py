@@ -60,7 +60,9 @@ def test_parquet(tmp_path: Path, tokenizer) -> None:
 
 def test_answers_in_columns_of_numbers(tmp_path: Path, tokenizer) -> None:
     """A blank makes a table of whole numbers one of floats; float32 has no exact 0.1; decimals keep their digits."""
+    nested = pa.struct([("gold", pa.list_(pa.float32())), ("style", pa.string())])
     columns = {
+        "float16": (pa.array([0.1, 2.0, None, 0.333], pa.float16()), ["0.1", "2", "0.333"]),
         "float32": (pa.array([0.1, 2.0, None, 1e20], pa.float32()), ["0.1", "2", "1e+20"]),
         "float64": (pa.array([5.0, 0.1, None, -0.0, 2.0**53 + 2]), ["5", "0.1", "0", "9007199254740994.0"]),
         "decimal": (pa.array([Decimal("5.00"), Decimal("-0.50"), None], pa.decimal128(10, 2)), ["5", "-0.50"]),
@@ -71,6 +73,17 @@ def test_answers_in_columns_of_numbers(tmp_path: Path, tokenizer) -> None:
         prompts = stream(tokenizer, tmp_path / f"{name}.parquet", shuffle=False)
         assert [prompt.answer for prompt in prompts.next_prompts(len(expected))] == expected
         assert [skip[1:3] for skip in prompts.skipped] == [(3, "no 'answer'")]
+    values = [{"gold": [0.1, None], "style": "x"}, {"gold": None, "style": "y"}, None]
+    pq.write_table(pa.table({"reward_model": pa.array(values, nested)}), tmp_path / "nested.parquet")
+    assert [record.value["reward_model"] for record in records(tmp_path / "nested.parquet")] == values
+
+
+def test_an_empty_shard_gives_no_rows(tmp_path: Path) -> None:
+    table = pa.Table.from_pylist(ROWS)
+    for number, rows in enumerate((table.slice(0, 0), table, table.slice(0, 0))):
+        pq.write_table(rows, tmp_path / f"train-{number}.parquet")
+    assert questions(tmp_path) == questions(tmp_path / "train-*.parquet") == ["1+1=", "2+2="]
+    assert questions(tmp_path / "train-0.parquet") == []
 
 
 def test_a_text_of_parquet_that_is_not_utf_8_costs_its_row(tmp_path: Path, tokenizer) -> None:
@@ -135,6 +148,18 @@ def test_a_directory_saved_to_disk(tmp_path: Path) -> None:
     assert "'train'" in refusal(tmp_path / "two").what
     DatasetDict({"dev": splits["dev"]}).save_to_disk(tmp_path / "three")
     assert questions(tmp_path / "three") == ["1+1="], "a single split is read without its name"
+
+
+@pytest.mark.parametrize("key", ["split", "subset", "revision"])
+def test_a_file_has_no_parts_to_choose_from(tmp_path: Path, key: str) -> None:
+    """Its rows would all be read, those of the test split among them."""
+    parquet(tmp_path / "sums" / "all.parquet", ROWS)
+    for path in (tmp_path / "sums" / "all.parquet", tmp_path / "sums" / "*.parquet"):
+        assert f"leave {key} out" in refusal(path, **{key: "train"}).fix
+    if key == "revision":
+        assert "leave revision out" in refusal(tmp_path / "sums", revision="v1").fix
+    Dataset.from_list(ROWS).save_to_disk(tmp_path / "one")
+    assert f"leave {key} out" in refusal(tmp_path / "one", **{key: "train"}).fix
 
 
 def test_unreadable_sources(tmp_path: Path) -> None:

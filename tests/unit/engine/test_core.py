@@ -21,7 +21,7 @@ from oblr_megatron.engine.core import EngineServer
 from oblr_megatron.engine.handle import Deadlines, VllmEngine
 from oblr_megatron.engine.http_messages import Holding
 from oblr_megatron.engine.protocol import EngineSpec, PromptRequest, SamplingRequest
-from oblr_megatron.engine.state import WeightState
+from oblr_megatron.engine.state import InvalidRequest, WeightState
 from oblr_megatron.errors import EngineLostError, RunError
 
 REQUEST = SamplingRequest(group_size=1, temperature=1.0, max_tokens=4, seed=0)
@@ -62,6 +62,7 @@ class Server(EngineServer):
 
     def __init__(self, vllm: Vllm, calls: dict[str, int]) -> None:
         self._llm: Any = vllm
+        self._spec: Any = SimpleNamespace(max_model_len=64)
         self._tokenizer: Any = SimpleNamespace(decode=lambda ids, skip_special_tokens: "")
         self._vocab_size, self._state = 10, WeightState({}, "float32")
         self._generated = self._cached = 0
@@ -97,6 +98,15 @@ def test_responses_of_one_step_go_to_their_calls() -> None:
     server = Server(Vllm(dict.fromkeys(CALLS, 3)), CALLS)
     found = {reply.number: [number for number, _ in reply.value] for reply in server.step()}
     assert found == {1: [0, 1], 2: [2], 3: [3]} and not server.sampling
+
+
+def test_a_response_that_max_model_len_could_cut_is_refused() -> None:
+    """vLLM would end it with "length", as if it had `max_tokens`."""
+    server = Server(Vllm({}), {})
+    asked = [PromptRequest(0, (5,) * 61, REQUEST, 0)]
+    (reply,) = server.answer(Call("sample", {"asked": asked, "keep_prefixes": True}))
+    assert (reply.kind, server.failed) == (InvalidRequest, False)
+    assert "need 65 tokens, but it takes 64" in (reply.error or "")
 
 
 @pytest.fixture

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import tracemalloc
 from pathlib import Path
 from subprocess import TimeoutExpired
 from types import SimpleNamespace
@@ -10,6 +11,7 @@ import pytest
 
 from oblr_megatron.engine.handle import GRACE_SECONDS, VllmEngine
 from oblr_megatron.errors import EngineLostError
+from oblr_megatron.formatting import log_tail
 
 NO_PROCESS = 2**22 + 1  # above the largest process id
 
@@ -44,3 +46,17 @@ def test_a_log_that_is_gone_does_not_hide_the_loss(tmp_path: Path) -> None:
     error = engine._died("64 samples")
     assert isinstance(error, EngineLostError) and "waited for 64 samples" in str(error)
     assert "removed.log cannot be read" in str(error)
+
+
+def test_only_the_end_of_a_log_is_read(tmp_path: Path) -> None:
+    log = tmp_path / "engine-0.log"
+    with log.open("wb") as file:
+        file.truncate(2**28)
+        file.seek(2**28)
+        file.write(b"".join(b"\nline %d" % number for number in range(20)))
+    tracemalloc.start()
+    try:
+        tail, (_, peak) = log_tail(log), tracemalloc.get_traced_memory()
+    finally:
+        tracemalloc.stop()
+    assert tail.splitlines()[1:] == [f"    line {number}" for number in range(5, 20)] and peak < 2**20

@@ -15,9 +15,9 @@ def test_seeds_are_fixed_and_distinct():
 
 
 @pytest.mark.parametrize(
-    "change", [{"group_size": 0}, {"max_tokens": 0}, {"temperature": 0.005}, {"temperature": -1.0}]
+    "change", [{"group_size": 0}, {"max_tokens": 0}, *({"temperature": one} for one in (0.005, -1.0, 2.01))]
 )
-def test_requests_that_vllm_would_change_are_refused(change):
+def test_requests_that_vllm_would_change_or_refuse_are_refused(change):
     with pytest.raises(UserError, match=next(iter(change))):
         SamplingRequest(**({"group_size": 2, "temperature": 1.0, "max_tokens": 4, "seed": 0} | change))
 

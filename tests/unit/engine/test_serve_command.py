@@ -3,9 +3,11 @@
 import argparse
 import os
 import socket
+from typing import get_args
 
 import pytest
 
+from oblr_megatron.checks.machine import MAX_RANK
 from oblr_megatron.cli import main
 from oblr_megatron.engine.arguments import vllm_arguments
 from oblr_megatron.engine.plugin import BACKENDS
@@ -64,6 +66,15 @@ def test_the_key_is_not_left_for_the_engine(tmp_path, monkeypatch):
     with pytest.raises(UserError):
         serve(serve_options(f"--model={tmp_path / 'none'}"))
     assert "OBLR_API_KEY" not in os.environ
+
+
+def test_an_adapter_of_a_rank_that_no_slot_has_is_refused(tmp_path, monkeypatch):
+    from vllm.config.lora import MaxLoRARanks
+
+    assert get_args(MaxLoRARanks)[-1] == MAX_RANK
+    monkeypatch.delenv("OBLR_API_KEY", raising=False)
+    with pytest.raises(UserError, match=rf"ranks up to 512, not {MAX_RANK + 1} \[--lora\]"):
+        serve(serve_options(f"--model={make_hf_dir(tmp_path, head_dim=32)}", f"--lora={MAX_RANK + 1}:q_proj"))
 
 
 def test_the_command_refuses_in_one_line(tmp_path, capsys, monkeypatch):

@@ -29,9 +29,11 @@ from oblr_megatron.evaluation.accuracy import (
     wilson_interval,
 )
 
+FIELDS: dict[str, object] = {"tokens": 10, "truncated": False, "by_value": True}
+
 
 def grade(answer: str | None, score: float, **changes: object) -> Grade:
-    return Grade(**({"verdict": score, "answer": answer, "tokens": 10, "truncated": False} | changes))  # type: ignore[arg-type]
+    return Grade(**(FIELDS | {"verdict": score, "answer": answer} | changes))  # type: ignore[arg-type]
 
 
 def grades(greedy: Sequence[float], sampled: Sequence[Sequence[float]]) -> Grades:
@@ -76,6 +78,11 @@ def test_pass_at_k_of_many_samples() -> None:
 )
 def test_majority(answers: Sequence[str | None], expected: float) -> None:
     assert majority([grade(answer, float(answer in ("4", "8/2"))) for answer in answers]) == expected
+
+
+def test_answers_of_a_reward_of_texts_vote_as_texts() -> None:
+    answers = ["2 1", "1, 2", "2, 1", "1 2", "1 2"]
+    assert majority([grade(answer, float(answer == "1 2"), by_value=False) for answer in answers]) == 1
 
 
 @given(st.lists(st.sampled_from(["4", "5", "6", None]), min_size=1, max_size=8), st.randoms())

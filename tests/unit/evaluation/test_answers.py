@@ -47,7 +47,8 @@ class Sum(Reward):
     def score(self, prompts: Sequence[Prompt], samples: Sequence[Sample]) -> RewardResult:
         main = ExactMatchReward().score(prompts, samples).rewards
         terms = {"main": main, "more": [0.5] * len(main)}
-        return RewardResult([r + 0.5 for r in main], answers=[sample.text for sample in samples], terms=terms)
+        answers: list[str | None] = [sample.text for sample in samples]
+        return RewardResult([r + 0.5 for r in main], answers=answers, terms=terms, by_value=True)
 
 
 def config(**values: object) -> Config:
@@ -79,6 +80,7 @@ def test_accuracies_use_only_the_main_reward() -> None:
     assert found["maj_at_k"] == pytest.approx((0.5 + 0 + 0.5) / 3)
     assert [(item.verdict, item.reward) for item in items[:2]] == [(1.0, 1.5), (0.0, 0.5)]
     assert [item.verdict for item in items[:3]] == [1.0, 0.0, 1.0]
+    assert all(item.grade.by_value for item in items)
 
 
 def test_no_request_is_larger_than_a_training_step() -> None:
@@ -117,4 +119,6 @@ def test_without_samples_only_greedy_responses_are_requested() -> None:
 def test_the_fields_of_an_item() -> None:
     items: list[Item] = []
     run(config(), Sum(), sink=into(items))
-    assert items[4] == Item("s", "a", 0, "say a", "1", "sampled", 1, "2", 0.0, 0.5, 1, "stop", answer="2")
+    assert items[4] == Item(
+        "s", "a", 0, "say a", "1", "sampled", 1, "2", 0.0, 0.5, 1, "stop", answer="2", by_value=True
+    )

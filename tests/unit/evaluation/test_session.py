@@ -22,6 +22,7 @@ from oblr_megatron.evaluation.accuracy import Grade, Grades
 from oblr_megatron.evaluation.session import _sink, check
 from oblr_megatron.evaluation.setup import split_overrides
 from oblr_megatron.evaluation.summary import SetReport, table
+from tests.adapters import Adapter, write
 from tests.tiny import make_hf_dir
 
 ENVIRONMENT = "tests.e2e.environments:turns"
@@ -95,6 +96,11 @@ def test_default_sets_and_k_come_from_the_config(model: Path, rows: Path, tmp_pa
 )
 def test_errors_are_found_before_an_engine_starts(model: Path, rows: Path, changes: Any, named: str) -> None:
     assert re.search(named, str(refusal(model, rows, **changes)))
+
+
+def test_an_adapter_of_a_rank_that_no_slot_has_is_refused(model: Path, rows: Path, tmp_path: Path) -> None:
+    write(Adapter(model, 513, ("q_proj",), seed=1), tmp_path / "adapter", alpha=1.0)
+    assert "ranks up to 512, not 513" in str(refusal(model, rows, adapter=tmp_path / "adapter"))
 
 
 def test_the_command_prints_an_error_in_one_line(model: Path, capsys: pytest.CaptureFixture[str]) -> None:

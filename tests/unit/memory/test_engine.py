@@ -108,6 +108,14 @@ def test_a_cpu_engine_works_on_the_longest_evaluated_prompt() -> None:
     assert long > short
 
 
+def test_a_cpu_engine_works_on_a_token_of_every_sequence() -> None:
+    """8,192 of them need what a prompt of 8,192 tokens needs."""
+    many = run(max_num_seqs=8192)
+    long = many.model_copy(update={"evaluate": EvaluateConfig(max_response_tokens=8192 - many.data.max_prompt_tokens)})
+    both = {engine_bytes(published("0.6B"), config, device_bytes=None).other for config in (many, long)}
+    assert len(both) == 1
+
+
 def test_memory_of_a_sleeping_engine() -> None:
     found = EngineMemory(weights=10**10, kv_cache=10**10, other=5 * 10**9, kv_bytes_per_token=100)
     assert found.asleep(0) == found.total == 25 * 10**9 and found.asleep(1) == found.asleep(2) == 2 * 2**30

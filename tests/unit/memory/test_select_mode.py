@@ -5,14 +5,16 @@ Sizes are Qwen3-0.6B's; nothing is built.
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
 import pytest
 
 from oblr_megatron.config import Config, parse_config
 from oblr_megatron.errors import UserError
+from oblr_megatron.memory import select_mode
 from oblr_megatron.memory.engine import outside_training
-from oblr_megatron.memory.select_mode import ModeChoice, free_memory, resolve, with_mode
+from oblr_megatron.memory.select_mode import ModeChoice, cgroup_left, free_memory, resolve, with_mode
 from oblr_megatron.preflight.device_memory import RankDevice, rank_memory
 
 DENSE: dict[str, Any] = {
@@ -199,3 +201,25 @@ def test_a_possible_mode_is_kept() -> None:
 def test_free_memory_is_shared_by_the_ranks_of_a_machine() -> None:
     whole, half = free_memory(1), free_memory(2)
     assert whole is not None and half is not None and 0.4 * whole < half < 0.6 * whole
+
+
+@pytest.mark.parametrize("version", [1, 2])
+def test_a_jobs_own_limit_bounds_its_memory(version: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The limit is that of the job, above the step of this process. Files that it has read count as free."""
+    top, limit, use, cache = {
+        1: ("memory", "memory.limit_in_bytes", "memory.usage_in_bytes", "total_inactive_file"),
+        2: ("", "memory.max", "memory.current", "inactive_file"),
+    }[version]
+    job = tmp_path / "sys/fs/cgroup" / top / "slurm/job_5"
+    (job / "step_0").mkdir(parents=True)
+    (tmp_path / "proc/self").mkdir(parents=True)
+    group = "4:cpuset:/other\n9:memory:/slurm/job_5/step_0\n" if version == 1 else "0::/slurm/job_5/step_0\n"
+    (tmp_path / "proc/self/cgroup").write_text(group)
+    assert cgroup_left(tmp_path) is None
+    for directory, most, used, kept in ((job, "8000", 3000, 500), (job / "step_0", "max", 2000, 400)):
+        (directory / limit).write_text(f"{most}\n")
+        (directory / use).write_text(f"{used}\n")
+        (directory / "memory.stat").write_text(f"anon 7\n{cache} {kept}\n")
+    assert cgroup_left(tmp_path) == 8000 - 3000 + 500
+    monkeypatch.setattr(select_mode, "cgroup_left", lambda: 5500)
+    assert free_memory(2) == 2750

@@ -121,9 +121,11 @@ def test_the_last_lines_name_the_results_and_commands_that_parse(tmp_path, versi
     assert options.model == tmp_path / "hf" and options.data == ["SET"]
     start = "vllm serve" if version else "python -m vllm.entrypoints.openai.api_server --model"
     assert serve == f"  or: {start} {tmp_path / 'hf'}"
-    sampled = parse_config(config.model_dump(mode="json"), overrides=["rollout.only=true"])
+    sampled = parse_config(config.model_dump(mode="json"), overrides=["rollout.only=true", "num_steps=3"])
     *_, command = closing_lines(sampled, report)
-    assert parse(make_parser(), command.partition("oblr-megatron ")[2].split()).replay == tmp_path / "rollouts"
+    replay = parse(make_parser(), command.partition("oblr-megatron ")[2].split())
+    assert replay.replay == tmp_path / "rollouts" and "run_dir=NEW" in command, "this run_dir holds a run"
+    assert command.endswith(" rollout.max_staleness=2"), "the third step's samples are two updates old"
 
 
 def test_other_ranks_are_silent(capsys):

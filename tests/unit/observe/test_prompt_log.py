@@ -22,16 +22,16 @@ def run_of(run_dir: Path, steps: int = VISITS) -> PromptLog:
     """Row 0 is never solved, row 1 once, row 2 always; 0.1 is for the format alone."""
     log = PromptLog(run_dir)
     for step in range(1, steps + 1):
-        log.write(step, PROMPTS, scored([0.1, 0.0], [0.0, 1.0 if step == 2 else 0.0], [1.1, 0.1]))
+        log.write(step, [(PROMPTS, scored([0.1, 0.0], [0.0, 1.0 if step == 2 else 0.0], [1.1, 0.1]))])
     return log
 
 
 def test_a_prompt_that_is_never_solved_is_named_with_its_visits(tmp_path: Path) -> None:
     log = run_of(tmp_path, VISITS - 1)
     assert never_solved(tmp_path, 99) == {}, "too few visits"
-    log.write(VISITS, PROMPTS[:2], scored([0.0, 0.0], [0.1, 0.0]))
+    log.write(VISITS, [(PROMPTS[:2], scored([0.0, 0.0], [0.1, 0.0]))])
     assert never_solved(tmp_path, 99) == {"sums/row<0>": VISITS}
-    log.write(VISITS + 1, PROMPTS[:1], scored([1.0, 0.0]))
+    log.write(VISITS + 1, [(PROMPTS[:1], scored([1.0, 0.0]))])
     assert never_solved(tmp_path, VISITS) == {"sums/row<0>": VISITS}
     assert never_solved(tmp_path, VISITS + 1) == {}, "solved at last"
 
@@ -40,24 +40,24 @@ def test_equal_rewards_tell_nothing(tmp_path: Path) -> None:
     log = PromptLog(tmp_path)
     assert never_solved(tmp_path, 99) == {}, "no file"
     for step in range(9):
-        log.write(step, PROMPTS, scored([0.0], [0.0], [0.0]))
+        log.write(step, [(PROMPTS, scored([0.0], [0.0], [0.0]))])
     assert never_solved(tmp_path, 99) == {}
 
 
 def test_a_prompt_that_comes_twice_in_a_step_is_solved_by_either(tmp_path: Path) -> None:
     log = PromptLog(tmp_path)
     for step in range(VISITS):
-        log.write(step, [PROMPTS[0], PROMPTS[1], PROMPTS[0]], scored([1.0], [0.0], [0.0]))
+        log.write(step, [([PROMPTS[0], PROMPTS[1], PROMPTS[0]], scored([1.0], [0.0], [0.0]))])
     assert never_solved(tmp_path, 99) == {"sums/row<1>": VISITS}
 
 
 def test_a_resumed_run_counts_its_steps_once(tmp_path: Path) -> None:
     run_of(tmp_path, VISITS)
     log = PromptLog(tmp_path, keep_until=1)
-    log.write(2, PROMPTS, scored([0.0], [1.0], [1.0]))
+    log.write(2, [(PROMPTS, scored([0.0], [1.0], [1.0]))])
     assert never_solved(tmp_path, 99) == {}
     for step in (3, 4):
-        log.write(step, PROMPTS, scored([0.0], [1.0], [1.0]))
+        log.write(step, [(PROMPTS, scored([0.0], [1.0], [1.0]))])
     assert never_solved(tmp_path, 99) == {"sums/row<0>": 4}
 
 

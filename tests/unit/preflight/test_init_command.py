@@ -6,6 +6,8 @@ tests/e2e/test_first_run.py trains on its output. Oracle: the config's own reade
 from __future__ import annotations
 
 import json
+import shutil
+import tomllib
 from pathlib import Path
 from typing import Any
 
@@ -13,11 +15,14 @@ import pytest
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
+from oblr_megatron.checkpoint.hf_dir import check_hf_dir
 from oblr_megatron.cli import main
-from oblr_megatron.config import Config, load_config
+from oblr_megatron.config import Config, load_config, parse_config
+from oblr_megatron.config.data import DataConfig
 from oblr_megatron.data.rows import read_rows
 from oblr_megatron.errors import EXIT_OK, EXIT_USER
 from oblr_megatron.observe.performance import flops
+from oblr_megatron.preflight.init_command import document, settings
 from tests.tiny import make_hf_dir
 
 SUMS = [{"question": f"t{n} t{n + 1}", "answer": f"{2 * n + 1}"} for n in range(2, 12)]
@@ -87,6 +92,28 @@ def test_mathematical_answers_are_compared_as_mathematics(
     config = written(tmp_path, bytes_model, rows)
     assert config.reward.name == reward and config.data.chat_template
     assert ("\\boxed{}" in config.data.template) == (reward == "math")
+
+
+@pytest.mark.parametrize(("switch", "options"), [("", {}), ("enable_thinking", {"enable_thinking": False})])
+def test_a_model_that_can_think_is_asked_not_to(
+    switch: str, options: dict[str, bool], tmp_path: Path, bytes_model: Path
+) -> None:
+    """512 tokens would cut most thoughts. The option is written only if the template reads it."""
+    (tmp_path / "run").mkdir()
+    model = shutil.copytree(bytes_model, tmp_path / "run" / "model")
+    tokenizer = PreTrainedTokenizerFast.from_pretrained(model)
+    tokenizer.chat_template = CHAT + (f"{{% if {switch} is false %}}!{{% endif %}}" if switch else "")
+    tokenizer.save_pretrained(model)
+    (tmp_path / "here").mkdir()
+    assert written(tmp_path / "here", model, SUMS).data.chat_template_options == options
+
+
+@pytest.mark.parametrize(("on_gpu", "dtype"), [(True, "bfloat16"), (False, "float32")])
+def test_a_gpu_trains_in_bfloat16(on_gpu: bool, dtype: str, tmp_path: Path, words: Path) -> None:
+    (tmp_path / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in SUMS))
+    data = DataConfig.model_validate({"train": str(tmp_path / "rows.jsonl")})
+    sections = settings(check_hf_dir(words), data, tmp_path / "first.toml", on_gpu=on_gpu)
+    assert parse_config(tomllib.loads(document(sections))).model.dtype == dtype
 
 
 def test_prompts_are_measured_with_their_template_and_a_few_long_ones_are_dropped(

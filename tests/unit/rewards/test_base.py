@@ -11,6 +11,7 @@ WHOLE = RewardResult(
     faults={1: "late", 3: "failed"},
     error="ValueError: no number",
     side_faults=frozenset({3}),
+    by_value=True,
     answers=["1", None, "2", None, "3", "4"],
     terms={"math": [1.0, 0.0, 0.0, 0.0, 1.0, 0.0], "format": [0.0, 0.0, 0.5, 0.0, 0.0, 0.25]},
 )

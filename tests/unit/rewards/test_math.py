@@ -110,7 +110,7 @@ def test_score_covers_every_sample_of_every_prompt(reward: MathReward) -> None:
 
 def test_score_returns_the_extracted_answers(reward: MathReward) -> None:
     result = reward.score(*batch([("4", [r"\boxed{4} or \boxed{x+3}", "4", r"\boxed{4.0}"]), ("x", ["", "a", "b"])]))
-    assert result.answers == ["x+3", None, "4.0", None, None, None]
+    assert result.answers == ["x+3", None, "4.0", None, None, None] and result.by_value
     assert result.main_rewards == result.rewards == [0, 0, 1, 0, 0, 0]
 
 

@@ -11,20 +11,17 @@ from types import SimpleNamespace
 
 import pytest
 import torch
+from vllm.config import SchedulerConfig
 
-from oblr_megatron.checkpoint.hf_dir import checkpoint_shapes
 from oblr_megatron.config import parse_config
 from oblr_megatron.engine.arguments import vllm_arguments
 from oblr_megatron.engine.handle import child_environment
-from oblr_megatron.engine.http_messages import PROTOCOL, Holding, Info, shapes_digest
-from oblr_megatron.engine.plugin import SERVER_SHM_BACKEND
-from oblr_megatron.engine.protocol import EngineSpec
+from oblr_megatron.engine.protocol import MAX_TEMPERATURE, MIN_TEMPERATURE, EngineSpec, SamplingRequest
+from oblr_megatron.engine.samples import sampling_params
 from oblr_megatron.engine.serve_command import check_quantization
 from oblr_megatron.errors import UserError
 from oblr_megatron.rollout.placement import Placement, engine_spec, place
-from oblr_megatron.rollout.server_checks import check_servers
-from oblr_megatron.rollout.server_client import VllmServer
-from tests.tiny import make_hf_dir
+from oblr_megatron.weights.adapter import AdapterShape
 
 TORCHRUN = (
     "RANK WORLD_SIZE LOCAL_RANK LOCAL_WORLD_SIZE GROUP_RANK GROUP_WORLD_SIZE ROLE_RANK ROLE_NAME ROLE_WORLD_SIZE "
@@ -117,6 +114,30 @@ def test_an_engine_gets_no_variables_of_torchrun_and_no_network():
     assert child["HF_HUB_OFFLINE"] == child["VLLM_NO_USAGE_STATS"] == "1"
 
 
+def test_an_engine_takes_groups_above_vllms_default_limit(monkeypatch):
+    name = "VLLM_MAX_N_SEQUENCES"
+    monkeypatch.setenv(name, child_environment({}, CPU)[name])
+    assert sampling_params(SamplingRequest(20_000, 1.0, 4, seed=1), 0, 64).n == 20_000
+
+
+@pytest.mark.parametrize("temperature", [MIN_TEMPERATURE, MAX_TEMPERATURE])
+def test_vllm_accepts_the_lowest_and_the_highest_temperature(temperature):
+    assert sampling_params(SamplingRequest(2, temperature, 4, seed=1), 0, 64).temperature == temperature
+    assert config(temperature=temperature).rollout.temperature == temperature
+
+
+@pytest.mark.parametrize("spec", [CPU, replace(GPU, batch_invariant=True)])
+def test_an_engine_that_splits_no_prompt_takes_a_token_of_every_sequence(spec):
+    """As vLLM checks it: here without an adapter, and with one and drafts (`EngineArgs.create_engine_config`)."""
+    arguments = vllm_arguments(replace(spec, max_num_seqs=5000), "b")
+    names = "max_model_len", "max_num_seqs", "max_num_batched_tokens", "enable_chunked_prefill"
+    assert SchedulerConfig(**{name: arguments[name] for name in names}, is_encoder_decoder=False)
+    drafting = replace(spec, max_num_seqs=1000, speculation="ngram", lora=AdapterShape(4, ("q_proj",)))
+    arguments = vllm_arguments(drafting, "b")
+    drafts = arguments["speculative_config"]["num_speculative_tokens"]
+    assert arguments["max_num_batched_tokens"] == 1000 * (drafts + 1)
+
+
 def test_a_gpu_engine_sees_its_blocks_devices():
     child = child_environment({"CUDA_VISIBLE_DEVICES": "0,1,2,3"}, GPU)
     assert child["CUDA_VISIBLE_DEVICES"] == "2,3"
@@ -165,41 +186,3 @@ def test_logits_of_bf16_weights_are_fp32_by_vllms_own_option(head_dtype, dtype, 
     spec = engine_spec(run, SimpleNamespace(device=torch.device(device)), 0, Placement((0,), 1))
     overrides = vllm_arguments(spec, "b").get("hf_overrides")
     assert overrides == ({"head_dtype": "float32"} if wide else None)
-
-
-@pytest.mark.parametrize("wide", [False, True])
-def test_a_server_with_other_logits_is_refused(wide, tmp_path, monkeypatch):
-    """The server's answer is made up."""
-    path = make_hf_dir(tmp_path / "model")
-    info = Info(
-        protocol=PROTOCOL,
-        instance="a",
-        model=str(path),
-        shapes=shapes_digest(checkpoint_shapes(path)),
-        dtype="bfloat16",
-        widens_logits=wide,
-        max_model_len=10**6,
-        max_num_seqs=8,
-        workers=1,
-        transfer=SERVER_SHM_BACKEND,
-        holding=Holding(),
-        unusable=None,
-        generated=0,
-        cached=0,
-    )
-
-    async def answer(*_):
-        return info
-
-    monkeypatch.setattr(VllmServer, "info", answer)
-
-    def run(head_dtype):
-        model = {"path": str(path), "dtype": "bfloat16", "head_dtype": head_dtype}
-        rollout = {"servers": ["http://127.0.0.1:1"]}
-        return parse_config({"run_dir": "r", "model": model, "data": {"train": "t"}, "rollout": rollout})
-
-    agreed, other = ("float32", "model") if wide else ("model", "float32")
-    check_servers(run(agreed))
-    with pytest.raises(UserError, match=f"--head-dtype {other}") as error:
-        check_servers(run(other))
-    assert error.value.where == "config: rollout.servers"

@@ -1,14 +1,21 @@
-"""The launcher's log. tests/e2e/test_launch.py starts launchers."""
+"""The launcher's log, and its wait for the first node. tests/e2e/test_launch.py starts launchers."""
 
 from __future__ import annotations
 
 import logging
+import socket
 import sys
+import threading
+import time
 from pathlib import Path
+from typing import Any
 
 import pytest
+from torch.distributed.elastic.rendezvous import RendezvousConnectionError
 
-from oblr_megatron.runtime.launch import _Log
+from oblr_megatron.runtime import launch
+from oblr_megatron.runtime.launch import Forward, _Log
+from tests.ports import free_port
 
 
 class Joins:
@@ -28,3 +35,46 @@ def test_what_python_cannot_raise_is_in_the_log_alone(
     assert capfd.readouterr().err == ""
     log.keep("a rank failed")
     assert "cannot join current thread" in (tmp_path / "logs" / "launcher.log").read_text()
+
+
+def joined(port: int, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> tuple[int, str, float]:
+    """(status, error, seconds until torchrun is started) of a node whose first node is another; torchrun fails."""
+    begin, started = time.monotonic(), []
+
+    def run(options: Any) -> None:
+        started.append(time.monotonic() - begin)
+        raise RendezvousConnectionError("The connection to the C10d store has failed.")
+
+    monkeypatch.setattr(logging.root.manager, "loggerDict", {})
+    monkeypatch.setattr(sys, "unraisablehook", sys.unraisablehook)
+    monkeypatch.setattr("torch.distributed.run.run", run)
+    monkeypatch.setattr("torch.distributed.elastic.rendezvous.utils._matches_machine_hostname", lambda host: False)
+    options = ["--nnodes", "2", "--max-restarts", "1", "--rdzv-backend", "c10d", "--rdzv-endpoint", f"127.0.0.1:{port}"]
+    status = launch._torchrun([*options, "script.py"], Forward())
+    return status, capsys.readouterr().err, started[0]
+
+
+def test_a_first_node_that_starts_later_is_waited_for(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    port = free_port()
+
+    def listen() -> None:
+        time.sleep(1.5)
+        with socket.create_server(("127.0.0.1", port)) as server:
+            server.accept()[0].close()
+
+    first = threading.Thread(target=listen)
+    first.start()
+    assert 1.4 < joined(port, monkeypatch, capsys)[2] < 60
+    first.join()
+
+
+def test_a_first_node_that_never_answers_is_named(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(launch, "MEET_S", 1.0)
+    port = free_port()
+    status, error, seconds = joined(port, monkeypatch, capsys)
+    assert status == 1 and error.startswith(f"error: the launchers cannot meet at 127.0.0.1:{port}: The connection")
+    assert seconds >= 1

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import math
 import statistics
-from functools import partial
 
 import pytest
 import torch
@@ -17,9 +16,9 @@ from torch import Tensor
 from oblr_megatron.algo.baseline import STD_EPS, advantages, baseline_values
 from oblr_megatron.algo.formulas import FORMULAS, NO_HISTORY
 from oblr_megatron.algo.user_baseline import check_baseline
-from oblr_megatron.config.removed import MOVED
 from oblr_megatron.errors import UserError
 from studies import baselines
+from studies.variance import OWN
 from tests.unit.algo.conftest import Toy, make_toy
 from tests.unit.algo.test_baseline import batches, tensor
 from tests.unit.algo.test_snr import fold_estimate, moments
@@ -37,7 +36,7 @@ def toy() -> Toy:
     return make_toy(seed=0)
 
 
-@pytest.mark.parametrize("name", MOVED)
+@pytest.mark.parametrize("name", OWN)
 def test_the_declared_facts_hold(name: str) -> None:
     for num_prompts, group_size in ((4, 4), (2, 2), (3, 7)):
         check_baseline(named(name), num_prompts, group_size)
@@ -51,23 +50,14 @@ def test_each_formula_on_a_worked_group() -> None:
 
     assert found("eob") == pytest.approx([10 / 6] * 3, rel=1e-14)
     assert found("reinforce_pp_baseline") == pytest.approx([4 / 3] * 3, rel=1e-14)
-    assert found("length_loo") == pytest.approx([18 / 10, 20 / 8, 2 / 6], rel=1e-14)
     prior = [(9 + 2.5 * 3) / (5 + 2.5), (10 + 2 * 3) / (4 + 2), (1 + 1.5 * 3) / (3 + 1.5)]
     assert found("optimal_prior") == pytest.approx(prior, rel=1e-14)  # the other prompt's mean reward is 3
-    assert found("rloo_prior") == pytest.approx([(own + 3) / 3 for own in (3, 4, 1)], rel=1e-14)
-    assert found("median_loo") == [1.5, 2.0, 0.5]
 
 
-def test_parameters() -> None:
-    """Strength 0 removes the prior, and exponent 0 makes length_loo rloo."""
+def test_strength_0_removes_the_prior() -> None:
     rewards, norms, lengths = tensor([1, 0, 3], [2, 2, 5]), tensor([1, 2, 3], [4, 1, 2]), tensor([2, 4, 6], [1, 1, 1])
-    for function, like in (
-        (partial(baselines.optimal_prior, strength=0.0), "optimal"),
-        (partial(baselines.rloo_prior, strength=0.0), "rloo"),
-        (partial(baselines.length_loo, exponent=0.0), "rloo"),
-    ):
-        found = function(rewards, norms, lengths, NO_HISTORY)
-        assert found.equal(FORMULAS[like](rewards, norms, lengths, NO_HISTORY))
+    found = baselines.optimal_prior(rewards, norms, lengths, NO_HISTORY, strength=0.0)
+    assert found.equal(FORMULAS["optimal"](rewards, norms, lengths, NO_HISTORY))
 
 
 @given(batches())
@@ -115,35 +105,19 @@ def test_eob_is_optimal_with_the_own_response(batch: Batch) -> None:
 
 
 @given(batches())
-def test_rloo_prior_is_optimal_prior_with_equal_norms(batch: Batch) -> None:
-    rewards, norms, lengths = batch
-    want = baseline_values(named("optimal_prior"), rewards, torch.ones_like(norms), lengths)
-    assert baseline_values(named("rloo_prior"), *batch).equal(want)
-
-
-@given(batches())
 def test_leave_one_out_stays_between_the_others_rewards(batch: Batch) -> None:
     rewards, _, _ = batch
-    for name in ("median_loo", "length_loo", "rloo_prior", "optimal_prior", "james_stein"):
+    for name in ("optimal_prior", "james_stein"):
         b = baseline_values(named(name), *batch)
         prior = (rewards.mean(-1).sum() - rewards.mean(-1)) / (len(rewards) - 1)
         for q, i in ((q, i) for q in range(rewards.shape[0]) for i in range(rewards.shape[1])):
             others = torch.cat((rewards[q, :i], rewards[q, i + 1 :]))
-            if name not in ("median_loo", "length_loo"):
-                others = torch.cat((others, prior[q : q + 1] - 1e-12, prior[q : q + 1] + 1e-12))
+            others = torch.cat((others, prior[q : q + 1] - 1e-12, prior[q : q + 1] + 1e-12))
             assert others.min() <= b[q, i] <= others.max(), name
 
 
-@pytest.mark.parametrize("size", [2, 3, 4])
-@pytest.mark.parametrize("name", ["median_loo", "length_loo"])
-def test_leave_one_out_is_unbiased(toy: Toy, name: str, size: int) -> None:
-    torch.testing.assert_close(expectation(toy, named(name), size), toy.gradients.mean(0), rtol=0, atol=1e-12)
-
-
 @pytest.mark.parametrize("size", [2, 3])
-@pytest.mark.parametrize(
-    ("name", "share"), [("optimal_prior", 0), ("rloo_prior", 0), ("james_stein", 0), ("reinforce_pp_baseline", None)]
-)
+@pytest.mark.parametrize(("name", "share"), [("optimal_prior", 0), ("james_stein", 0), ("reinforce_pp_baseline", None)])
 def test_a_prior_is_unbiased_and_a_deviation_biases(toy: Toy, name: str, share: int | None, size: int) -> None:
     assert_bias_of_a_batch(toy, named(name), share, size)
 

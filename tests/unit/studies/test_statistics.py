@@ -1,4 +1,4 @@
-"""Intervals, tests and curve statistics against scipy, known cases, and their coverage in simulation."""
+"""Intervals, tests and curve statistics against scipy and known cases."""
 
 from __future__ import annotations
 
@@ -36,16 +36,6 @@ def test_the_bootstrap_is_scipys_percentile_one() -> None:
     assert bootstrap_interval(values) == found  # deterministic
 
 
-def test_the_t_interval_has_its_nominal_coverage_and_the_bootstrap_less() -> None:
-    draw, runs = np.random.default_rng(3), 2000
-    samples = draw.normal(0.0, 1.0, (runs, 5))
-    by_t = np.mean([t_interval(sample).low <= 0 <= t_interval(sample).high for sample in samples])
-    boots = [bootstrap_interval(sample, resamples=400) for sample in samples[:600]]
-    by_bootstrap = np.mean([boot.low <= 0 <= boot.high for boot in boots])
-    assert abs(by_t - 0.95) < 4 * (0.95 * 0.05 / runs) ** 0.5
-    assert 0.7 < by_bootstrap < 0.9
-
-
 def test_one_value_has_a_mean_and_no_interval() -> None:
     for interval in (t_interval(np.array([0.5])), bootstrap_interval(np.array([0.5]))):
         assert interval.mean == 0.5 and np.isnan(interval.low) and np.isnan(interval.high)
@@ -71,13 +61,6 @@ def test_sign_flips_in_known_cases() -> None:
 def test_random_flips_of_many_pairs_agree_with_the_t_test() -> None:
     values = np.random.default_rng(5).normal(0.3, 1.0, 40)
     assert sign_flip_p(values) == pytest.approx(stats.ttest_1samp(values, 0).pvalue, abs=0.01)
-
-
-def test_false_positives_have_the_nominal_rate() -> None:
-    samples = np.random.default_rng(6).normal(0.0, 1.0, (1500, 8))
-    share = np.mean([sign_flip_p(sample) <= 0.05 for sample in samples])
-    assert share <= 0.05 + 4 * (0.05 * 0.95 / 1500) ** 0.5
-    assert share > 0.02  # the test does reject sometimes
 
 
 def test_pairing_removes_the_seeds_common_part() -> None:

@@ -7,12 +7,14 @@ from __future__ import annotations
 
 import json
 import os
+import resource
 import socket
 import sys
 import time
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -21,7 +23,7 @@ import torch.distributed as dist
 from oblr_megatron.errors import RunError
 from oblr_megatron.extras.cluster import all_reduce, preflight, rendezvous
 from oblr_megatron.extras.cluster.all_reduce import ReduceError
-from oblr_megatron.extras.cluster.node import NodeReport, examine, versions
+from oblr_megatron.extras.cluster.node import NodeReport, check_open_files, examine, versions
 from oblr_megatron.extras.cluster.rendezvous import Rendezvous
 from tests.distributed.launch import run_ranks
 from tests.ports import free_port
@@ -201,12 +203,42 @@ def test_every_wait_has_a_deadline() -> None:
     assert time.monotonic() - begin < 30
 
 
+def test_a_low_limit_of_open_files_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(resource, "getrlimit", lambda which: (1024, 4096))
+    found = NodeReport("a"), NodeReport("b")
+    check_open_files(found[0], 896)
+    check_open_files(found[1], 897)
+    assert found[0].problems == []
+    ((what, fix),) = found[1].problems
+    assert what == "a process may open 4096 files, and 897 ranks need 4100" and "LimitNOFILE" in fix
+
+
+def test_gloo_is_tried_also_on_gpus_and_its_failure_names_the_variable(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The first of two nodes with GPUs, where /etc/hosts maps the node's own name to a loopback address."""
+
+    def gather(name: str, text: str, deadline_s: float) -> dict[int, str]:
+        return {0: text, 1: json.dumps([{"within_node": 300.0, "over_nodes": 40.0}, []])}
+
+    def refused(*_: object, **__: object) -> None:
+        raise RuntimeError("connect [127.0.1.1]:36213: Connection refused")
+
+    monkeypatch.setattr(dist, "init_process_group", refused)
+    monkeypatch.setattr(preflight, "measure_gpus", lambda *_: (all_reduce.Speed(300.0, 41.0), []))
+    meeting = SimpleNamespace(index=0, nodes=["a", "b"], store=dist.HashStore(), address="a:1", gather=gather)
+    options = SimpleNamespace(expect_gpus=8, deadline=5.0, min_gb_s=0.0)
+    found = {0: NodeReport("a"), 1: NodeReport("b")}
+    preflight._reduce(meeting, found, options)  # type: ignore[arg-type]
+    (line,) = preflight.lines(found, ["a", "b"])
+    assert line.startswith("node a: gloo all-reduce over all nodes (2 processes): connect [127.0.1.1]:36213")
+    assert "Fix: set GLOO_SOCKET_IFNAME" in line and found[0].facts["over nodes, GB/s"] == "41.00"
+
+
 @pytest.mark.slow
 def test_sums_are_checked(monkeypatch: pytest.MonkeyPatch) -> None:
     assert all(speed.over_nodes > 0 == speed.within_node for speed in run_ranks(_measured, 2))
     monkeypatch.setattr(dist, "all_reduce", lambda tensor: tensor[5:6].add_(1))
     with pytest.raises(ReduceError, match=r"here: 1 of 262144 sums .* cpu"):
-        all_reduce._one(dist.HashStore(), 0, 1, "here", 10.0)
+        all_reduce._one("gloo", dist.HashStore(), 0, 1, "here", 10.0)
     assert not dist.is_initialized()
 
 
@@ -236,4 +268,4 @@ def _measured() -> all_reduce.Speed:
     store = dist.PrefixStore("again", dist.distributed_c10d._get_default_store())
     dist.barrier()  # the other rank has connected
     dist.destroy_process_group()
-    return all_reduce.measure(store, rank, size, 0, 1, 60.0)
+    return all_reduce.measure_gloo(store, rank, size, 60.0)

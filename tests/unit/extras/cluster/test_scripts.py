@@ -7,7 +7,9 @@ from __future__ import annotations
 
 import os
 import re
+import resource
 import subprocess
+import sys
 import time
 from datetime import UTC, datetime
 from pathlib import Path
@@ -193,6 +195,46 @@ def test_tasks_inherit_the_scripts_environment(tmp_path: Path) -> None:
     found = (tmp_path / "srun.env").read_text().splitlines()
     assert {"SLURM_EXPORT_ENV=ALL", "TORCH_FR_BUFFER_SIZE=2000", "NCCL_DEBUG=INFO"} < set(found)
     assert any(line.startswith("OBLR_API_KEY=") for line in found)
+
+
+def test_tasks_in_a_container_run_the_repositorys_code(tmp_path: Path) -> None:
+    """The image has a copy of its own, which PYTHONPATH precedes, also under -P."""
+    (tmp_path / "json").mkdir()
+    (tmp_path / "json" / "__init__.py").write_text("print('of PYTHONPATH')")
+    command = [sys.executable, "-P", "-c", "import json"]
+    assert subprocess.check_output(command, env=os.environ | {"PYTHONPATH": str(tmp_path)}) == b"of PYTHONPATH\n"
+    for settings, expected in (({}, "/own"), ({"OBLR_CONTAINER": "image"}, f"{ROOT}:/own")):
+        started(tmp_path, "qwen3_8b", PYTHONPATH="/own", **settings)
+        assert f"PYTHONPATH={expected}" in (tmp_path / "srun.env").read_text().splitlines()
+
+
+def test_tasks_may_open_as_many_files_as_the_hard_limit_allows(tmp_path: Path) -> None:
+    most = resource.getrlimit(resource.RLIMIT_NOFILE)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (256, most[1]))
+    try:
+        started(tmp_path, "qwen3_8b", srun='ulimit -n >"$0.files"; exit 3')
+    finally:
+        resource.setrlimit(resource.RLIMIT_NOFILE, most)
+    assert (tmp_path / "srun.files").read_text() == f"{most[1]}\n"
+
+
+def test_nodes_without_a_report_are_named(tmp_path: Path) -> None:
+    """srun's errors name lists of nodes, and gpu1 is no part of gpu10."""
+    for command, text in (
+        ("scontrol", """case "$3" in "gpu[2-3],gpu10") printf 'gpu2\ngpu3\ngpu10\n' ;; *) echo "$3" ;; esac"""),
+        ("srun", """echo 'srun: error: gpu[2-3],gpu10: tasks 1-3: Exited with exit code 1' >&2; exec sleep 50"""),
+    ):
+        (tmp_path / command).write_text(f"#!/bin/sh\n{text}\n")
+        (tmp_path / command).chmod(0o755)
+    launched = """source <(sed 's/REPORT_S=30/REPORT_S=0/' slurm/lib.sh)
+    nodes=(gpu1 gpu2 gpu3 gpu10) logs="$1" cpu_bind=() container=() gpus=0 ranks=1 all=() port=1 attempt=0 overrides=()
+    python=python3 OBLR_CONFIG=none SLURM_JOB_ID=5
+    oblr_await oblr_launch 2>>"$logs/srun.log" || true"""
+    own = {"PATH": f"{tmp_path}:{os.environ['PATH']}"}
+    subprocess.run(
+        ["bash", "-c", launched, "job", str(tmp_path)], cwd=ROOT, env=os.environ | own, check=True, timeout=60
+    )
+    assert "for 0 s there was no report of: gpu1\n" in (tmp_path / "srun.log").read_text()
 
 
 @pytest.mark.parametrize("at", ["show hostnames", "show config", "rev-parse", "runs/"])

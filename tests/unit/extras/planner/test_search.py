@@ -173,6 +173,24 @@ max_response_tokens = 400
     assert tomllib.loads(best.read_text())["algo"]["snr"]["num_folds"] == 8
 
 
+@pytest.mark.parametrize(("engines", "widths"), [("tensor_parallel_size = 4", {1, 2}), ("num_engines = 2", {2})])
+def test_nodes_have_the_given_number_of_gpus(
+    engines: str, widths: set[int], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """The planner chooses the engines' size, also where the config has one that these nodes do not hold."""
+    (tmp_path / "run.toml").write_text(
+        f"""run_dir = "runs/x"
+        model = {{ path = "somewhere", dtype = "bfloat16" }}
+        data = {{ train = "train.jsonl", max_prompt_tokens = 100 }}
+        rollout = {{ max_response_tokens = 400, {engines} }}"""
+    )
+    sizes = ["--gpus", "4", "--gpus-per-node", "2", "--config", str(tmp_path / "run.toml"), "--top", "10000", "--json"]
+    assert main([*ASK[:3], *sizes]) == 0
+    sections = [plan["sections"] for plan in json.loads(capsys.readouterr().out)["plans"]]
+    assert {one["rollout"]["tensor_parallel_size"] for one in sections} <= widths
+    assert {one["parallel"]["tensor_model_parallel_size"] for one in sections} == {1, 2}
+
+
 def test_given_options_override_the_config(tmp_path: Path) -> None:
     text = """
 run_dir = "runs/x"
