@@ -143,7 +143,7 @@ def engines_of(path: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> I
 
     def make(two: list[FailingServer], **limits: Any) -> ServerEngines:
         urls = [server.url for server in two]
-        config = make_config(path, tmp_path / "run", servers=urls, max_restarts=0, **limits)
+        config = make_config(path, tmp_path / "run", servers=urls, max_restarts=0, vllm=WORKER, **limits)
         opened.append(ServerEngines(config, ONE_RANK))
         return opened[-1]
 
