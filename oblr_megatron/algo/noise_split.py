@@ -28,7 +28,7 @@ from __future__ import annotations
 import math
 from typing import Any
 
-from oblr_megatron.algo.snr import decay_of, folds, samples
+from oblr_megatron.algo.snr import decay_of, folds, noise_settings, samples
 from oblr_megatron.config.algo import AlgoConfig
 from oblr_megatron.config.baselines import facts_of
 from oblr_megatron.types import GradientStats
@@ -82,8 +82,7 @@ class NoiseSplit:
             and algo.aggregation == "constant"
             and not (algo.kl_coefficient or router_losses or chosen)
         )
-        self._of = {"num_prompts": num_prompts, "group_size": group_size, "baseline": algo.baseline}
-        self._of |= {"norm_power": algo.norm_power, "keep": algo.keep}
+        self._of = {"num_prompts": num_prompts} | noise_settings(algo, group_size)
         self._num_prompts, self._group_size = num_prompts, group_size
         self._measured = False  # whether the last step had folds and exact norms
         self._decay = decay_of(algo.snr)

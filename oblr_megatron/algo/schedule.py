@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable
 
-from oblr_megatron.algo.snr import ScheduleState, SnrAverages
+from oblr_megatron.algo.snr import ScheduleState, SnrAverages, noise_settings
 from oblr_megatron.config import OptimizerConfig
 from oblr_megatron.config.algo import AlgoConfig, SnrConfig
 from oblr_megatron.errors import UserError
@@ -146,13 +146,7 @@ def build_schedule(
         num_prompts: Q, to scale the noise of a fold to that of one prompt.
         group_size: G, on which that noise depends.
     """
-    of: dict[str, float | str] = {
-        "group_size": group_size,
-        "baseline": algo.baseline,
-        "norm_power": algo.norm_power,
-        "keep": algo.keep,
-    }
-    averages = SnrAverages(algo.snr, num_prompts, of)
+    averages = SnrAverages(algo.snr, num_prompts, noise_settings(algo, group_size))
     match algo.schedule:
         case "snr":
             return SnrSchedule(algo.snr, optimizer, averages)

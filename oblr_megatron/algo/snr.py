@@ -21,7 +21,7 @@ import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 
-from oblr_megatron.config.algo import SnrConfig
+from oblr_megatron.config.algo import AlgoConfig, SnrConfig
 from oblr_megatron.types import GradientStats
 
 ScheduleState = dict[str, str | float | int | bool | None]
@@ -121,6 +121,16 @@ ESTIMATORS: dict[str, Estimator] = {
 }
 
 
+def noise_settings(algo: AlgoConfig, group_size: int) -> dict[str, float | str]:
+    """The settings that the noise of one prompt's gradient depends on."""
+    return {
+        "group_size": group_size,
+        "baseline": algo.baseline,
+        "norm_power": algo.norm_power,
+        "keep": algo.keep,
+    }
+
+
 def decay_of(config: SnrConfig) -> float:
     """Weight that the averages so far keep when a step is added."""
     return max(0.0, 1.0 - 1.0 / config.horizon)
@@ -134,7 +144,7 @@ class SnrAverages:
     Args:
         config: of the averages.
         num_prompts: Q.
-        of: settings that the noise of one prompt depends on, such as group_size.
+        of: `noise_settings`.
     """
 
     def __init__(self, config: SnrConfig, num_prompts: int, of: Mapping[str, float | str] | None = None) -> None:

@@ -3,14 +3,20 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from oblr_megatron.errors import UserError
+from oblr_megatron.families import LLAMA3_ROPE
 
 if TYPE_CHECKING:
     from transformers import PreTrainedConfig, PreTrainedTokenizerBase
 
 OWN_CONFIG = "use the config.json that came with the weights"
+TRAITS = (
+    *("model_type", "hidden_act", "rms_norm_eps", "tie_word_embeddings", "use_sliding_window"),
+    *("num_attention_heads", "num_key_value_heads", "num_experts_per_tok", "norm_topk_prob"),
+)
+"""What a forward pass reads, and names and shapes of tensors do not imply, besides rope."""
 
 
 def hf_config_in(path: Path) -> PreTrainedConfig:
@@ -29,6 +35,15 @@ def hf_config_in(path: Path) -> PreTrainedConfig:
             where=str(path / "config.json"),
             fix=OWN_CONFIG,
         ) from error
+
+
+def forward_traits(hf_config: PreTrainedConfig) -> dict[str, Any]:
+    """What decides the logits besides the weights. Example: {"rms_norm_eps": 1e-6, ..., "rope_theta": 1e6}"""
+    rope: dict[str, Any] = hf_config.rope_parameters
+    kind = rope.get("rope_type", "default")
+    read = ("rope_theta",) if kind == "default" else ("rope_theta", "factor", *LLAMA3_ROPE)
+    traits = {name: getattr(hf_config, name, None) for name in TRAITS}
+    return traits | {"rope_type": kind} | {name: float(rope[name]) for name in read if name in rope}
 
 
 def tokenizer_in(path: Path, rows: int) -> PreTrainedTokenizerBase:

@@ -13,12 +13,12 @@ import logging
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch.distributed as dist
 
 from oblr_megatron.checkpoint import store
-from oblr_megatron.checkpoint.hf_description import hf_config_in
+from oblr_megatron.checkpoint.hf_description import forward_traits, hf_config_in
 from oblr_megatron.checkpoint.hf_dir import HFDir
 from oblr_megatron.checkpoint.store import CheckpointError, Manifest
 from oblr_megatron.config import Config
@@ -26,9 +26,6 @@ from oblr_megatron.errors import UserError
 from oblr_megatron.formatting import flatten
 from oblr_megatron.metrics import METRICS_FILE, logged_until
 from oblr_megatron.weights.names import ModelShape
-
-if TYPE_CHECKING:
-    from transformers import PreTrainedConfig
 
 logger = logging.getLogger(__name__)
 
@@ -42,7 +39,7 @@ CARRIED = (
 )
 """Settings that must equal those of the checkpoint, because its state depends on them."""
 OPEN_TABLES = ("rollout.vllm.", "evaluate.data.", "data.chat_template_options.")
-"""Tables whose keys the user chooses."""
+"""Tables with keys of the user's own choice."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -173,21 +170,16 @@ def uses_base(config: Config) -> bool:
 
 
 def _check_model(saved: Path, model: HFDir, where: str) -> None:
-    """Refuse a model that computes otherwise than the checkpoint's, whose config.json is `saved`."""
+    """Refuse a model whose forward pass differs from that of the checkpoint's model; `saved` is its config.json."""
     shape = ModelShape.of(json.loads(saved.read_text(encoding="utf-8")))
-    old, new = _computation(hf_config_in(saved.parent)), _computation(model.hf_config())
+    old, new = forward_traits(hf_config_in(saved.parent)), forward_traits(model.hf_config())
     differs = f"{shape}" if shape != ModelShape.of(model.config) else ""
-    differs = differs or ", ".join(f"{name} {old[name]}, not {new[name]}" for name in old if old[name] != new[name])
+    differs = differs or ", ".join(
+        f"{name} {old.get(name)}, not {new.get(name)}" for name in old | new if old.get(name) != new.get(name)
+    )
     if differs:
         what = f"the checkpoint's model differs from {model.path}: {differs}"
         raise UserError(what, where=where, fix="set model.path to the model that the run started from")
-
-
-def _computation(hf_config: PreTrainedConfig) -> dict[str, Any]:
-    """What the forward pass reads from a configuration besides `ModelShape`, by its name in config.json."""
-    values = hf_config.to_dict()
-    read = {name: values.get(name) for name in ("rms_norm_eps", "num_experts_per_tok", "norm_topk_prob")}
-    return read | {name: values["rope_parameters"].get(name) for name in ("rope_type", "rope_theta", "factor")}
 
 
 def _token_scale(settings: dict[str, Any]) -> float:

@@ -170,7 +170,7 @@ def check_pushable(hf_config: Mapping[str, Any], config: Config, *, on_gpu: bool
 
 
 def check_rank(rank: int, where: str, fix: str) -> None:
-    """Refuse an adapter whose rank no slot of vLLM has.
+    """Refuse an adapter with a larger rank than vLLM's LoRA slots take.
 
     Raises:
         UserError: names the rank.

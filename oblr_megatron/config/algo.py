@@ -75,7 +75,7 @@ PRESETS: dict[str, dict[str, Any]] = {
         "clip_high": 4.0,
     },
 }
-"""Values that `algo.preset` fills in. Keys that the user sets beside it keep their values."""
+"""Values that `algo.preset` fills in. Keys in the same file win over them."""
 
 
 def open_to_preset(algo: Any, preset: str) -> Any:

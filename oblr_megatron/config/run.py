@@ -29,7 +29,7 @@ from oblr_megatron.config.log import LogConfig
 from oblr_megatron.config.model import ModelConfig
 from oblr_megatron.config.optimizer import OptimizerConfig
 from oblr_megatron.config.parallel import ParallelConfig
-from oblr_megatron.config.removed import REMOVED
+from oblr_megatron.config.refused import REFUSED
 from oblr_megatron.config.reward import RewardConfig
 from oblr_megatron.config.rollout import LARGEST_SUPPORT, RolloutConfig, WeightsConfig
 from oblr_megatron.config.section import Section, section_in
@@ -215,12 +215,12 @@ def validated(section: type[S], table: dict[str, Any], where: str, overrides: Se
 
 def _explained(key: str, first: ErrorDetails, root: type[Section]) -> Problem:
     if first["type"] == "extra_forbidden":
-        if key in REMOVED:
-            reason, instead = REMOVED[key]
+        if key in REFUSED:
+            reason, instead = REFUSED[key]
             return f"unknown key {_shown(key)}: {reason}", instead
         return f"unknown key {_shown(key)}", _nearest(first["loc"], root)
-    if isinstance(first["input"], str) and (removed := REMOVED.get(f"{key}={first['input']}")):
-        return f"{key} = {_shown(first['input'])}: {removed[0]}", removed[1]
+    if isinstance(first["input"], str) and (refused := REFUSED.get(f"{key}={first['input']}")):
+        return f"{key} = {_shown(first['input'])}: {refused[0]}", refused[1]
     if first["type"] == "missing":
         return f"{_shown(key)} is missing", "set it in the file or as an override"
     if first["type"] == "not_text":  # the shell removes one of two pairs of quotes

@@ -12,15 +12,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from oblr_megatron.checkpoint.hf_description import forward_traits
 from oblr_megatron.checkpoint.hf_dir import HFDir, check_hf_dir, checkpoint_shapes
 from oblr_megatron.engine.http_messages import shapes_digest
-from oblr_megatron.families import LLAMA3_ROPE
-
-FIELDS = (
-    *("model_type", "hidden_act", "rms_norm_eps", "tie_word_embeddings", "use_sliding_window"),
-    *("num_attention_heads", "num_key_value_heads", "num_experts_per_tok", "norm_topk_prob"),
-)
-"""Of transformers' configuration: what a forward pass reads, and names and shapes of tensors do not imply."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -35,17 +29,8 @@ class ModelIdentity:
     def of(cls, path: Path) -> ModelIdentity:
         """Read a directory; a `UserError` if it is not a complete checkpoint."""
         source = check_hf_dir(path)
-        return cls(shapes_digest(checkpoint_shapes(path)), _traits(source), source.fingerprint)
-
-
-def _traits(source: HFDir) -> dict[str, Any]:
-    config = source.hf_config()
-    rope: dict[str, Any] = config.rope_parameters
-    kind = rope.get("rope_type", "default")
-    read = ("rope_theta",) if kind == "default" else ("rope_theta", "factor", *LLAMA3_ROPE)
-    traits = {name: getattr(config, name, None) for name in FIELDS}
-    traits |= {"rope_type": kind} | {name: float(rope[name]) for name in read if name in rope}
-    return traits | {"stop_tokens": _stop_tokens(source)}
+        traits = forward_traits(source.hf_config()) | {"stop_tokens": _stop_tokens(source)}
+        return cls(shapes_digest(checkpoint_shapes(path)), traits, source.fingerprint)
 
 
 def _stop_tokens(source: HFDir) -> list[int]:

@@ -206,7 +206,7 @@ def settings(model: HFDir, data: DataConfig, out: Path, *, on_gpu: bool) -> Sect
         },
         "model": {
             "path": (str(model.path), "The model to start from."),
-            **({"dtype": ("bfloat16", "On a CPU, float32 is as fast or faster.")} if on_gpu else {}),
+            **({"dtype": ("bfloat16", "The usual dtype on GPUs.")} if on_gpu else {}),
         },
         "data": {
             **_source(data.train[0]),

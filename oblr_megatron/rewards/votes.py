@@ -25,7 +25,7 @@ def answer_classes(answers: Sequence[str | None], right: Sequence[bool], *, by_v
 
     All right answers are one class, since each equals the gold answer. Wrong answers are in one class if their keys are
     equal: the text with white space collapsed, or with `by_value` the number or the canonical text. With `by_value`, a
-    key also joins the first class whose most frequent key `settle` calls equal.
+    key also joins another class if `settle` finds it equal to the most frequent key of that class.
 
     Args:
         answers: [K] to one question, as extracted.

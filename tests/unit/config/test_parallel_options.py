@@ -19,7 +19,7 @@ from oblr_megatron.checks.layout import check_recompute
 from oblr_megatron.checks.machine import Machine, check_machine
 from oblr_megatron.config import Config, ParallelConfig, parse_config
 from oblr_megatron.config.algo import SnrConfig
-from oblr_megatron.config.removed import REMOVED
+from oblr_megatron.config.refused import REFUSED
 from oblr_megatron.errors import UserError
 from oblr_megatron.model.optimizer import optimizer_implementation
 from oblr_megatron.model.shards import put_back, rectangles
@@ -139,16 +139,16 @@ def test_the_doc_lists_every_option() -> None:
     rows = set(re.findall(r"^\| `([a-z0-9_]+)`", table, re.MULTILINE))
     refused = {"overlap_param_gather", "overlap_moe_expert_parallel_comm", "delay_wgrad_compute", "cuda_graph_impl"}
     refused |= {"tp_comm_overlap", "fp8_param", "gradient_accumulation_fusion", "defer_embedding_wgrad_compute"}
-    assert refused <= {key.partition(".")[2] for key in REMOVED}
+    assert refused <= {key.partition(".")[2] for key in REFUSED}
     allowed = {"use_distributed_optimizer", "overlap_grad_reduce"}
     assert refused | allowed <= rows <= refused | set(ParallelConfig.model_fields)
 
 
-@pytest.mark.parametrize("name", REMOVED)
-def test_refused_and_removed_keys_and_values_end_in_their_reason(name: str) -> None:
+@pytest.mark.parametrize("name", REFUSED)
+def test_refused_keys_and_values_end_in_their_reason(name: str) -> None:
     key, _, value = name.partition("=")
     with pytest.raises(UserError) as caught:
         configured(f"{key}={value or 'true'}")
-    reason, instead = REMOVED[name]
+    reason, instead = REFUSED[name]
     assert key in caught.value.what and reason in caught.value.what and caught.value.fix == instead
     assert "\n" not in str(caught.value)

@@ -1,4 +1,6 @@
-"""Which servers a run uses: those whose settings fit, asked before the run and before each push. Answers are made up.
+"""A run uses the servers with fitting settings, and asks for them before it starts and before each push.
+
+The servers' answers are made up.
 
 Not covered: real servers (tests/e2e/test_servers.py).
 """

@@ -38,7 +38,7 @@ def test_what_python_cannot_raise_is_in_the_log_alone(
 
 
 def joined(port: int, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> tuple[int, str, float]:
-    """(status, error, seconds until torchrun is started) of a node whose first node is another; torchrun fails."""
+    """Launch a second node with a torchrun that fails: (status, error, seconds until torchrun started)."""
     begin, started = time.monotonic(), []
 
     def run(options: Any) -> None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from oblr_megatron.errors import Problem
 
-REMOVED: dict[str, Problem] = {
+REFUSED: dict[str, Problem] = {
     "parallel.overlap_param_gather": (
         "the weights go to the engines right after each update, so no forward pass is left to overlap with",
         "leave it out; use_distributed_optimizer gathers the weights without it",
