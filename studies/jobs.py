@@ -78,7 +78,7 @@ class _Forked:
 
     def __init__(self, asked: Path, log: Path) -> None:
         context = multiprocessing.get_context("forkserver")
-        context.set_forkserver_preload(["studies.toy_trainer"])
+        context.set_forkserver_preload(["studies.fork_server"])
         self._process = context.Process(target=forked, args=(asked, log))
         self._process.start()
         assert self._process.pid is not None, "the process was started"
@@ -102,7 +102,7 @@ def forked(asked: Path, log: Path) -> None:
     from studies.worker import main
 
     os.setsid()
-    die_with(os.getppid())  # the fork server, which ends with the study
+    die_with(os.getppid())  # the fork server, which ends with the study (studies/fork_server.py)
     with log.open("wb") as file:
         for descriptor in (1, 2):
             os.dup2(file.fileno(), descriptor)

@@ -166,6 +166,37 @@ def processes_in(run_dir: Path) -> list[str]:
     return [line for line in found if str(run_dir) in line]
 
 
+TOY_STUDY = """
+import sys
+from pathlib import Path
+sys.path.insert(0, sys.argv[1])
+from tests.unit.studies.runs import run
+from tests.unit.studies.test_jobs import toy_job
+run([toy_job(Path(sys.argv[2]), Path(sys.argv[3]), 0, 10_000)])
+"""
+
+
+def test_a_killed_study_leaves_no_forked_run(tmp_path: Path) -> None:
+    start = prepare("brackets", "middle", tmp_path / "starts", steps=2)
+    log = key_of("brackets", "rloo", 1e-3, 0).run_dir(tmp_path) / "log.txt"
+    study = subprocess.Popen([sys.executable, "-c", TOY_STUDY, str(ROOT), str(tmp_path), str(start)])
+    until(lambda: '"step": 1' in read(log.parent / "metrics.jsonl") and bool(writers(log)), 120)
+    study.kill()
+    assert study.wait(20) == -signal.SIGKILL
+    until(lambda: not writers(log))
+
+
+def writers(log: Path) -> list[str]:
+    """Processes whose output goes to this log: a forked run has the command line of its server."""
+    found = []
+    for path in Path("/proc").glob("[0-9]*/fd/1"):
+        try:
+            found += [path.parts[2]] * (path.readlink() == log)
+        except OSError:  # the process has ended
+            continue
+    return found
+
+
 def test_toy_runs_are_forks_with_logs_and_deadlines(tmp_path: Path) -> None:
     """One run completes, one passes its deadline, one has a config that the toy trainer refuses.
 
