@@ -114,6 +114,10 @@ def serve(options: argparse.Namespace) -> int:
         UserError: an option is wrong, the port is taken, or others could reach the server without a key.
         RunError: the engine did not start, or has died.
     """
+    if options.die_with_parent:
+        from oblr_megatron.runtime.processes import die_with
+
+        die_with(os.getppid())  # at once: later, the parent may have ended already
     from oblr_megatron.checkpoint.hf_dir import check_hf_dir
 
     variable = options.api_key_env
@@ -146,11 +150,6 @@ def serve(options: argparse.Namespace) -> int:
         check_slot(spec.dtype, on_gpu=on_gpu, where="--lora", fix="add --dtype bfloat16")
     check_sizes(spec, model.config, torch.cuda.device_count())
     model.tokenizer()  # raises if it does not fit the model
-    if options.die_with_parent:
-        from oblr_megatron.runtime.processes import die_with
-
-        die_with(os.getppid())
-
     from oblr_megatron.engine.http_door import run
 
     return run(spec, options.host, options.port, key)

@@ -1,10 +1,11 @@
-"""Starts vLLM servers as tasks of a SLURM step, and waits until all are ready (slurm/lib.sh).
+"""Keeps vLLM servers running as tasks of a SLURM step, and waits until all are ready (slurm/lib.sh).
 
     srun --ntasks-per-node=8 python -m oblr_megatron.extras.cluster.servers start CONFIG.toml --port 12002
     python -m oblr_megatron.extras.cluster.servers wait http://gpu-07:12002 http://gpu-07:12003 --deadline 1800
 
 The run's config defines model and engine settings. Task k of a node uses port + k and the GPUs from
-k * tensor_parallel_size on. The API key is in OBLR_API_KEY.
+k * tensor_parallel_size on. The API key is in OBLR_API_KEY. A server that was ready and ends by itself is started
+again; the trainer finds it at its next push.
 """
 
 from __future__ import annotations
@@ -12,6 +13,8 @@ from __future__ import annotations
 import argparse
 import http.client
 import os
+import signal
+import subprocess
 import sys
 import time
 import urllib.request
@@ -21,17 +24,18 @@ from pathlib import Path
 from oblr_megatron.checks.lengths import max_model_len
 from oblr_megatron.checks.vllm_options import serve_words
 from oblr_megatron.config import Config, load_config
-from oblr_megatron.engine import serve_command as serve
-from oblr_megatron.errors import EXIT_OK, RunError
+from oblr_megatron.errors import EXIT_OK, EXIT_SIGNAL, EXIT_USER, RunError
 from oblr_megatron.rollout.placement import adapter_shape, engine_dtype
 from oblr_megatron.runtime.command_line import guarded, parse
+from oblr_megatron.runtime.processes import python_module
 
 POLL_S, ANSWER_S = 1.0, 5.0
+PAUSE_S = 5.0  # before a server is started again: a killed one may still hold memory of its GPUs
 _DIRECT = urllib.request.build_opener(urllib.request.ProxyHandler({}))  # a cluster's proxy does not reach its nodes
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Exit status. `start` becomes the server and returns only if that fails."""
+    """Exit status."""
     options = parse(_parser(), arguments)
     return guarded(lambda: options.function(options))
 
@@ -39,7 +43,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(prog="oblr_megatron.extras.cluster.servers")
     commands = parser.add_subparsers(required=True, metavar="COMMAND")
-    start = commands.add_parser("start", help="run the server of this SLURM task")
+    start = commands.add_parser("start", help="run the server of this SLURM task, and start it again if it is lost")
     start.add_argument("config", type=Path)
     start.add_argument("overrides", nargs="*", metavar="section.key=value")
     start.add_argument("--port", type=int, required=True, help="port of the first server of a node")
@@ -58,9 +62,43 @@ def _start(options: argparse.Namespace) -> int:
     devices = devices_of(os.environ, options.tensor_parallel_size)
     if devices is not None:
         os.environ["CUDA_VISIBLE_DEVICES"] = devices
-    parser = argparse.ArgumentParser()
-    serve.add_arguments(parser)
-    return serve.serve(parser.parse_args(words))
+    host, port = address_of(os.environ, options.port)
+    command = [*python_module("oblr_megatron.cli"), "serve", *words, "--die-with-parent"]
+    return kept(command, f"http://{host}:{port}")
+
+
+def kept(command: Sequence[str], url: str) -> int:
+    """Run a server, and start it again whenever it ends after it was ready; returns its last exit status.
+
+    A signal to this process, a mistake of the user (status 2) and a server that never was ready end it for good.
+    """
+    server: subprocess.Popen[bytes] | None = None
+    stopped = False
+
+    def stop(*_: object) -> None:
+        nonlocal stopped
+        stopped = True
+        if server is not None:
+            server.terminate()
+
+    for number in (signal.SIGTERM, signal.SIGINT):
+        signal.signal(number, stop)
+    while True:
+        server = subprocess.Popen(command)
+        was_ready = False
+        while server.poll() is None:
+            if stopped:  # perhaps between the start and its result
+                server.terminate()
+            was_ready = was_ready or healthy(url)
+            time.sleep(POLL_S)
+        status = server.returncode
+        if was_ready and not stopped and status not in (EXIT_OK, EXIT_USER):
+            how = f"status {status}" if status >= 0 else signal.Signals(-status).name
+            print(f"the server ended ({how}); it is started again in {PAUSE_S:g} s", flush=True)
+            time.sleep(PAUSE_S)
+            if not stopped:
+                continue
+        return status if status >= 0 else EXIT_SIGNAL - status
 
 
 def serve_arguments(config: Config, environment: Mapping[str, str], port: int, tensor_parallel_size: int) -> list[str]:
@@ -69,10 +107,11 @@ def serve_arguments(config: Config, environment: Mapping[str, str], port: int, t
     `rollout.gpu_memory_utilization` is for engines on the trainer's GPUs: a server keeps the default of `serve`.
     """
     rollout = config.rollout
+    host, own_port = address_of(environment, port)
     values = {
         "model": config.model.path,
-        "host": environment["SLURMD_NODENAME"],
-        "port": port + int(environment["SLURM_LOCALID"]),
+        "host": host,
+        "port": own_port,
         "dtype": str(engine_dtype(config)).removeprefix("torch."),
         "head-dtype": config.model.head_dtype,
         "quantization": rollout.quantization,
@@ -89,6 +128,11 @@ def serve_arguments(config: Config, environment: Mapping[str, str], port: int, t
     words = [word for name, value in values.items() if value is not None for word in (f"--{name}", str(value))]
     routes = ["--moe-routing-replay"] if config.model.moe_routing_replay else []
     return [*words, *routes, *serve_words(rollout.vllm)]
+
+
+def address_of(environment: Mapping[str, str], port: int) -> tuple[str, int]:
+    """Host and port of this task's server."""
+    return environment["SLURMD_NODENAME"], port + int(environment["SLURM_LOCALID"])
 
 
 def devices_of(environment: Mapping[str, str], tensor_parallel_size: int) -> str | None:

@@ -4,14 +4,22 @@ from __future__ import annotations
 
 import argparse
 import http.server
+import os
+import signal
 import socket
+import subprocess
+import sys
 import threading
+import time
+from collections.abc import Callable
+from pathlib import Path
 
 import pytest
 
 from oblr_megatron.config import parse_config
 from oblr_megatron.engine import serve_command as serve
 from oblr_megatron.extras.cluster import servers
+from tests.ports import free_port
 
 
 def test_each_task_has_its_port_and_its_gpus() -> None:
@@ -62,6 +70,55 @@ class Healthy(http.server.BaseHTTPRequestHandler):
 
     def log_message(self, *_: object) -> None:
         pass
+
+
+SERVER = """
+import http.server, os, signal, sys
+signal.signal(signal.SIGTERM, lambda *_: sys.exit(7))
+events = open(sys.argv[1], "a")
+print(os.getpid(), file=events, flush=True)
+if sys.argv[2] == "fails":
+    sys.exit(1)
+class Answers(http.server.BaseHTTPRequestHandler):
+    def do_GET(self):
+        self.send_response(200)
+        self.end_headers()
+        print("asked", file=events, flush=True)
+http.server.HTTPServer(("127.0.0.1", int(sys.argv[3])), Answers).serve_forever()
+"""
+KEEPER = """
+import sys
+from oblr_megatron.extras.cluster import servers
+servers.PAUSE_S = 0.1
+sys.exit(servers.kept([sys.executable, *sys.argv[1:]], f"http://127.0.0.1:{sys.argv[-1]}"))
+"""
+
+
+def test_a_lost_server_is_started_again_until_a_signal(tmp_path: Path) -> None:
+    events, port = tmp_path / "events", free_port()
+    keeper = subprocess.Popen([sys.executable, "-c", KEEPER, "-c", SERVER, str(events), "serves", str(port)])
+    until(lambda: read(events)[1:] == ["asked"])
+    os.kill(int(read(events)[0]), signal.SIGKILL)
+    until(lambda: read(events)[3:] == ["asked"])
+    keeper.terminate()
+    assert keeper.wait(30) == 7 and len(read(events)) == 4
+
+
+def test_a_server_that_never_was_ready_is_not_started_again(tmp_path: Path) -> None:
+    events = tmp_path / "events"
+    command = [sys.executable, "-c", KEEPER, "-c", SERVER, str(events), "fails", str(free_port())]
+    assert subprocess.run(command, check=False, timeout=60).returncode == 1 and len(read(events)) == 1
+
+
+def read(events: Path) -> list[str]:
+    return events.read_text().split() if events.exists() else []
+
+
+def until(condition: Callable[[], bool]) -> None:
+    end = time.monotonic() + 60
+    while not condition():
+        assert time.monotonic() < end
+        time.sleep(0.05)
 
 
 def test_servers_are_waited_for_until_the_deadline(capsys: pytest.CaptureFixture[str]) -> None:
