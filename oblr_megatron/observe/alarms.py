@@ -36,6 +36,7 @@ NOISELESS = 0.8  # averaged shrink factor above which norm tempering turns the g
 LIGHT = 0.5  # mean importance weight; 1 without mismatch
 LOST = 0.02  # share of tokens
 BEYOND = 5.0  # standard errors between two means; large, because the test is repeated every step
+AT_ONCE = 4.0  # the same, below the first step, which no update has changed
 
 
 @dataclass(frozen=True, slots=True)
@@ -120,10 +121,19 @@ def _episodes(window: Window) -> str:
 
 
 def _reward(window: Window) -> str:
+    """The reward falls slowly, or in the first steps. Those of Adam are as long as all others, however noisy."""
     course = window.courses["reward/mean"]
-    if course.ends is None or course.ends[1] >= course.ends[0] - 0.02 or course.risen > -BEYOND:
+    if course.ends is not None and course.ends[1] < course.ends[0] - 0.02 and course.risen <= -BEYOND:
+        return f"Mean reward fell from {number(course.ends[0], 2)} to {number(course.ends[1], 2)}; lower optimizer.lr."
+    prompts, spread = window.planned.num_prompts, window.courses["reward/std"].early[:1]
+    if course.count <= EDGE or not prompts or not spread:
         return ""
-    return f"Mean reward fell from {number(course.ends[0], 2)} to {number(course.ends[1], 2)}; lower optimizer.lr."
+    first, now = course.early[0], statistics.fmean(course.recent)
+    error = math.hypot(spread[0] / prompts**0.5, statistics.stdev(course.recent) / EDGE**0.5)
+    if now >= first - max(0.02, AT_ONCE * error):
+        return ""
+    text = f"Mean reward was {number(first, 2)} in the first step and is {number(now, 2)}"
+    return f"{text}; raise optimizer.lr_warmup_steps, or lower optimizer.lr."
 
 
 def _rate(window: Window) -> str:
@@ -282,7 +292,7 @@ CHECKS: dict[str, Callable[[Window], str]] = {
     "slow_rank": _slow_rank,
 }
 """All checks, most severe first; each returns the alarm's text, or "" if nothing is wrong."""
-BY_SETTINGS = ("rate", "group_size", "batch_size", "spread", "mixed")
+BY_SETTINGS = ("reward", "rate", "group_size", "batch_size", "spread", "mixed")
 """Checks that read Planned. Records before a resume may have had other settings, so they raise no such alarm later."""
 
 

@@ -102,6 +102,17 @@ def test_failures_and_timeouts_have_remedies_of_their_own() -> None:
     assert "rollout.environment.deadline_s" in found["timeouts"] and "episodes" in found
 
 
+def test_a_reward_that_falls_with_the_first_updates_is_compared_with_the_first_step() -> None:
+    """The first 20 steps, which other falls are compared with, are low already. 64 prompts: an error of 0.056."""
+    draw = np.random.default_rng(0)
+    start: Record = {"step": 1, "reward/mean": 0.28, "reward/std": 0.45}
+    low: list[Record] = [{"step": step, "reward/mean": 0.05 + draw.normal(0, 0.03)} for step in range(2, 40)]
+    (alarm,) = set_off([start, *low])
+    assert alarm.name == "reward" and "0.28 in the first step" in alarm.text and "lr_warmup_steps" in alarm.text
+    assert not set_off([start | {"reward/mean": 0.2}, *low]), "within four errors"
+    assert not set_off([start, *low], Planned()), "the number of prompts is not known"
+
+
 def test_a_long_run_with_a_flat_reward_raises_none() -> None:
     """The test for a falling reward is repeated every step."""
     draw = np.random.default_rng(0)
