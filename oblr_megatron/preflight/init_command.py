@@ -222,7 +222,8 @@ def settings(model: HFDir, data: DataConfig, out: Path, *, on_gpu: bool) -> Sect
         "rollout": {"max_response_tokens": (response, shared)},
         "reward": {"name": (reward, why)},
         "optimizer": {
-            "lr": (rate, "Learning rate: 5e-4 for tiny models, 3e-5 for 0.1B parameters, 1e-6 for 0.6B and more.")
+            "lr": (rate, "Learning rate: 5e-4 for tiny models, 3e-5 for 0.1B parameters, 1e-6 for 0.6B and more."),
+            "lr_warmup_steps": (10, "Steps in which the rate rises: the first updates are the noisiest."),
         },
     }
 
