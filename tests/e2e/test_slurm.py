@@ -284,11 +284,14 @@ def test_a_job_too_short_for_its_margin_says_so_and_is_not_requeued(arguments: A
 
 
 def test_trainers_and_servers_on_nodes_of_their_own(arguments: Arguments, tmp_path: Path) -> None:
-    """A heterogeneous job, requeued once: one rank on the first node, one server on the second."""
+    """A heterogeneous job, requeued once: one rank on the first node, one server on the second, started again."""
     keys = arguments(rollout__num_threads=1, checkpoint__every_steps=0)
     job = Job(tmp_path / "job", ["qwen3_0.6b", *keys], script="slurm/oblr_servers.sh", holds=True)
     with job.submitted():
         job.wait_held()
+        (server,) = job.processes("oblr_megatron.cli")
+        server.kill()
+        job.wait_for(lambda: "SIGKILL); it is started again" in job.log("server_0.log"), alive=True)
         slurm("scancel", "--batch", "--signal=USR1", job.id)
         job.wait_for(lambda: "SIGUSR1: asking the run" in job.output(), alive=True)
         job.hold.unlink()
@@ -298,6 +301,6 @@ def test_trainers_and_servers_on_nodes_of_their_own(arguments: Arguments, tmp_pa
     steps = certain(job.run_dir)
     assert [step["weights/version"] for step in steps] == [1, 2, 3, 4]
     assert all(step["rollout/logprob_abs_diff"] <= 1e-3 for step in steps)
-    (server,) = json.loads((job.run_dir / "config.json").read_text())["rollout"]["servers"]
-    assert server.startswith(f"http://{NODES[1]}:")
+    (url,) = json.loads((job.run_dir / "config.json").read_text())["rollout"]["servers"]
+    assert url.startswith(f"http://{NODES[1]}:")
     assert "\nerror:" not in job.output()  # SLURM's own lines about the requeue begin with slurmstepd
