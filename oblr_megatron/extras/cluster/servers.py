@@ -31,6 +31,7 @@ from oblr_megatron.runtime.processes import python_module
 
 POLL_S, ANSWER_S = 1.0, 5.0
 PAUSE_S = 5.0  # before a server is started again: a killed one may still hold memory of its GPUs
+MOST_FAILURES = 3  # starts in a row
 _DIRECT = urllib.request.build_opener(urllib.request.ProxyHandler({}))  # a cluster's proxy does not reach its nodes
 
 
@@ -70,10 +71,11 @@ def _start(options: argparse.Namespace) -> int:
 def kept(command: Sequence[str], url: str) -> int:
     """Run a server, and start it again whenever it ends after it was ready; returns its last exit status.
 
-    A signal to this process, a mistake of the user (status 2) and a server that never was ready end it for good.
+    A signal to this process, a mistake of the user (status 2), a failed first start, and MOST_FAILURES failed starts in
+    a row end it for good.
     """
     server: subprocess.Popen[bytes] | None = None
-    stopped = False
+    stopped, failures = False, MOST_FAILURES - 1  # the first start has one try
 
     def stop(*_: object) -> None:
         nonlocal stopped
@@ -92,7 +94,8 @@ def kept(command: Sequence[str], url: str) -> int:
             was_ready = was_ready or healthy(url)
             time.sleep(POLL_S)
         status = server.returncode
-        if was_ready and not stopped and status not in (EXIT_OK, EXIT_USER):
+        failures = 0 if was_ready else failures + 1
+        if failures < MOST_FAILURES and not stopped and status not in (EXIT_OK, EXIT_USER):
             how = f"status {status}" if status >= 0 else signal.Signals(-status).name
             print(f"the server ended ({how}); it is started again in {PAUSE_S:g} s", flush=True)
             time.sleep(PAUSE_S)
