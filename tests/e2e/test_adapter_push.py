@@ -17,6 +17,7 @@ from transformers import AutoModelForCausalLM
 from oblr_megatron.checkpoint.hf_dir import check_hf_dir
 from oblr_megatron.checkpoint.peft_dir import check_adapter_dir
 from oblr_megatron.config import Config, WeightsConfig
+from oblr_megatron.config.lora import LoraConfig
 from oblr_megatron.engine.protocol import PushStats
 from oblr_megatron.rollout.colocated import ColocatedEngines
 from oblr_megatron.rollout.recovery import RecoveringEngines
@@ -41,8 +42,11 @@ class Lora:
         self.engines: RecoveringEngines = ColocatedEngines(self.config(path.parent / "run"), ONE_RANK, lora=self.shape)
 
     def config(self, run_dir: Path, **rollout: Any) -> Config:
+        """With the adapters' settings, which a returning server's are compared with."""
         config = make_config(self.path, run_dir, **rollout)
-        return config.model_copy(update={"weights": WeightsConfig(verify=True)})
+        model = config.model.model_copy(update={"lora": LoraConfig(rank=RANK, targets=ALL)})
+        adapters = config.rollout.model_copy(update={"lora": "adapter"})
+        return config.model_copy(update={"model": model, "rollout": adapters, "weights": WeightsConfig(verify=True)})
 
     def adapter(self, seed: int) -> Adapter:
         return Adapter(self.path, RANK, ALL, seed)
