@@ -109,7 +109,7 @@ class Run:
     def observe(self, gradient: StepGradient, record: StepRecord) -> None:
         """Let the schedule and the baseline learn from the step, for later steps and for the metrics.
 
-        They skip a step whose reward failed for every response: its rewards are 0 for lack of a score.
+        They skip a step without any score. Its rewards are 0 because the reward failed for every response.
         """
         config, scored, stats, norms_sq = self.config, record.scored, gradient.stats, gradient.norms_sq
         assert scored is not None, "a step has rewards"

@@ -170,7 +170,7 @@ def uses_base(config: Config) -> bool:
 
 
 def _check_model(saved: Path, model: HFDir, where: str) -> None:
-    """Refuse a model whose forward pass differs from that of the checkpoint's model; `saved` is its config.json."""
+    """Refuse the model if its forward pass differs from the checkpoint's. `saved` is the checkpoint's config.json."""
     shape = ModelShape.of(json.loads(saved.read_text(encoding="utf-8")))
     old, new = forward_traits(hf_config_in(saved.parent)), forward_traits(model.hf_config())
     differs = f"{shape}" if shape != ModelShape.of(model.config) else ""

@@ -121,7 +121,7 @@ def _episodes(window: Window) -> str:
 
 
 def _reward(window: Window) -> str:
-    """The reward falls slowly, or in the first steps. Those of Adam are as long as all others, however noisy."""
+    """The reward fell slowly, or in the first steps. Adam's first steps are noisy, and as long as later ones."""
     course = window.courses["reward/mean"]
     if course.ends is not None and course.ends[1] < course.ends[0] - 0.02 and course.risen <= -BEYOND:
         return f"Mean reward fell from {number(course.ends[0], 2)} to {number(course.ends[1], 2)}; lower optimizer.lr."

@@ -187,7 +187,7 @@ def test_a_killed_study_leaves_no_forked_run(tmp_path: Path) -> None:
 
 
 def writers(log: Path) -> list[str]:
-    """Processes whose output goes to this log: a forked run has the command line of its server."""
+    """Ids of the processes that write to this log. A forked run's command line does not name the run."""
     found = []
     for path in Path("/proc").glob("[0-9]*/fd/1"):
         try:

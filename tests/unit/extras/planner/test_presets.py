@@ -17,15 +17,15 @@ from oblr_megatron.preflight.examine import check_run, model_of
 from tools.dry_run_presets import DEVICE, PER_NODE, PRESETS, nodes_of, step_seconds
 
 NEAR = 1.03
-RECIPES = {path.parent.name: path for path in (PRESETS.parents[1] / "examples").glob("*_qwen3_*/config.toml")}
-FILES = {path.stem: path for path in PRESETS.glob("*.toml")} | RECIPES
+RECIPES = (PRESETS.parents[1] / "examples").glob("*_qwen3_*/config.toml")
+FILES = {path.stem: path for path in PRESETS.glob("*.toml")} | {path.parent.name: path for path in RECIPES}
 
 
 @pytest.mark.nightly
 @pytest.mark.parametrize("name", sorted(FILES))
 def test_a_preset_is_the_planners_best(name: str) -> None:
     preset = FILES[name]
-    config, gpus = load_config(preset), (1 if name in RECIPES else nodes_of(preset)) * PER_NODE
+    config, gpus = load_config(preset), nodes_of(preset) * PER_NODE
     hf_config, _ = model_of(config.model.path)
     own = step_seconds(hf_config, check_run(hf_config, config, gpus, PER_NODE, DEVICE), gpus)
     machine, mean = PlannerMachine(device_named("h100")), config.rollout.max_response_tokens // 2
