@@ -72,7 +72,7 @@ class PassOnRank:
         output = 0 if sizes.only_stage else self._residual
         one = self._layers_bytes(-(-sizes.layers // self._chunks)) + output
         rotary = tokens.length * sizes.cp * sizes.head_dim * 4
-        return one * self.in_flight + self.gathered + rotary + self._routes
+        return one * self.in_flight + self.gathered + rotary + self._routes + self._token_tables
 
     @property
     def gathered(self) -> int:
@@ -90,6 +90,17 @@ class PassOnRank:
             return of_layer * sizes.layers // self._chunks * tokens.split * self.in_flight
         layers = sizes.layers * parallel.pipeline_model_parallel_size
         return of_layer * layers * tokens.length * sizes.cp * self.run.samples
+
+    @property
+    def _token_tables(self) -> int:
+        """Log-probs [N, T] fp64 on every rank: the reference model's, and the policy's before a batch's later updates.
+
+        Of these a GPU holds one update's; the others are in host memory.
+        """
+        algo, update = self.config.algo, self.config.per_update
+        later = algo.updates_per_batch - 1
+        tables = (algo.kl_coefficient > 0 and self.run.kind == "gradient") + (min(1, later) if self.on_gpu else later)
+        return tables * update.num_prompts * update.group_size * update.rollout.max_response_tokens * 8
 
     def _layers_bytes(self, layers: int) -> int:
         parallel, whole = self.config.parallel, layer_bytes(self.sizes, self.tokens, self.config)

@@ -152,6 +152,22 @@ def test_replayed_routes_are_counted(on_gpu: bool) -> None:
     assert activations(True) - activations(False) == 2 * hf["num_experts_per_tok"] * 3 * TOKENS * samples
 
 
+def test_a_reference_model_s_logprobs_are_counted(parallel: Parallel) -> None:
+    """Every rank holds those of the whole step."""
+    hf_config = tiny_config(**SIZES | {"num_hidden_layers": 1})
+
+    def peak(beta: float) -> tuple[int, int]:
+        options = {"algo": {"baseline": "rloo", "kl_coefficient": beta}, **mode("two_pass")}
+        config = step_config(TOKENS, prompts=8, **options)
+        found = estimate(hf_config.to_dict(), config, 1, fixed_bytes=0)
+        return found.total, peak_of_step(hf_config, config, parallel)
+
+    (estimated_with, with_kl), (estimated_without, without) = peak(0.1), peak(0.0)
+    weights = RankSizes.of(hf_config.to_dict(), step_config(TOKENS), 0).parameters * 4
+    table = estimated_with - estimated_without - weights
+    assert with_kl - without - weights == pytest.approx(table, rel=0.1)
+
+
 def test_a_row_for_everything_that_is_held() -> None:
     found = MemoryEstimate(1, 2, 0, 3, 4, 5, 6, 7, checkpoint=9, fixed=8, stage=0, moment="loss")
     assert found.total == 45 and [num_bytes for _, num_bytes in found.rows()] == [1, 2, 0, 3, 4, 5, 6, 7, 9, 8]
