@@ -27,6 +27,7 @@ TOGETHER = 5  # largest number of arms in one panel
 COLUMNS = 4
 RATE_LABELS = 4
 RATIO_TICKS = (0.25, 0.5, 0.7, 1, 1.5, 2, 3, 4, 6, 10)
+BOUND_MARKERS = {"": "o", ">": ">", "<": "<", "~": "x"}
 
 
 def write_charts(tasks: Sequence[TaskSummary], out: Path) -> list[Path]:
@@ -124,19 +125,23 @@ def apart(values: Sequence[float], gap: float) -> list[float]:
 
 @styled()
 def draw_savings(tasks: Sequence[TaskSummary]) -> Figure:
-    """The best peer's samples to the target divided by the reference's, for each task."""
+    """The best peer's samples to the target divided by the reference's, for each task.
+
+    A bound (`TaskSummary.bound`) has an arrow for its mean, and no interval on its open side.
+    """
     pairs = list(reversed(compared(tasks)))
     name = pairs[0][1].arm
     title = f"Samples to the target: the best peer's, divided by {name}'s (mean over seeds and its 95% interval)"
     figure, axes = _single(title, height=1.3 + 0.34 * len(pairs))
     axes.axvline(1, color=INK, linewidth=1)
     for row, (task, ours, peer) in enumerate(pairs):
-        test = task.saving(ours, peer)
-        interval = test.interval
-        colour = COLOURS[0] if interval.low > 1 else PEER if interval.high < 1 else GREY
-        axes.plot([interval.low, interval.high], [row, row], color=colour, linewidth=2)
-        axes.plot([interval.mean], [row], "o", color=colour, markersize=6)
-        text = f"{interval.mean:.2f}x   {peer.arm} {peer.cell.shape if peer.cell else ''}"
+        interval, bound = task.saving(ours, peer).interval, task.bound(ours, peer)
+        low = interval.mean if bound in ("<", "~") else interval.low
+        high = interval.mean if bound in (">", "~") else interval.high
+        colour = COLOURS[0] if low > 1 and bound in ("", ">") else PEER if high < 1 and bound in ("", "<") else GREY
+        axes.plot([low, high], [row, row], color=colour, linewidth=2)
+        axes.plot([interval.mean], [row], BOUND_MARKERS[bound], color=colour, markersize=6)
+        text = f"{bound}{interval.mean:.2f}x   {peer.arm} {peer.cell.shape if peer.cell else ''}"
         axes.text(1.02, row, text, transform=axes.get_yaxis_transform(), va="center", color=colour)
     axes.set_xscale("log")
     low, high = axes.get_xlim()
@@ -146,7 +151,7 @@ def draw_savings(tasks: Sequence[TaskSummary]) -> Figure:
     axes.set_yticks(range(len(pairs)), [task.task for task, *_ in pairs])
     axes.set_ylim(-0.7, len(pairs) - 0.3)
     axes.grid(visible=False, axis="y")
-    axes.set_xlabel(f"right of 1: {name} needs fewer samples (blue); left: more (orange)")
+    axes.set_xlabel(f"right of 1: {name} needs fewer samples (blue); left: more (orange). Arrow: at least, or at most")
     return figure
 
 
