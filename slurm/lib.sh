@@ -157,9 +157,15 @@ oblr_cpu_bind() {
 # The interpreter of every task, and srun's container options.
 oblr_python() {
     python="${OBLR_PYTHON:-python3}" container=()
+    local mounts="$OBLR_HOME:$OBLR_HOME${OBLR_CONTAINER_MOUNTS:+,$OBLR_CONTAINER_MOUNTS}" directory
     if [[ -n ${OBLR_CONTAINER:-} ]]; then
+        for directory in "$run_dir" "$logs"; do # what is written beyond the mounts is lost with the container
+            [[ $directory == /* && $directory != "$OBLR_HOME"/* ]] || continue
+            mkdir -p "$directory" || die "$EXIT_USER" "cannot make $directory on ${nodes[0]}. Fix: name another place"
+            mounts+=",$directory:$directory"
+        done
         container=(--container-image="$OBLR_CONTAINER" --container-workdir="$OBLR_HOME" --no-container-mount-home)
-        container+=(--container-mounts="$OBLR_HOME:$OBLR_HOME${OBLR_CONTAINER_MOUNTS:+,$OBLR_CONTAINER_MOUNTS}")
+        container+=(--container-mounts="$mounts")
     elif [[ -n ${OBLR_VENV:-} ]]; then
         python="$OBLR_VENV/bin/python"
         [[ -x $python ]] || die "$EXIT_USER" "OBLR_VENV=$OBLR_VENV has no bin/python"
@@ -424,7 +430,7 @@ oblr_end() {
     fi
     if ((status == 0)) && [[ $state == stopped ]]; then
         oblr_requeue "stopped ($reason)" 0
-    elif [[ -n $stopping && $state != failed ]]; then # the signal came before the ranks handled signals
+    elif [[ -n $stopping && -z $state ]]; then # the signal came before the ranks handled signals
         oblr_requeue "ended by SIG$stopping before the first step" "$EXIT_RUN"
     fi
     oblr_tell_errors

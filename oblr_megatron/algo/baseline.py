@@ -18,7 +18,7 @@ from oblr_megatron.algo.formulas import FORMULAS, NO_HISTORY, History
 from oblr_megatron.algo.user_baseline import user_values
 from oblr_megatron.algo.weighting import mean_of_others, tempering
 from oblr_megatron.config.baselines import facts_of
-from oblr_megatron.errors import UserError
+from oblr_megatron.errors import RunError, UserError
 
 STD_EPS = 1e-6  # added to the standard deviation that divides A
 
@@ -37,7 +37,8 @@ def baseline_values(
     w is read only by baselines with `needs_norms`, and `history` by those with a `pool`.
 
     Raises:
-        UserError: a reward is not finite, or a baseline of the group has G = 1; or see `user_values`.
+        UserError: a reward is not finite, or a baseline of the group has G = 1.
+        RunError: a user's function fails, which passed `check_baseline` before the run.
     """
     rewards, lengths = rewards.to(torch.float64), lengths.to(torch.float64)
     shapes = [tuple(tensor.shape) for tensor in (rewards, norms_sq, lengths)]
@@ -53,7 +54,12 @@ def baseline_values(
     weights = sanitize_norms(norms_sq)
     if name in FORMULAS:
         return FORMULAS[name](rewards, weights, lengths, history)
-    return user_values(name, rewards, weights, lengths, history)
+    try:
+        return user_values(name, rewards, weights, lengths, history)
+    except (
+        UserError
+    ) as error:  # not bad input, so that a job may be requeued, and on one rank perhaps: it must print it
+        raise RunError(str(error)) from error
 
 
 def advantages(

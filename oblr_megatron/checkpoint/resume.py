@@ -142,6 +142,9 @@ def check_fits(checkpoint: Checkpoint, config: Config, model: HFDir) -> None:
         fix = "convert it with oblr-megatron convert to-hf and set model.path to the result"
         raise CheckpointError("the checkpoint holds only weights, not the state of a run", where=where, fix=fix)
     for name in CARRIED:
+        if name not in flatten(before):
+            fix = "convert it with oblr-megatron convert to-hf, and start a new run from the result"
+            raise CheckpointError(f"the checkpoint is of a version without {name}", where=where, fix=fix)
         old, new = flatten(before)[name], flatten(now)[name]
         if old != new:
             told = [json.dumps(value) if isinstance(value, bool) else repr(value) for value in (old, new)]

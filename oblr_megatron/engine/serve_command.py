@@ -173,7 +173,9 @@ def check_exposure(host: str, key: str, variable: str) -> None:
 
 
 def check_address(host: str, port: int) -> None:
-    """Refuse (UserError) a port that is taken, and an address of another machine."""
+    """Refuse (UserError) a taken port, an address of another machine, and a name that only this machine can reach."""
+    from oblr_megatron.engine.http_messages import is_loopback
+
     try:
         family, kind, protocol, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
         with socket.socket(family, kind, protocol) as probe:
@@ -182,6 +184,10 @@ def check_address(host: str, port: int) -> None:
     except (OSError, OverflowError) as error:
         what = f"cannot listen on {host}:{port}: {error}"
         raise UserError(what, where="--host, --port", fix="choose another port or address") from None
+    if is_loopback(str(address[0])) and not is_loopback(host):
+        what = f"{host} is {address[0]} here, which no other machine can reach"
+        fix = f"correct the line of {host} in /etc/hosts, or give an interface's address"
+        raise UserError(what, where="--host", fix=fix)
 
 
 def check_quantization(spec: EngineSpec) -> None:

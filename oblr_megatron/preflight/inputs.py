@@ -29,6 +29,7 @@ from oblr_megatron.errors import UserError
 from oblr_megatron.evaluation.setup import load_sets
 from oblr_megatron.memory.pass_plan import Layout, num_folds
 from oblr_megatron.memory.select_mode import ModeChoice, free_memory, resolve, with_mode
+from oblr_megatron.metrics import write_whole
 from oblr_megatron.model.parallel import local_rank, local_world_size
 from oblr_megatron.model.precision import this_machine
 from oblr_megatron.preflight.checklist import Proposed, check
@@ -224,4 +225,4 @@ def write_config(config: Config) -> None:
     """Save the resolved configuration as RUN_DIR/config.json."""
     config.run_dir.mkdir(parents=True, exist_ok=True)
     text = json.dumps(config.model_dump(mode="json"), indent=2)
-    (config.run_dir / CONFIG_FILE).write_text(text + "\n", encoding="utf-8")
+    write_whole(config.run_dir / CONFIG_FILE, text + "\n")

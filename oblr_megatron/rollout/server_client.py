@@ -14,7 +14,7 @@ import asyncio
 import json
 import time
 from collections.abc import Sequence
-from typing import Any, NoReturn
+from typing import TYPE_CHECKING, Any, NoReturn
 
 import aiohttp
 from pydantic import TypeAdapter, ValidationError
@@ -26,14 +26,30 @@ from oblr_megatron.errors import DamagedError, DeadlineError, EngineLostError, R
 from oblr_megatron.runtime.http_loop import open_session
 from oblr_megatron.types import Sample
 
+if TYPE_CHECKING:
+    from oblr_megatron.config.rollout import RolloutConfig
+
 RETRIES = 3
 """Retries after a dropped request, before the server counts as lost."""
 BACKOFF_SECONDS = 0.2
 """Wait before the first retry; it doubles with each further one."""
 WATCH_SECONDS = 5.0
 """Interval of the health checks while a server samples."""
+SILENCE_SECONDS = 30.0
+"""A sampling server counts as hung after so long without an answer, or after a third of the call's deadline: another
+server needs the rest."""
+HANG_SHARE = 0.5
+"""A server's engine counts as hung if it has not answered its own HTTP server for this share of the call's deadline,
+but at least `SILENCE_SECONDS`. It answers between steps, and a step with a long prompt or a compilation may take
+minutes."""
 DROPPED = (408, 429)
 """HTTP status if a request came too slowly, and if a proxy has too many of them."""
+
+
+def silences(rollout: RolloutConfig) -> tuple[float, float]:
+    """Seconds without an answer after which a server counts as hung, and an engine without an answer to its server."""
+    seconds = rollout.generate_timeout_s
+    return min(SILENCE_SECONDS, seconds / 3), max(SILENCE_SECONDS, HANG_SHARE * seconds)
 
 
 class ServerLostError(EngineLostError):

@@ -31,7 +31,7 @@ from oblr_megatron.rollout.feed import Put
 from oblr_megatron.rollout.push import Receiver, push
 from oblr_megatron.rollout.recovery import RecoveringEngines
 from oblr_megatron.rollout.server_checks import misfits
-from oblr_megatron.rollout.server_client import VllmServer, reasons
+from oblr_megatron.rollout.server_client import VllmServer, reasons, silences
 from oblr_megatron.rollout.server_push import ServerReceiver, SharedMemoryTransport, Transport
 from oblr_megatron.runtime.collectives import Outcome, attempt
 from oblr_megatron.runtime.http_loop import HttpLoop
@@ -53,13 +53,6 @@ PROBE_SECONDS = 5.0
 LOST_SECONDS = 0.5
 """Seconds that a call waits for the answer of a lost server: a host that is down must not hold up every push."""
 POLL_SECONDS = 0.5
-SILENCE_SECONDS = 30.0
-"""A sampling server counts as hung after so long without an answer, or after a third of the call's deadline: another
-server needs the rest."""
-HANG_SHARE = 0.5
-"""A server's engine counts as hung if it has not answered its own HTTP server for this share of the call's deadline,
-but at least `SILENCE_SECONDS`. It answers between steps, and a step with a long prompt or a compilation may take
-minutes."""
 
 
 class ServerEngines(RecoveringEngines):
@@ -181,8 +174,7 @@ class _Servers:
     """The servers' handles and the event loop that they live in; on rank 0."""
 
     def __init__(self, config: Config) -> None:
-        key, seconds = api_key(), config.rollout.generate_timeout_s
-        silence_s, hang_s = min(SILENCE_SECONDS, seconds / 3), max(SILENCE_SECONDS, HANG_SHARE * seconds)
+        key, (silence_s, hang_s) = api_key(), silences(config.rollout)
         self.servers = [VllmServer(url, key, silence_s=silence_s, hang_s=hang_s) for url in config.rollout.servers]
         self._config = config
         self._known: set[VllmServer] = set()  # servers that have answered before

@@ -4,8 +4,8 @@
     python -m oblr_megatron.extras.cluster.servers wait http://gpu-07:12002 http://gpu-07:12003 --deadline 1800
 
 The run's config defines model and engine settings. Task k of a node uses port + k and the GPUs from
-k * tensor_parallel_size on. The API key is in OBLR_API_KEY. A server that was ready and ends by itself is started
-again; the trainer finds it at its next push.
+k * tensor_parallel_size on. The API key is in OBLR_API_KEY. A server that was ready and ends by itself, or hangs, is
+started again; the trainer finds it at its next push.
 """
 
 from __future__ import annotations
@@ -24,8 +24,10 @@ from pathlib import Path
 from oblr_megatron.checks.lengths import max_model_len
 from oblr_megatron.checks.vllm_options import serve_words
 from oblr_megatron.config import Config, load_config
+from oblr_megatron.engine.http_messages import Health
 from oblr_megatron.errors import EXIT_OK, EXIT_SIGNAL, EXIT_USER, RunError
 from oblr_megatron.rollout.placement import adapter_shape, engine_dtype
+from oblr_megatron.rollout.server_client import silences
 from oblr_megatron.runtime.command_line import guarded, parse
 from oblr_megatron.runtime.processes import python_module
 
@@ -65,14 +67,21 @@ def _start(options: argparse.Namespace) -> int:
         os.environ["CUDA_VISIBLE_DEVICES"] = devices
     host, port = address_of(os.environ, options.port)
     command = [*python_module("oblr_megatron.cli"), "serve", *words, "--die-with-parent"]
-    return kept(command, f"http://{host}:{port}")
+    _, hang_s = silences(config.rollout)
+    return kept(command, f"http://{host}:{port}", start_s=config.rollout.start_timeout_s, hang_s=hang_s)
 
 
-def kept(command: Sequence[str], url: str) -> int:
+def kept(command: Sequence[str], url: str, *, start_s: float, hang_s: float) -> int:
     """Run a server, and start it again whenever it ends after it was ready; returns its last exit status.
 
     A signal to this process, a mistake of the user (status 2), a failed first start, and MOST_FAILURES failed starts in
     a row end it for good.
+
+    Args:
+        command: starts the server.
+        url: where it answers.
+        start_s: a server that is not ready after so many seconds is killed.
+        hang_s: and one that was, and whose engine does not answer for so long.
     """
     server: subprocess.Popen[bytes] | None = None
     stopped, failures = False, MOST_FAILURES - 1  # the first start has one try
@@ -87,11 +96,17 @@ def kept(command: Sequence[str], url: str) -> int:
         signal.signal(number, stop)
     while True:
         server = subprocess.Popen(command)
-        was_ready = False
+        was_ready, heard = False, time.monotonic()
         while server.poll() is None:
             if stopped:  # perhaps between the start and its result
                 server.terminate()
-            was_ready = was_ready or healthy(url)
+            silent, now = silence(url), time.monotonic()
+            if silent is not None:
+                was_ready, heard = True, now - silent
+            if now - heard > (limit := hang_s if was_ready else start_s):
+                what = "has not answered" if was_ready else "is not ready"
+                print(f"the server {what} after {limit:g} s: it is killed", flush=True)
+                server.kill()
             time.sleep(POLL_S)
         status = server.returncode
         failures = 0 if was_ready else failures + 1
@@ -156,7 +171,7 @@ def devices_of(environment: Mapping[str, str], tensor_parallel_size: int) -> str
 
 def _wait(options: argparse.Namespace) -> int:
     begin, waiting = time.monotonic(), list(options.urls)
-    while waiting := [url for url in waiting if not healthy(url)]:
+    while waiting := [url for url in waiting if silence(url) is None]:
         if time.monotonic() - begin > options.deadline:
             count = f"{len(waiting)} of {len(options.urls)} servers"
             raise RunError(f"{count} are not ready after {options.deadline:g} s: {', '.join(waiting)}")
@@ -165,13 +180,13 @@ def _wait(options: argparse.Namespace) -> int:
     return EXIT_OK
 
 
-def healthy(url: str) -> bool:
-    """Whether a server answers its health check."""
+def silence(url: str) -> float | None:
+    """Seconds for which a server's engine has not answered it; None if the server itself does not."""
     try:
         with _DIRECT.open(f"{url}/health", timeout=ANSWER_S) as answer:
-            return bool(answer.status == 200)
-    except (OSError, http.client.HTTPException):
-        return False
+            return Health.model_validate_json(answer.read()).silent
+    except (OSError, http.client.HTTPException, ValueError):
+        return None
 
 
 if __name__ == "__main__":

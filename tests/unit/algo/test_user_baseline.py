@@ -21,7 +21,7 @@ from oblr_megatron.algo.user_baseline import check_baseline
 from oblr_megatron.algo.weighting import mean_of_others
 from oblr_megatron.config import Config, parse_config
 from oblr_megatron.config.baselines import BASELINES, facts_of
-from oblr_megatron.errors import UserError
+from oblr_megatron.errors import RunError, UserError
 from oblr_megatron.memory.select_mode import resolve
 from tests.tiny import tiny_config
 
@@ -308,7 +308,7 @@ def test_a_run_treats_it_like_a_baseline_with_these_facts(function: str, like: s
 
 def test_a_value_that_is_not_finite_ends_a_run_in_one_line() -> None:
     zeros = torch.zeros(2, 2, dtype=torch.float64)
-    with pytest.raises(UserError, match=r"NaN or infinite.*\[algo\.baseline\]"):
+    with pytest.raises(RunError, match=r"NaN or infinite.*\[algo\.baseline\]"):
         baseline_values(named("divides_by_zero"), zeros, zeros, zeros)
 
 

@@ -53,6 +53,15 @@ def test_a_taken_port_is_found():
         check_address("192.0.2.1", 8000)
 
 
+def test_a_name_of_this_machine_alone_is_refused(monkeypatch):
+    """Debian's /etc/hosts has 127.0.1.1 for the machine's own name: other machines could never connect."""
+    own = [(socket.AF_INET, socket.SOCK_STREAM, 6, "", ("127.0.1.1", 0))]
+    monkeypatch.setattr(socket, "getaddrinfo", lambda *_, **__: own)
+    check_address("localhost", 0)
+    with pytest.raises(UserError, match=r"gpu-07 is 127\.0\.1\.1 here.*/etc/hosts"):
+        check_address("gpu-07", 0)
+
+
 @pytest.mark.parametrize("device", ["cpu", "cuda"])
 def test_weights_come_by_a_transport_that_reaches_a_server(device):
     spec = spec_of(serve_options(), device)

@@ -116,6 +116,11 @@ def test_a_signal_before_the_first_step_is_no_failure(tmp_path: Path) -> None:
     assert ended(tmp_path, 138, None, stopping="USR1")[:2] == (0, True)
 
 
+def test_a_run_that_dies_after_the_signal_has_failed(tmp_path: Path) -> None:
+    """Rank 0 was killed while it saved, so that its status is still "running"."""
+    assert ended(tmp_path, 1, "running", stopping="USR1", saved=(7,))[:2] == (1, False)
+
+
 def test_a_job_that_gets_its_signal_at_once_is_not_requeued(tmp_path: Path) -> None:
     """Its time is not longer than the margin of --signal, so every attempt would do one step at most."""
     for name, margin, seconds, expected in (

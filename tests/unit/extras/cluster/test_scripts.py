@@ -208,6 +208,19 @@ def test_tasks_in_a_container_run_the_repositorys_code(tmp_path: Path) -> None:
         assert f"PYTHONPATH={expected}" in (tmp_path / "srun.env").read_text().splitlines()
 
 
+def test_a_container_has_the_run_directory_and_the_logs_where_the_host_has_them(tmp_path: Path) -> None:
+    """What a rank writes elsewhere in a container is lost with it."""
+    run_dir = tmp_path / "scratch" / "run"
+    started(tmp_path, "qwen3_8b", f"run_dir={run_dir}", OBLR_CONTAINER="image", OBLR_CONTAINER_MOUNTS="/data:/data")
+    logs = tmp_path / "oblr-5.logs" / "attempt_0"
+    mounts = [f"{ROOT}:{ROOT}", "/data:/data", f"{run_dir}:{run_dir}", f"{logs}:{logs}"]
+    assert f"--container-mounts={','.join(mounts)} " in (tmp_path / "srun.calls").read_text()
+    assert run_dir.is_dir()
+    (tmp_path / "file").touch()
+    refused = started(tmp_path, "qwen3_8b", f"run_dir={tmp_path}/file/run", OBLR_CONTAINER="image")
+    assert refused.returncode == 2 and f"error: cannot make {tmp_path}/file/run on node. Fix:" in refused.stderr
+
+
 def test_tasks_may_open_as_many_files_as_the_hard_limit_allows(tmp_path: Path) -> None:
     most = resource.getrlimit(resource.RLIMIT_NOFILE)
     resource.setrlimit(resource.RLIMIT_NOFILE, (256, most[1]))

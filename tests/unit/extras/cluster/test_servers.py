@@ -67,6 +67,7 @@ class Healthy(http.server.BaseHTTPRequestHandler):
     def do_GET(self) -> None:
         self.send_response(200 if self.path == "/health" else 404)
         self.end_headers()
+        self.wfile.write(b'{"silent": 0.0}')
 
     def log_message(self, *_: object) -> None:
         pass
@@ -79,35 +80,65 @@ events = open(sys.argv[1], "a")
 print(os.getpid(), file=events, flush=True)
 if sys.argv[2] == "fails":
     sys.exit(1)
+if sys.argv[2] == "starts":
+    signal.pause()
+silences = iter([0, 5, 20])
 class Answers(http.server.BaseHTTPRequestHandler):
     def do_GET(self):
         self.send_response(200)
         self.end_headers()
-        print("asked", file=events, flush=True)
+        silent = next(silences) if sys.argv[2] == "hangs" else 0
+        print("asked" if silent < 20 else "hung", file=events, flush=True)
+        self.wfile.write(b'{"silent": %d}' % silent)
 http.server.HTTPServer(("127.0.0.1", int(sys.argv[3])), Answers).serve_forever()
 """
 KEEPER = """
 import sys
 from oblr_megatron.extras.cluster import servers
-servers.PAUSE_S = 0.1
-sys.exit(servers.kept([sys.executable, *sys.argv[1:]], f"http://127.0.0.1:{sys.argv[-1]}"))
+servers.PAUSE_S = servers.POLL_S = 0.1
+command, url, start_s = [sys.executable, *sys.argv[1:-1]], f"http://127.0.0.1:{sys.argv[-2]}", float(sys.argv[-1])
+sys.exit(servers.kept(command, url, start_s=start_s, hang_s=10))
 """
 
 
 def test_a_lost_server_is_started_again_until_a_signal(tmp_path: Path) -> None:
     events, port = tmp_path / "events", free_port()
-    keeper = subprocess.Popen([sys.executable, "-c", KEEPER, "-c", SERVER, str(events), "serves", str(port)])
-    until(lambda: read(events)[1:] == ["asked"])
+    keeper = keep(events, "serves", port=port)
+    until(lambda: read(events)[1:2] == ["asked"])
     os.kill(int(read(events)[0]), signal.SIGKILL)
-    until(lambda: read(events)[3:] == ["asked"])
+    until(lambda: len(starts(events)) == 2 and read(events)[-1] == "asked")
     keeper.terminate()
-    assert keeper.wait(30) == 7 and len(read(events)) == 4
+    assert keeper.wait(30) == 7 and len(starts(events)) == 2
+
+
+def test_a_server_whose_engine_hangs_is_killed_and_started_again(tmp_path: Path) -> None:
+    events = tmp_path / "events"
+    keeper = keep(events, "hangs")
+    until(lambda: len(starts(events)) == 2)
+    keeper.terminate()
+    keeper.wait(30)
+    assert read(events)[1:4] == ["asked", "asked", "hung"], "a busy engine is left alone"
+
+
+def test_a_start_has_a_deadline(tmp_path: Path) -> None:
+    events = tmp_path / "events"
+    assert keep(events, "starts", start_s=1).wait(60) == 128 + signal.SIGKILL
+    assert len(starts(events)) == 1
 
 
 def test_a_server_that_never_was_ready_is_not_started_again(tmp_path: Path) -> None:
     events = tmp_path / "events"
-    command = [sys.executable, "-c", KEEPER, "-c", SERVER, str(events), "fails", str(free_port())]
-    assert subprocess.run(command, check=False, timeout=60).returncode == 1 and len(read(events)) == 1
+    assert keep(events, "fails").wait(60) == 1 and len(read(events)) == 1
+
+
+def keep(events: Path, how: str, *, port: int | None = None, start_s: float = 60) -> subprocess.Popen[bytes]:
+    words = ["-c", KEEPER, "-c", SERVER, str(events), how, str(port or free_port()), str(start_s)]
+    return subprocess.Popen([sys.executable, *words])
+
+
+def starts(events: Path) -> list[str]:
+    """Process ids of the servers, in their order."""
+    return [word for word in read(events) if word.isdecimal()]
 
 
 def read(events: Path) -> list[str]:
@@ -131,5 +162,5 @@ def test_servers_are_waited_for_until_the_deadline(capsys: pytest.CaptureFixture
     said = capsys.readouterr().err
     with socket.create_server(("127.0.0.1", 0)) as other:
         threading.Thread(target=lambda: other.accept()[0].sendall(b"SSH-2.0\r\n"), daemon=True).start()
-        assert not servers.healthy(f"http://127.0.0.1:{other.getsockname()[1]}"), "another service has the port"
+        assert servers.silence(f"http://127.0.0.1:{other.getsockname()[1]}") is None, "another service has the port"
     assert "1 of 2 servers" in said and "http://127.0.0.1:9" in said and url not in said
