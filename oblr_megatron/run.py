@@ -131,7 +131,7 @@ class Run:
             self.noise.observe(stats)
             if self.pools is not None:
                 self.pools.observe(record.prompts, scored, norms_sq, history, gradient.kept)
-        record.metrics |= self.schedule.metrics() | self.noise.metrics()
+            record.metrics |= self.schedule.metrics() | self.noise.metrics()
         if self.pools is not None:
             record.metrics |= self.pools.metrics()
 

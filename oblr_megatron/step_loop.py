@@ -43,7 +43,7 @@ def train(run: Run) -> None:
         for batch in sampling.batches(record):  # Q prompts, G responses each: once, or as engines finish them
             advantage = AdvantageRule(batch.scored, config, run.history(batch.prompts))  # w -> A = r - b(w)   Theorem 7
             gradient.add(batch, advantage)  # w; g += sum_i A_i grad log pi(o_i)
-        for stats in gradient.updates():  # one, or algo.updates_per_batch
+        for stats in gradient.updates(rewarded=not record.unrewarded):  # one, or algo.updates_per_batch
             run.update(stats, run.rate(), record)  # from earlier steps only                                   Theorem 4
         run.observe(gradient, record)  # signal, noise and mean w, for later steps
         run.push(version=step + 1, record=record)

@@ -72,7 +72,7 @@ def user_values(name: str, rewards: Tensor, norms_sq: Tensor, lengths: Tensor, h
         raise UserError(what, where=WHERE, fix="return one value for each reward, a torch.float64 tensor [Q, G]")
     if not values.isfinite().all():
         what = f"baseline {name!r} returned a value that is NaN or infinite"
-        fix = "return finite values where norms or lengths of a group are 0, and where history.expected is NaN"
+        fix = "return finite values where rewards are equal, norms or lengths 0, and history.expected is NaN"
         raise UserError(what, where=WHERE, fix=fix)
     return values
 
@@ -91,6 +91,8 @@ def check_baseline(name: str, num_prompts: int, group_size: int) -> None:
     few = inputs.of(torch.arange(min(num_prompts, MOST_PROMPTS)), torch.arange(min(group_size, MOST_RESPONSES)))
     zeros = torch.zeros_like(few.rewards)
     _values(name, replace(few, norms_sq=zeros, lengths=zeros))
+    for given in _without_spread(few):
+        _values(name, given)
     first_step = [replace(few, history=history) for history in _without_pools(few.history)] if facts.pool else []
     for given in (few, *first_step):
         for what, fix in _Trial(name, facts, given).broken():
@@ -102,6 +104,15 @@ def _random_inputs(num_prompts: int, group_size: int, facts: Baseline) -> Baseli
     rewards, norms, steps, known = torch.rand(4, num_prompts, group_size, generator=random, dtype=torch.float64)
     history = History(known[:, 0], pull=0.5) if facts.pool else NO_HISTORY
     return BaselineInputs(rewards, 0.1 + norms, 1 + (9 * steps).floor(), history)
+
+
+def _without_spread(given: BaselineInputs) -> Iterator[BaselineInputs]:
+    """All answers wrong, all right, groups of equal rewards, also where the pool expects them: a spread may be 0."""
+    for rewards in (torch.zeros_like(given.rewards), torch.ones_like(given.rewards), given.rewards[:, :1]):
+        expected = None if given.history.expected is None else rewards[:, 0]
+        history = replace(given.history, expected=expected)
+        yield replace(given, rewards=rewards.expand_as(given.rewards), history=history)
+        yield replace(given, rewards=rewards.expand_as(given.rewards))
 
 
 def _without_pools(known: History) -> Iterator[History]:

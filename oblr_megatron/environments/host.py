@@ -6,7 +6,7 @@
 
 The process may do anything. One that blocks, dies or misses a deadline is killed. The episode that ran at that moment
 fails, and the others run again in a new process: their turns have the same seeds. After MOST_LOSSES losses in one batch
-its remaining episodes fail as well. A failed episode is an empty sample.
+its remaining episodes fail as well. A killed episode has no tokens.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from oblr_megatron.checks.run_dir import LOGS
 from oblr_megatron.engine.channel import CHECK_SECONDS, Channel, PeerGone
 from oblr_megatron.engine.protocol import PromptRequest, SamplingRequest, prompt_seed
 from oblr_megatron.engine.turns import Answered
-from oblr_megatron.environments.messages import Answer, Begin, Cancel, Ended, SampleCall
+from oblr_megatron.environments.messages import Answer, Begin, Cancel, Ended, SampleCall, ToolWait
 from oblr_megatron.environments.process import options_of
 from oblr_megatron.processes.client import ForkServer, Worker
 from oblr_megatron.processes.watch import NOBODY, Watch
@@ -64,13 +64,24 @@ class _Running:
     position: int  # of its prompt
     place: int  # in the prompt's group
     waits: int = 0  # responses that it waits for
+    queued: int = 0  # its tool calls that wait for a worker
     spent_s: float = 0.0  # without waiting
     since: float = 0.0  # time.monotonic() of the end of its last wait
     cancelled: bool = False
 
+    @property
+    def stands(self) -> bool:
+        """Whether its clock stands still."""
+        return self.waits > 0 or self.queued > 0
+
     def seconds(self) -> float:
-        """Time that it has taken; it stands still while the episode waits for the engine."""
-        return self.spent_s + (0.0 if self.waits else time.monotonic() - self.since)
+        """Time that it has taken, without the waits for the engine and for a tool's worker."""
+        return self.spent_s + (0.0 if self.stands else time.monotonic() - self.since)
+
+    def wait(self, *, waits: int = 0, queued: int = 0) -> None:
+        """Begin (1) or end (-1) a wait."""
+        self.spent_s, self.since = self.seconds(), time.monotonic()
+        self.waits, self.queued = self.waits + waits, self.queued + queued
 
 
 @dataclass(slots=True)
@@ -213,7 +224,8 @@ class EpisodeHost:
             threading.Thread(target=self._read_process, args=(self._process,), daemon=True).start()
         now = time.monotonic()
         for running in batch.running.values():
-            running.waits, running.spent_s, running.since, running.cancelled = 0, 0.0, now, False
+            running.waits, running.queued, running.cancelled = 0, 0, False
+            running.spent_s, running.since = 0.0, now
         self._tell(batch, [running.begin for running in batch.running.values()])
 
     def _receive(self, batch: _Batch) -> None:
@@ -240,6 +252,9 @@ class EpisodeHost:
             self._lost(batch, "the environment process ended", "failed")
         elif isinstance(message, SampleCall):
             self._note_call(batch, message)
+        elif isinstance(message, ToolWait):
+            if (running := batch.running.get(message.number)) is not None:
+                running.wait(queued=message.change)
         else:
             self._end(batch, message)
 
@@ -247,8 +262,7 @@ class EpisodeHost:
         running = batch.running.get(call.number)
         if running is None:
             return  # an episode left its task behind
-        running.spent_s = running.seconds()
-        running.waits += 1
+        running.wait(waits=1)
         batch.calls.append(call)
 
     def _request(self, batch: _Batch, call: SampleCall) -> PromptRequest:
@@ -269,8 +283,7 @@ class EpisodeHost:
             running = batch.running.get(number)
             if running is None:
                 continue  # abandoned
-            running.waits -= 1
-            running.since = time.monotonic()
+            running.wait(waits=-1)
             answers.append(Answer(number, call, turn))
         if answers:
             self._tell(batch, answers)
@@ -303,7 +316,7 @@ class EpisodeHost:
             self._lost(batch, what, "late")
         process.seen = seen
         limit = self._options.deadline_s
-        late = [running for running in batch.running.values() if not running.waits and running.seconds() > limit]
+        late = [running for running in batch.running.values() if not running.stands and running.seconds() > limit]
         limit += self._blocked_s + GRACE_SECONDS
         for running in late:
             if running.seconds() > limit:

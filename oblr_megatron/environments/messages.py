@@ -49,6 +49,14 @@ class SampleCall:
 
 
 @dataclass(frozen=True, slots=True)
+class ToolWait:
+    """A tool call of an episode waits for a worker (+1), or has one or needs none any more (-1)."""
+
+    number: int
+    change: int
+
+
+@dataclass(frozen=True, slots=True)
 class Ended:
     """An episode has ended.
 

@@ -21,7 +21,7 @@ from oblr_megatron.config.rollout import EnvironmentConfig
 from oblr_megatron.engine.channel import Channel, PeerGone
 from oblr_megatron.engine.turns import Turn
 from oblr_megatron.environments.episode import EpisodeEngine, LimitError, cut, ended
-from oblr_megatron.environments.messages import Answer, Begin, Cancel, Ended, SampleCall
+from oblr_megatron.environments.messages import Answer, Begin, Cancel, Ended, SampleCall, ToolWait
 from oblr_megatron.environments.registry import function_of
 from oblr_megatron.environments.tools import Toolbox
 from oblr_megatron.processes.fork_server import Serve
@@ -148,9 +148,25 @@ class Episodes:
             finally:
                 self.waiting.pop((begin.number, call.call), None)
 
+        async def call_tool(tool: str, arguments: Mapping[str, Any]) -> str:
+            """The episode's clock stands still until a worker begins with the call."""
+            loop, waits = asyncio.get_running_loop(), True
+
+            def begun() -> None:
+                nonlocal waits
+                if waits:
+                    waits = False
+                    self.channel.send(ToolWait(begin.number, -1))
+
+            self.channel.send(ToolWait(begin.number, 1))
+            try:
+                return await self.toolbox.call(tool, arguments, lambda: loop.call_soon_threadsafe(begun))
+            finally:
+                begun()
+
         setup = self.setup
         limits = setup.vocab_size, setup.config.max_turns
-        engine = EpisodeEngine(begin, setup.tokenizer, *limits, ask, self.toolbox.call, setup.template_options)
+        engine = EpisodeEngine(begin, setup.tokenizer, *limits, ask, call_tool, setup.template_options)
         self.channel.send(await self._outcome(engine))
         self.late.discard(begin.number)
         for task in self.tasks.pop(begin.number, set()) - {self.running.pop(begin.number)}:

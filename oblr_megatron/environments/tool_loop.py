@@ -12,13 +12,14 @@ from __future__ import annotations
 
 import asyncio
 import json
-import re
 from typing import Any
 
 from oblr_megatron.environments.episode import Episode, EpisodeEngine
 from oblr_megatron.types import Prompt
 
-_CALL = re.compile(r"<tool_call>(.*?)</tool_call>", re.DOTALL)
+OPEN, CLOSE = "<tool_call>", "</tool_call>"
+MOST_CALLS = 32
+"""Calls of a turn that are made."""
 Call = tuple[str, dict[str, Any]]
 """A tool's name and its arguments. Example: ("calculate", {"expression": "2+2"})"""
 
@@ -29,10 +30,11 @@ async def tool_loop(engine: EpisodeEngine, prompt: Prompt, seed: int) -> Episode
     while True:
         turn = await engine.generate(episode.ids)
         episode.wrote(turn)
-        calls = tool_calls(turn.text)
-        if turn.finish_reason == "length" or not calls:
+        calls = [] if turn.finish_reason == "length" else tool_calls(turn.text)
+        if not calls:
             return episode
-        results = await asyncio.gather(*(_result(engine, call) for call in calls))
+        results = await asyncio.gather(*(_result(engine, call) for call in calls[:MOST_CALLS]))
+        results += [f"Error: a turn may have {MOST_CALLS} tool calls"] * len(calls[MOST_CALLS:])
         messages = [{"role": "tool", "content": result} for result in results]
         episode.saw(engine.observation(messages, after=turn))
 
@@ -48,7 +50,11 @@ def tool_calls(text: str) -> list[Call | None]:
 
     None stands for a call that cannot be read.
     """
-    return [_call(match) for match in _CALL.findall(text)]
+    calls, end = [], 0
+    while (start := text.find(OPEN, end)) >= 0 and (stop := text.find(CLOSE, start)) >= 0:
+        calls.append(_call(text[start + len(OPEN) : stop]))
+        end = stop + len(CLOSE)
+    return calls  # in linear time, unlike a pattern: a policy may repeat the opening tag without end
 
 
 def _call(text: str) -> Call | None:

@@ -17,7 +17,7 @@ from __future__ import annotations
 
 import asyncio
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from oblr_megatron.processes.pool import Pool
@@ -49,11 +49,15 @@ class Toolbox:
             returns_text=True,
         )
 
-    async def call(self, name: str, arguments: Mapping[str, Any]) -> str:
-        """The tool's result as text; "Error: ..." for the policy to read if there is none."""
+    async def call(self, name: str, arguments: Mapping[str, Any], begun: Callable[[], object] = lambda: None) -> str:
+        """The tool's result as text; "Error: ..." for the policy to read if there is none.
+
+        `begun` is called in a thread when a worker begins with the call. It is not if there is no worker.
+        """
         if name not in self._targets:
             return f"Error: there is no tool {name!r:.100}; the tools are {', '.join(self._targets)}"
-        [score] = await asyncio.wrap_future(self._pool.submit([(self._targets[name], json.dumps(arguments))]))
+        call = self._pool.submit([(self._targets[name], json.dumps(arguments))], begun)
+        [score] = await asyncio.wrap_future(call)
         if score.text is not None:
             return score.text if len(score.text) <= LONGEST else f"{score.text[:LONGEST]}{CUT}"
         if score.timed_out:

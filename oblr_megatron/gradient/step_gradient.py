@@ -166,10 +166,11 @@ class StepGradient:
         norms = self._add_in_one_pass(own, advantage) if self._one_pass else self._add_norms_first(own, advantage)
         self._note(own, norms, advantage)
 
-    def updates(self) -> Iterator[GradientStats]:
+    def updates(self, *, rewarded: bool = True) -> Iterator[GradientStats]:
         """Leave g of each update in main_grad, summed over all ranks: one, or `algo.updates_per_batch`.
 
-        The caller steps the optimizer after each.
+        The caller steps the optimizer after each. `rewarded`: false if no response has a reward, so that the average
+        of gradients leaves the step out.
 
         Raises:
             BrokenStepError: more than MAX_NONFINITE norms are not finite; the samples are saved first. Or trainer and
@@ -184,7 +185,7 @@ class StepGradient:
         self._refuse_broken()
         if self._config.measures_norms and self._config.gradnorm.sample_fraction == 1:
             stats = replace(stats, sample_sq_norm=float(energies(self.coefficients, self.norms_sq).sum()))
-        if self._momentum is not None:
+        if self._momentum is not None and rewarded:
             with self._timer("gradient"):
                 stats = replace(stats, momentum_dot=self._momentum.dot_and_add(stats.sq_norm))
         self._stats.append(stats)

@@ -62,10 +62,12 @@ METRICS: tuple[Metric, ...] = (
     Metric("rollout/restarts", "", "engines restarted, or servers reconnected, since the previous step"),
     Metric("environment/turns_mean", "turns", "turns of the policy in an episode, mean over the step's samples"),
     Metric("environment/observed_fraction", "", "share of the response tokens that the environment wrote"),
-    Metric("environment/failures", "episodes", "episodes that raised or returned nonsense; their samples are empty"),
     Metric(
-        "environment/timeouts", "episodes", "episodes that were late or blocked the others; their samples are empty"
+        "environment/failures",
+        "episodes",
+        "episodes that raised or returned nonsense; they have their tokens so far, and the reward 0",
     ),
+    Metric("environment/timeouts", "episodes", "episodes that were late, or blocked the others and have no tokens"),
     Metric("gradnorm/sq_mean", "", "mean squared norm w of a response's own gradient, where measured"),
     Metric("gradnorm/sq_max", "", "largest squared norm of a response's own gradient"),
     Metric("gradnorm/top_share", "", "share of sum c^2 w that 1% of the responses hold, those with most of it"),

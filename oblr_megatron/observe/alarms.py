@@ -108,7 +108,7 @@ def _failures(window: Window) -> str:
 
 def _timeouts(window: Window) -> str:
     count = window.totals["reward/timeouts"]
-    late = window.totals[EPISODES[1]]  # they count if the environment gives the reward
+    late = window.totals[EPISODES[1]]
     keys = "reward.timeout_s" + (", or rollout.environment.deadline_s for late episodes" if late else "")
     text = f"Responses that were not scored in time and count as 0: {count:,}; raise {keys}."
     return text if count else ""

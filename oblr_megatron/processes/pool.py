@@ -18,7 +18,7 @@ from __future__ import annotations
 import json
 import os
 import threading
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from concurrent.futures import CancelledError, Future, ThreadPoolExecutor
 from dataclasses import dataclass
 from multiprocessing.connection import Connection
@@ -117,15 +117,15 @@ class Pool:
             collect()
         return [score for call in scores for score in call]
 
-    def submit(self, rows: Sequence[Sequence[str]]) -> Future[list[Score]]:
-        """Begin one call with these rows, once the calls before it have workers.
+    def submit(self, rows: Sequence[Sequence[str]], begun: Callable[[], object] = lambda: None) -> Future[list[Score]]:
+        """Begin one call with these rows, once the calls before it have workers; then call `begun` in a thread.
 
         Raises:
             RunError: the pool is closed.
         """
         self._own()
         try:
-            return self._threads.submit(self._call, rows)
+            return self._threads.submit(self._call, rows, begun)
         except RuntimeError:
             raise RunError(f"{self._what} are closed") from None
 
@@ -160,11 +160,12 @@ class Pool:
         except CancelledError:
             raise RunError(f"{self._what} were closed while a call was waiting") from None
 
-    def _call(self, rows: Sequence[Sequence[str]]) -> list[Score]:
+    def _call(self, rows: Sequence[Sequence[str]], begun: Callable[[], object] = lambda: None) -> list[Score]:
         """The scores of the rows, by the next idle worker."""
         place = self._idle.get()
         try:
             pipe = self._send(place, json.dumps([list(row) for row in rows]).encode())
+            begun()
             if not pipe.poll(self.limit_s):
                 self._end_worker(place)
                 return [Score(timed_out=True)] * len(rows)

@@ -183,11 +183,43 @@ def cause_of(results: Sequence[RewardResult], config: RewardConfig) -> str:
     cause = next((result.cause for result in results if result.error), "")
     if cause:
         return cause
-    if "environment" in config.names:
-        return "the episodes failed or were late, see logs/environment-*.log"
     if all(fault == "late" for result in results for fault in result.faults.values()):
         return f"no call of {', '.join(config.names)} ended within reward.timeout_s, {config.timeout_s:g} s"
     return "see the run's log"
+
+
+class RewardOfEpisodes(Reward):
+    """Another reward, but an episode that failed or was late has none (docs/environments.md): it counts as a fault."""
+
+    def __init__(self, reward: Reward) -> None:
+        self._reward = reward
+
+    def score(self, prompts: Sequence[Prompt], samples: Sequence[Sample]) -> RewardResult:
+        result = self._reward.score(prompts, samples)
+        faults: dict[int, Fault] = {}
+        for place, sample in enumerate(samples):
+            if sample.finish_reason in ("failed", "late"):
+                faults[place] = sample.finish_reason
+        if not faults:
+            return result
+
+        def without(values: Sequence[float]) -> list[float]:
+            return [0.0 if place in faults else value for place, value in enumerate(values)]
+
+        return replace(
+            result,
+            rewards=without(result.rewards),
+            faults=result.faults | faults,
+            error=result.error or "the episode failed or was late, see logs/environment-*.log",
+            terms={name: without(values) for name, values in result.terms.items()},
+            side_faults=result.side_faults - faults.keys(),
+        )
+
+    def longest_s(self, count: int) -> float:
+        return self._reward.longest_s(count)
+
+    def close(self) -> None:
+        self._reward.close()
 
 
 class SampleReward(Reward):

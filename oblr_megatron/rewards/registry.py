@@ -43,26 +43,20 @@ def one_line(text: str) -> str:
 class EnvironmentReward(Reward):
     """Reads `Sample.environment_reward` (docs/environments.md).
 
-    0 for an episode that reached a limit before it gave one, and for a failed one, which is counted.
+    0 for an episode that reached a limit before it gave one.
     """
 
     def score(self, prompts: Sequence[Prompt], samples: Sequence[Sample]) -> RewardResult:
-        faults = {n: fault for n, sample in enumerate(samples) if (fault := _fault(sample)) is not None}
-        missing = any(samples[n].finish_reason == "stop" for n in faults)
+        faults: dict[int, Fault] = {
+            place: "failed"
+            for place, sample in enumerate(samples)
+            if sample.finish_reason == "stop" and sample.environment_reward is None
+        }
         return RewardResult(
             [sample.environment_reward or 0.0 for sample in samples],
             faults=faults,
-            error="the environment returned no reward" if missing else None,
+            error="the environment returned no reward" if faults else None,
         )
-
-
-def _fault(sample: Sample) -> Fault | None:
-    match sample.finish_reason:
-        case "failed" | "late" as fault:
-            return fault
-        case "stop" if sample.environment_reward is None:
-            return "failed"
-    return None
 
 
 GYM = "reward reasoning_gym"

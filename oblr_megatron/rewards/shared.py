@@ -9,7 +9,7 @@ import torch.distributed as dist
 
 from oblr_megatron.config.reward import RewardConfig
 from oblr_megatron.errors import RunError
-from oblr_megatron.rewards.base import Reward, RewardResult, cause_of, group_size, joined
+from oblr_megatron.rewards.base import Reward, RewardOfEpisodes, RewardResult, cause_of, group_size, joined
 from oblr_megatron.runtime.collectives import Collectives, attempt, raise_first
 from oblr_megatron.types import Prompt, Sample
 
@@ -32,7 +32,7 @@ class SharedReward(Reward):
     """
 
     def __init__(self, reward: Reward, share: int | None, shares: int, *, timeout_s: float = SKEW_S) -> None:
-        self.own = reward
+        self.own = RewardOfEpisodes(reward)
         """Scores on this rank alone; not collective."""
         self._share, self._shares, self._skew_s = share, shares, min(SKEW_S, timeout_s)
         self._collectives = Collectives(dist.get_rank())

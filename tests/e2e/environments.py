@@ -12,10 +12,14 @@ from oblr_megatron.environments import Episode, EpisodeEngine, LimitError, Promp
 
 OBSERVED = (5, 6, 7)  # tokens that the environment writes after each turn
 TURNS = 3
+NAP_S = 1.6
 
 
 async def turns(engine: EpisodeEngine, prompt: Prompt, seed: int) -> object:
     """Three short turns with observations; the reward is the mean of the policy's tokens. Misbehaves if asked to."""
+    if prompt.answer == "calls":
+        turn = await engine.generate(prompt.token_ids, max_tokens=6)
+        return turn.ids, [True] * len(turn.ids), list(turn.logprobs), float(await engine.call("naps", {}))
     if prompt.answer in BAD:
         return await BAD[prompt.answer](engine, prompt)
     episode = Episode(prompt.token_ids)
@@ -27,6 +31,12 @@ async def turns(engine: EpisodeEngine, prompt: Prompt, seed: int) -> object:
         episode.wrote(turn)
     episode.reward = sum(turn.ids) / max(1, len(turn.ids))
     return episode
+
+
+def naps() -> float:
+    """Take a nap."""
+    time.sleep(NAP_S)
+    return NAP_S
 
 
 async def _raises(engine: EpisodeEngine, prompt: Prompt) -> object:

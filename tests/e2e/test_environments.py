@@ -1,11 +1,12 @@
 """Episodes with the real vLLM engine: turns, seeds, limits, and functions that raise, hang, die or return nonsense.
 
-Log-probs of every turn are compared with transformers. Not covered: CUDA, tools (test_tool_loop.py), whole runs
+Log-probs of every turn are compared with transformers. Not covered: CUDA; the loop of tools, and whole runs
 (test_environment_runs.py).
 """
 
 from __future__ import annotations
 
+import time
 from collections.abc import Iterator
 from dataclasses import replace
 
@@ -17,19 +18,20 @@ from transformers import Qwen3ForCausalLM
 from oblr_megatron.engine.protocol import SamplingRequest
 from oblr_megatron.rollout.colocated import ColocatedEngines
 from oblr_megatron.types import Prompt, Sample
-from tests.e2e.environments import BAD, DRAWN, LATE, OBSERVED, TURNS
+from tests.e2e.environments import BAD, DRAWN, LATE, NAP_S, OBSERVED, TURNS
 from tests.e2e.tiny_rollout import VOCAB, command_of, make_prompts, start
 from tests.tiny import make_hf_dir
 
 Rollout = tuple[ColocatedEngines, Qwen3ForCausalLM]
 # The limits are far above what a loaded machine makes a process wait for: a stall may not look like a blocked function.
 OPTIONS = {"function": "tests.e2e.environments:turns", "deadline_s": 8.0, "max_turns": 8}
+TOOLS = {"tools": ["tests.e2e.environments:naps"], "tool_workers": 1}
 
 
 @pytest.fixture(scope="module")
 def rollout(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Rollout]:
     path = make_hf_dir(tmp_path_factory.mktemp("environments") / "model", head_dim=32)
-    engines = start(path, path.parent / "run", environment=OPTIONS | {"in_rounds": True})
+    engines = start(path, path.parent / "run", environment=OPTIONS | TOOLS | {"in_rounds": True})
     yield engines, Qwen3ForCausalLM.from_pretrained(path)
     engines.close()
     left = [command_of(child) for child in psutil.Process().children(recursive=True)]  # a zombie has none
@@ -100,6 +102,17 @@ def test_a_bad_episode_costs_its_own_sample(rollout: Rollout, caplog: pytest.Log
     assert sample(engines, prompts, group_size=1) == alone, "the engine and a new process go on"
     for what in ("environment process ended", "without an await", "did not end at its deadline", "\nSystemExit: 1"):
         assert caplog.text.count(what) == 1, f"{what}: each kind of failure is logged, once"
+
+
+def test_the_wait_for_a_tool_is_not_the_episodes_time(rollout: Rollout) -> None:
+    """One worker makes the calls of six episodes in turn: the last waits longer than the episodes' deadline."""
+    engines, _ = rollout
+    prompts = [replace(prompt, answer="calls") for prompt in make_prompts(6)]
+    begun = time.monotonic()
+    samples = sample(engines, prompts, group_size=1)
+    assert [one.finish_reason for one in samples] == ["stop"] * 6
+    assert [one.environment_reward for one in samples] == [NAP_S] * 6
+    assert time.monotonic() - begun > OPTIONS["deadline_s"]
 
 
 def test_a_function_that_always_dies_ends_soon(rollout: Rollout) -> None:

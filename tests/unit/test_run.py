@@ -25,6 +25,7 @@ from oblr_megatron.errors import RunError
 from oblr_megatron.gradient import estimate
 from oblr_megatron.gradient.step_gradient import StepGradient
 from oblr_megatron.metrics import describe
+from oblr_megatron.model.momentum import GradientMomentum
 from oblr_megatron.model.optimizer import PolicyOptimizer
 from oblr_megatron.model.parallel import initialize, shutdown
 from oblr_megatron.model.policy import Policy
@@ -131,6 +132,21 @@ def test_a_sample_without_a_finite_norm_gets_no_gradient(tmp_path: Path, measure
     assert (4 * measured.coefficients).tolist() == [[1.0, 0.0], [-1.0, 1.0]]
     assert parts.running_mean_norm == 2.0
     assert all(torch.tensor(found).isfinite() for found in parts.record.metrics.values())
+
+
+def test_a_step_without_rewards_is_not_in_the_average_of_gradients(
+    tmp_path: Path, measured: Measured, policy: Policy
+) -> None:
+    parts, momentum = make_run(tmp_path, baseline="rloo"), GradientMomentum(policy, 10.0)
+
+    def dot(*, rewarded: bool) -> float:
+        gradient = StepGradient(policy, parts.config, momentum=momentum).begin(1)
+        gradient.add(whole_step(Batch([], SAMPLES, SCORED)), AdvantageRule(SCORED, parts.config, parts.history([])))
+        (stats,) = gradient.updates(rewarded=rewarded)
+        return stats.momentum_dot
+
+    assert all(map(math.isnan, (dot(rewarded=False), dot(rewarded=False), dot(rewarded=True)))), "no gradient before"
+    assert dot(rewarded=True) > 0
 
 
 def test_a_tempered_step_reports_the_energy_it_saves(tmp_path: Path, measured: Measured) -> None:

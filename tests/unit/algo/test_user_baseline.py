@@ -51,6 +51,14 @@ def of_other_prompts(rewards: Tensor, norms_sq: Tensor, lengths: Tensor, history
     return ((means.sum() - means) / (len(means) - 1)).expand_as(rewards)
 
 
+@baseline(over="others", prior=True)
+def shrinks_by_the_spread(rewards: Tensor, norms_sq: Tensor, lengths: Tensor, history: History) -> Tensor:
+    """0 / 0 once all answers are right."""
+    others = (rewards.sum(1, keepdim=True) - rewards) / (rewards.shape[1] - 1)
+    within, between = rewards.var(1, keepdim=True), rewards.mean(1).var()
+    return others * between / (between + within)
+
+
 def undeclared(rewards: Tensor, norms_sq: Tensor, lengths: Tensor, history: History) -> Tensor:
     return rewards
 
@@ -214,6 +222,7 @@ def test_correct_functions_pass(function: str) -> None:
         ("number", "returned float"),
         ("divides_by_zero", "NaN or infinite"),
         ("forgets_the_first_step", "NaN or infinite"),
+        ("shrinks_by_the_spread", "NaN or infinite"),
         ("fails", "raised KeyError: 'scale'"),
         ("takes_two", "raised TypeError"),
         ("undeclared", "does not declare what it reads"),

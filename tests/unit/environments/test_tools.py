@@ -16,11 +16,14 @@ from pathlib import Path
 import pytest
 
 from oblr_megatron.config import Config, parse_config
-from oblr_megatron.environments.episode import observation_text
+from oblr_megatron.engine.turns import Turn
+from oblr_megatron.environments.episode import EpisodeEngine, observation_text
+from oblr_megatron.environments.messages import Begin, SampleCall
 from oblr_megatron.environments.registry import check_environment, data_for, schemas
-from oblr_megatron.environments.tool_loop import tool_calls
+from oblr_megatron.environments.tool_loop import MOST_CALLS, tool_calls, tool_loop
 from oblr_megatron.environments.tools import Toolbox
 from oblr_megatron.errors import UserError
+from oblr_megatron.types import Prompt
 from tests.tiny import make_tokenizer
 from tests.unit.processes.conftest import unhurried
 
@@ -165,6 +168,30 @@ def test_the_calls_in_a_turn() -> None:
     assert not tool_calls("4") and not tool_calls("<tool_call>unfinished")
     for text in ("[]", "1", '{"name": 3}', '{"name": "f", "arguments": 7}', "[" * 100_000, '{"arguments": {}}'):
         assert tool_calls(f"<tool_call>{text}</tool_call>") == [None], text
+    assert tool_calls(f"<tool_call>{good}{good}") == [None, ("add", {"first": 1})], "a call ends at the first end"
+    assert not tool_calls("<tool_call>" * 50_000), "in linear time: this took minutes"
+
+
+def test_a_turn_makes_so_many_calls_and_one_that_was_cut_none() -> None:
+    call = '<tool_call>{"name": "add", "arguments": {}}</tool_call>'
+    turns = [Turn((5,), (-0.1,), call * 40, "stop"), Turn((6,), (-0.1,), call, "length")]
+    made = []
+
+    async def ask(asked: SampleCall) -> Turn:
+        return turns.pop(0)
+
+    async def add(name: str, arguments: object) -> str:
+        made.append(name)
+        return "3"
+
+    prompt, tokenizer = Prompt(0, "p", "p", (5,), "", ""), build_tokenizer()
+    tokenizer.chat_template = QWEN3
+    engine = EpisodeEngine(Begin(0, prompt, 1, 10_000), tokenizer, len(tokenizer), 4, ask, add)
+    episode = asyncio.run(tool_loop(engine, prompt, 0))
+    assert made == ["add"] * MOST_CALLS and not turns
+    read = tokenizer.decode(episode.tokens)
+    assert read.count("<tool_response>\n3\n") == 32 and read.count("<tool_response>\n") == 40, "8 errors"
+    assert (episode.tokens[0], episode.tokens[-1]) == (5, 6)
 
 
 @pytest.mark.parametrize("results", [["42"], ["42", "Error: 7"]])

@@ -14,7 +14,8 @@ import pytest
 
 from oblr_megatron.config import RewardConfig
 from oblr_megatron.errors import UserError
-from oblr_megatron.rewards.base import Reward
+from oblr_megatron.rewards.base import Reward, RewardOfEpisodes, SampleReward
+from oblr_megatron.rewards.combined import CombinedReward, Term
 from oblr_megatron.rewards.registry import GYM_REWARDS, REWARDS, build_reward, check_reward, one_line
 from tests.unit.processes.conftest import unhurried
 from tests.unit.rewards.conftest import batch
@@ -53,10 +54,22 @@ def test_the_environments_reward_is_the_reward() -> None:
         replace(sample, finish_reason=reason, environment_reward=value)
         for sample, reason, value in zip(samples, reasons, given, strict=True)
     ]
-    with build("environment") as reward:
+    with RewardOfEpisodes(build("environment")) as reward:
         result = reward.score(prompts, samples)
     assert result.rewards == [0.5, -2.0, 0, 0, 0, 0]
     assert result.faults == {3: "failed", 4: "failed", 5: "late"} and result.error
+
+
+def test_an_episode_without_a_sample_has_no_reward_of_any_kind() -> None:
+    """A reward of its text would take an outage of the environment for wrong answers."""
+    prompts, samples = batch([("", ["", "a", ""])])
+    samples = [replace(one, finish_reason=why) for one, why in zip(samples, ("failed", "stop", "late"), strict=True)]
+    length = SampleReward(lambda sample: 1.0 + len(sample.text))
+    whole = CombinedReward([Term("length", 1.0, length), Term("environment", 1.0, build("environment"))])
+    result = RewardOfEpisodes(whole).score(prompts, samples)
+    assert result.rewards == [0, 2, 0] and result.main_rewards == [0, 2, 0]
+    assert result.unscored == {0, 2} and result.faults == {0: "failed", 1: "failed", 2: "late"}
+    assert "logs/environment-" in (RewardOfEpisodes(length).score(prompts, samples).error or "")
 
 
 def test_exact_match_ignores_white_space_only() -> None:
