@@ -149,7 +149,7 @@ class AlgoConfig(Section):
     others are for comparison."""
     token_scale: float | None = Field(None, gt=0)
     """Tokens that the constant aggregation divides by, so that clip_grad has the usual unit. By default
-    rollout.max_response_tokens, as in Dr. GRPO and TRL. 1: sums over tokens, as in the formulas of papers."""
+    rollout.max_response_tokens, as in Dr. GRPO. 1: sums over tokens, as in the formulas of papers."""
     kl_coefficient: float = Field(0.0, ge=0)
     """beta of a KL penalty against the initial model. Costs a second copy of the weights and one more forward pass."""
     kl_loss: Literal["k2", "k3"] = "k3"

@@ -108,6 +108,7 @@ class EpisodeHost:
         owner: who waits, for error messages.
         """
         self._options = config.rollout.environment
+        self._reward_counts = "environment" in config.reward.names
         self._blocked_s = min(BLOCKED_SECONDS, self._options.deadline_s)
         self._watch = Watch()
         self._server = ForkServer(
@@ -296,6 +297,12 @@ class EpisodeHost:
         batch.calls = [call for call in batch.calls if call.number != ended.number]
         if ended.error:
             self._warn(what, f"an episode, of prompt {episode.begin.prompt.id}, gave no sample (reward 0)", ended.error)
+        elif ended.reward is not None and not self._reward_counts and "reward" not in self._told:
+            self._told.add("reward")
+            fix = 'set reward.name or a term of reward.terms to "environment", or let the function return none'
+            logger.warning(
+                "%s: it returns a reward, which no reward of the run reads. Fix: %s", self._options.function, fix
+            )
         batch.done(episode, ended)
 
     def _warn(self, what: str, happened: str, error: str) -> None:

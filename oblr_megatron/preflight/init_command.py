@@ -206,7 +206,7 @@ def settings(model: HFDir, data: DataConfig, out: Path, *, on_gpu: bool) -> Sect
         },
         "model": {
             "path": (str(model.path), "The model to start from."),
-            **({"dtype": ("bfloat16", "The usual dtype on GPUs.")} if on_gpu else {}),
+            "dtype": ("bfloat16", "The usual dtype on GPUs.") if on_gpu else ("float32", 'On GPUs take "bfloat16".'),
         },
         "data": {
             **_source(data.train[0]),

@@ -52,8 +52,10 @@ def largest_error(model: Qwen3ForCausalLM, one: Sample) -> float:
     return float((wanted - torch.tensor(one.logprobs))[torch.tensor(one.mask)].abs().max())
 
 
-def test_episodes_of_several_turns(rollout: Rollout) -> None:
+def test_episodes_of_several_turns(rollout: Rollout, caplog: pytest.LogCaptureFixture) -> None:
     engines, model = rollout
+    assert engines._episodes is not None
+    engines._episodes._told.clear()
     prompts = make_prompts(6)
     samples = sample(engines, prompts)
     assert [one.group for one in samples] == [n // 3 for n in range(18)]
@@ -71,6 +73,7 @@ def test_episodes_of_several_turns(rollout: Rollout) -> None:
     assert again == samples, "equal seeds give equal episodes, to the last bit, in rounds"
     assert [one.response_ids for one in other] != [one.response_ids for one in samples]
     assert sample(engines, prompts[:1]) != other[:3]
+    assert caplog.text.count("which no reward of the run reads. Fix: ") == 1, "reward.name is another"
 
 
 def test_a_bad_episode_costs_its_own_sample(rollout: Rollout, caplog: pytest.LogCaptureFixture) -> None:
