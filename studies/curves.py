@@ -59,6 +59,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         metavar=("PLAN", "DIR"),
         help="put the tasks of another study with the same reference into the tables, and into their corrections of p",
     )
+    parser.add_argument("--reference", metavar="ARM", help="compare with this arm in place of the plan's reference")
     parser.add_argument("--summary", action="store_true", help="only write tables and charts of the existing runs")
     parser.set_defaults(function=study_curves)
 
@@ -72,11 +73,14 @@ def study_curves(options: argparse.Namespace) -> int:
     from oblr_megatron.checks.packages import require_for_studies
 
     require_for_studies("matplotlib", "scipy")
-    whole = load_plan(options.plan)
+    whole = load_plan(options.plan).compared_with(options.reference)
     plan = whole.only(options.only) if options.only else whole
     if options.jobs < 1:
         raise UserError(f"--jobs {options.jobs} is less than 1", where="command line", fix="give 1 or more")
-    out, others = options.out.resolve(), [beside(plan, *each) for each in options.beside]
+    out, others = (
+        options.out.resolve(),
+        [beside(plan, path, directory, options.reference) for path, directory in options.beside],
+    )
     with nullcontext() if options.summary else claimed(out):  # a summary may be written while the study runs
         restore(whole, out)
         starts = dict.fromkeys(plan.tasks, out / "start") if options.summary else prepared(plan, out)
@@ -95,13 +99,13 @@ def study_curves(options: argparse.Namespace) -> int:
     return EXIT_RUN if study.failed else EXIT_OK
 
 
-def beside(plan: Plan, path: Path, directory: Path) -> tuple[Plan, Path]:
-    """Plan and directory of another study. The tables show its tasks, too.
+def beside(plan: Plan, path: Path, directory: Path, reference: str | None = None) -> tuple[Plan, Path]:
+    """Plan and directory of another study. The tables show its tasks, too; `reference` replaces its own.
 
     Raises:
         UserError: it has another reference or a task of this plan; no complete run; or runs of another plan.
     """
-    other, out = load_plan(path), directory.resolve()
+    other, out = load_plan(path).compared_with(reference), directory.resolve()
     if other.reference != plan.reference:
         what = f"its reference is {other.reference!r}, the study's is {plan.reference!r}"
         raise UserError(what, where=str(path), fix="name a plan with the same reference")

@@ -219,6 +219,16 @@ class Plan(Section):
         """The arm's [optimizer], without lr."""
         return merged(self.defaults.optimizer, self.arms[arm].optimizer)
 
+    def compared_with(self, arm: str | None) -> Plan:
+        """The plan with another reference; the same for None.
+
+        Raises:
+            UserError: the arm is unknown.
+        """
+        if arm is not None and arm not in self.arms:
+            raise UserError(f"unknown arm {arm!r}", where="--reference", fix=f"name one of {', '.join(self.arms)}")
+        return self.model_copy(update={"reference": arm or self.reference})
+
     def only(self, arms: list[str]) -> Plan:
         """The plan restricted to some arms and the arms that supply their rates.
 
