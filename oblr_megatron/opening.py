@@ -117,7 +117,10 @@ def open_sampling(config: Config) -> Iterator[Sampling]:
                 display.recall(record)
         profiler = stack.enter_context(open_profiler(config, parallel.rank, display.message))
         control_group = dist.new_group(backend="gloo", timeout=timedelta(seconds=parallel.timeout_s))
-        alarms = LiveAlarms(config.run_dir, settings, display.message, past, past_settings) if rank == 0 else None
+        alarms = None if rank else LiveAlarms(
+            config.run_dir, settings, display.message, past, past_settings,
+            changed=resumed is not None and bool(changes(resumed, config)),
+        )  # fmt: skip
         own_clock = None if torch.cuda.is_available() else time.thread_time  # it excludes waits for other ranks
         yield Sampling(
             config=config,

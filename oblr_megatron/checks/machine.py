@@ -211,9 +211,19 @@ def check_head_size(hf_config: Mapping[str, Any], path: Path, *, on_gpu: bool) -
         )
 
 
+def suits_transformer_engine(model: ModelConfig) -> bool:
+    """Whether `model.transformer_impl` selects Transformer Engine's layers where they can be used.
+
+    "auto" leaves fp32 to torch's attention. Transformer Engine's keeps heads x length^2 probabilities of each layer.
+    """
+    if model.transformer_impl == "auto":
+        return model.dtype == "bfloat16"
+    return model.transformer_impl == "transformer_engine" and model.dtype != "float64"
+
+
 def transformer_engine_chosen(model: ModelConfig, machine: Machine) -> bool:
-    """Whether `model.transformer_impl` selects Transformer Engine's layers on this machine."""
-    return machine.has_layers and model.transformer_impl != "local" and model.dtype != "float64"
+    """Whether the model has Transformer Engine's layers on this machine."""
+    return machine.has_layers and suits_transformer_engine(model)
 
 
 def _problems(config: Config, hf_config: Mapping[str, Any], machine: Machine) -> Iterator[tuple[str, str, str]]:
@@ -247,13 +257,18 @@ def _layers(config: Config, hf_config: Mapping[str, Any], machine: Machine) -> I
     chosen = transformer_engine_chosen(model, machine)
     if num_experts(hf_config) and machine.capability is not None and not chosen:
         what = "a mixture of experts on a GPU needs Transformer Engine's layers"
-        yield what, "model.transformer_impl", 'set it to "auto"' if machine.has_layers else INSTALL
+        fix = 'set it to "auto", and model.dtype to "bfloat16"'
+        yield what, "model.transformer_impl", fix if machine.has_layers else INSTALL
 
 
 def _kernels(config: Config, machine: Machine) -> Iterator[tuple[str, str, str]]:
     """Kernels that megatron-core needs when ranks build their models."""
-    parallel = config.parallel
-    if parallel.recompute_granularity == "selective" and not transformer_engine_chosen(config.model, machine):
+    parallel, chosen = config.parallel, transformer_engine_chosen(config.model, machine)
+    split = parallel.context_parallel_size > 1 or parallel.packing == "packed"
+    if chosen and split and config.model.dtype == "float32":
+        what = "Transformer Engine has no attention in fp32 for context parallelism or packed rows"
+        yield what, "model.dtype", 'set it to "bfloat16", or model.transformer_impl to "local"'
+    if parallel.recompute_granularity == "selective" and not chosen:
         engines_own = {"moe_act"} if machine.capability is None else {"moe_act", "layernorm"}
         for name in sorted(engines_own & set(parallel.recompute_modules)):
             what = f"parallel.recompute_modules {name!r} needs Transformer Engine's layers"

@@ -26,7 +26,7 @@ class ModelConfig(Section):
     """The vocabulary is padded to a multiple of this times tensor_model_parallel_size."""
     transformer_impl: Literal["auto", "local", "transformer_engine"] = "auto"
     """Layers of megatron-core ("local") or of Transformer Engine. "auto": Transformer Engine if it and CUDA are there
-    and dtype is not float64."""
+    and dtype is bfloat16."""
     batch_invariant: bool = False
     """Trainer and engine compute the same log-probs to the bit, in every batch; a difference ends the run. For dense
     models; slow (docs/zero_mismatch.md). Not yet run on a GPU."""

@@ -3,9 +3,10 @@
 Two questions are duplicates if they are equal after NFKC and white-space normalization. Their answers contradict each
 other if they differ after it and the verifier calls them different without computer algebra. A shingle is a run of n
 lower-cased words. A training question overlaps a benchmark question if it contains at least a given share of its
-shingles. The frame of a benchmark, which most of its questions share, is left out of them. A question with no n words
-in a row outside of the frame has no shingles. It overlaps only an equal text, because "12+34" and "12*34" have the same
-words. Both tests are exact. Overlaps are found in the users' turns of a conversation, duplicates in all turns.
+shingles. A Chinese, Japanese or Korean character is a word. The frame of a benchmark, which most of its questions
+share, is left out of them. A question with no n words in a row outside of the frame has no shingles. It overlaps only
+an equal text, because "12+34" and "12*34" have the same words. Both tests are exact. Overlaps are found in the users'
+turns of a conversation, duplicates in all turns.
 """
 
 from __future__ import annotations
@@ -29,7 +30,8 @@ if TYPE_CHECKING:
     from oblr_megatron.config.data import DataConfig, SourceConfig
 
 MIN_FRAMED = 4  # different questions of a benchmark, at least, to tell a frame from what they ask
-_WORD = re.compile(r"[^\W_]+")  # finds the same words in "A_{1}" and "A_1"
+_UNSPACED = r"\u3040-\u30ff\u3400-\u9fff\uac00-\ud7af"  # Chinese, Japanese, Korean
+_WORD = re.compile(rf"[{_UNSPACED}]|[^\W_{_UNSPACED}]+")  # finds the same words in "A_{{1}}" and "A_1"
 
 Shingle = tuple[str, ...]
 
@@ -68,8 +70,9 @@ def training_sets(
         name = benchmarks.overlapping(asked_text(row.question))
         return f"overlapping {name}" if name else ""
 
+    named: dict[str, dict[bytes, str]] = {}
     sets = [
-        PromptSet(source.path, own, left_out, config, tokenizer)
+        PromptSet(source.path, _distinct(own, named), left_out, config, tokenizer)
         for source, own, left_out in zip(config.train, without(overlap, rows), skipped, strict=True)
     ]
     warn_of([*((one.path, one.skipped) for one in sets), *unread.items()])
@@ -108,6 +111,17 @@ def _without(reason_of: Callable[[Row], str], rows: Iterable[Row], path: str, sk
             skipped.append(row.left_out(path, reason))
         else:
             yield row
+
+
+def _distinct(rows: Iterable[Row], named: dict[str, dict[bytes, str]]) -> Iterator[Row]:
+    """The rows with an id of its own for each question of a source: what is known of a prompt is kept by it.
+
+    `named` holds the ids so far, by source and id and then by question. A second question has the id "7#2".
+    """
+    for row in rows:
+        ids = named.setdefault(f"{row.source}/{row.id}", {})
+        own = ids.setdefault(_digest(row), f"{row.id}#{len(ids) + 1}" if ids else row.id)
+        yield row if own == row.id else row._replace(id=own)
 
 
 class Duplicates:

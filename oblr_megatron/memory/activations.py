@@ -89,6 +89,8 @@ def _core_bytes(sizes: RankSizes, tokens: Tokens, config: Config) -> int:
     if recomputed:
         return n * (sizes.kv + sizes.query) * element
     sums = n * sizes.heads * sizes.wide
+    if sizes.transformer_engine and element > 2:  # its attention without flash kernels: all probabilities
+        sums += n * tokens.length * sizes.heads * element
     if sizes.cp == 1:
         return n * (sizes.kv + sizes.query) * element + sums
     if sizes.transformer_engine:  # a ring: one more set of keys and values is in transit

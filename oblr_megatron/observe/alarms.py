@@ -21,7 +21,7 @@ from typing import TYPE_CHECKING
 
 from oblr_megatron.algo.noise_split import compared_with_best
 from oblr_megatron.formatting import number
-from oblr_megatron.metrics import KeptLines, intact_lines
+from oblr_megatron.metrics import KeptLines, intact_lines, write_whole
 from oblr_megatron.observe.alarm_window import COLLAPSED, EDGE, EPISODES, SPLIT, Planned, Window
 
 if TYPE_CHECKING:
@@ -334,13 +334,20 @@ def alarms_of(run_dir: Path, settings: Planned, records: Sequence[Record]) -> li
         watch.check(record)
     alarms = {alarm.name: alarm for alarm in watch.all() if alarm.name not in BY_SETTINGS}
     kept = (*BY_SETTINGS, "failures")  # the records do not have the reward's error
-    alarms |= {alarm.name: alarm for alarm in _written(run_dir / ALARMS_FILE) if alarm.name in kept}
+    written = _until(_written(run_dir / ALARMS_FILE), records)  # after a resume steps are done again
+    alarms |= {alarm.name: alarm for alarm in written if alarm.name in kept}
     return [alarms[name] for name in CHECKS if name in alarms]
 
 
 def _written(path: Path) -> list[Alarm]:
     names = {field.name for field in fields(Alarm)}  # a line of another version is skipped
     return [Alarm(**alarm) for _, alarm in intact_lines(path) if alarm.keys() == names]
+
+
+def _until(alarms: Iterable[Alarm], records: Sequence[Record]) -> list[Alarm]:
+    """The alarms of steps up to the last record's."""
+    last = max((record["step"] or 0 for record in records), default=0)
+    return [alarm for alarm in alarms if alarm.step <= last]
 
 
 class LiveAlarms:
@@ -355,6 +362,8 @@ class LiveAlarms:
         past: records of the steps before a resume. Their alarms, and those in the file, are not reported again.
             Without past records the run is new and an existing file is removed.
         past_settings: settings of the last of these steps, if they differ from the current ones.
+        changed: whether any setting of the run changed since. Then alarms of later steps in the file are removed: the
+            steps are done again, and may raise them again.
     """
 
     def __init__(
@@ -364,11 +373,16 @@ class LiveAlarms:
         say: Callable[[str], None],
         past: Sequence[Record] = (),
         past_settings: Planned | None = None,
+        *,
+        changed: bool = False,
     ) -> None:
         path, self._say, self._watch = run_dir / ALARMS_FILE, say, AlarmWatch(past_settings or settings)
         self._lines = KeptLines(path)
         if not past:
             path.unlink(missing_ok=True)
+        elif changed and path.exists():
+            kept = _until(_written(path), past)
+            write_whole(path, (json.dumps(asdict(alarm)) + "\n" for alarm in kept))
         for record in past:
             self._watch.check(record)
         self._watch.resume(settings, _written(path))

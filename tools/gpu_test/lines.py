@@ -9,7 +9,7 @@ TE = (*GPU, "Transformer Engine")
 FULL = "layers=28 vocabulary=151936 tied=1 tokens=2048 dtype=bfloat16"
 TINY_RUN = {"tiny": True, "dtype": "float32", "tokens": 40}
 TINY_REPLAY = {**TINY_RUN, "layers_of": "auto", "prompts": 4, "group": 3, "steps": 2}
-TINY_CELL = {"shape": "tiny", "layers": 1, "dtype": "float32", "layers_of": "auto"}
+TINY_CELL = {"shape": "tiny", "layers": 1, "dtype": "bfloat16", "layers_of": "auto"}
 TINY_EXPERTS = {
     "hidden_size": 32,
     "num_experts": 4,
@@ -136,7 +136,7 @@ TABLE = (
         measure="kernels:experts",
         needs=TE,
         bounds=(Bound("share that adds and clears", high=0.15),),
-        rehearsal={"sizes": TINY_EXPERTS, "tokens": 40, "dtype": "float32", "layers_of": "auto"},
+        rehearsal={"sizes": TINY_EXPERTS, "tokens": 40, "dtype": "bfloat16", "layers_of": "auto"},
     ),
     Line(
         name="5",

@@ -20,6 +20,7 @@ from typing import Any
 
 from oblr_megatron.checks.layout import check_layout, heads_problem, num_experts
 from oblr_megatron.checks.lengths import max_model_len
+from oblr_megatron.checks.machine import suits_transformer_engine
 from oblr_megatron.config import Config, ParallelConfig
 from oblr_megatron.errors import UserError
 from oblr_megatron.extras.planner.cost import predict
@@ -216,7 +217,13 @@ class _Tally:
                 config = request.config(sections)
                 check_layout(request.hf_config, config, request.gpus)
                 check_dealing(request.hf_config, config, request.gpus)
-                choice = resolve(request.hf_config, config, request.gpus, on_gpu=True, transformer_engine=True)
+                choice = resolve(
+                    request.hf_config,
+                    config,
+                    request.gpus,
+                    on_gpu=True,
+                    transformer_engine=suits_transformer_engine(config.model),
+                )
             except UserError as error:
                 self.refused += 1
                 self.reasons.setdefault(error.where, str(error))
@@ -292,7 +299,7 @@ class _Tally:
             request.gpus,
             request.machine,
             request.mean_response_tokens,
-            transformer_engine=True,
+            transformer_engine=suits_transformer_engine(config.model),
             engine_gpus=request.engine_gpus,
             speculation_acceptance=request.speculation_acceptance,
         )

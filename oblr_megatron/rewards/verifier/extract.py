@@ -44,9 +44,14 @@ def complete_boxes(text: str) -> Iterator[tuple[int, int]]:
 
 
 def after_hashes(text: str) -> str | None:
-    r"""GSM8K's format: the rest of the line after the last ####; without ####, the last \boxed{...}."""
+    r"""GSM8K's format: the rest of the line after the last ####; without ####, the last \boxed{...}.
+
+    A line without a digit may be a heading: a box below it is the answer.
+    """
     before, mark, rest = text.rpartition("####")
     line = _closed(rest.split("\n", 1)[0].strip(), before.rpartition("\n")[2])
+    if mark and not any(map(str.isdigit, line)) and (box := boxed(rest)) is not None:
+        return box
     return _bounded(line) if mark and line else boxed(text)
 
 

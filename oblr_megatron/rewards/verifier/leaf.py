@@ -27,6 +27,7 @@ _WORD = re.compile(r"[A-Za-z][A-Za-z .'-]*")
 _ANY_CASE = re.compile(r"[A-Za-z][a-z]{2}|[A-Z]{5}")  # a gold answer "ABCD" may name points
 LETTER = re.compile(r"\\[A-Za-z]+|([A-Za-z])")
 _CONSTANTS = {"e", "i"}
+_ORDER = re.compile(r"[A-Z]{3}")  # "BAC" is an order of three points more often than a product
 _PLAIN_WORDS = {"yes", "no", "odd", "even", "true", "false", "none", "all", "dne"}
 _TIME = re.compile(r"([0-9]{1,2}:[0-9]{2})\s*([ap])\.?\s*m")
 _LETTER_UNIT = re.compile(rf"(?<=[0-9}}]) [msghNCJWVKLTA]{POWER}$")  # after a space alone: "5N" may be a product
@@ -138,7 +139,12 @@ def _as_word(text: str) -> str | None:
     if not _WORD.fullmatch(text):
         return None
     longest = max(map(len, re.findall("[A-Za-z]+", text)))  # "x y z" is a product, "abc - d" a difference
-    is_word = longest > 3 or (longest == 3 < len(text) and "-" not in text) or text.casefold() in _PLAIN_WORDS
+    is_word = (
+        longest > 3
+        or _ORDER.fullmatch(text)
+        or (longest == 3 < len(text) and "-" not in text)
+        or text.casefold() in _PLAIN_WORDS
+    )
     return _word_form(text) if is_word else None
 
 

@@ -95,6 +95,27 @@ ENDING = "Please reason step by step, and put your final answer within a box at 
 ITEMS = ["apples", "pears", "plums", "figs", "nuts", "dates"]
 
 
+def test_a_script_without_spaces_has_words(tokenizer: PreTrainedTokenizerFast, tmp_path: Path) -> None:
+    """The question of the benchmark with a sentence after it is found in Chinese as in English."""
+    question = "小明有十二个苹果他给了小红三个又从商店买回来五个请问小明现在一共有多少个苹果"
+    held = rows(tmp_path / "held.jsonl", (question, 14))
+    data = rows(tmp_path / "data.jsonl", (f"{question}。请逐步推理。", 14), ("小红有多少个梨子", 3))
+    prompts = stream(tokenizer, [str(data)], exclude=[str(held)])
+    assert reasons(prompts) == [("data.jsonl", 1, f"overlapping {held}")]
+
+
+def test_rows_of_one_id_are_told_apart(tokenizer: PreTrainedTokenizerFast, tmp_path: Path) -> None:
+    """What a run learns of a prompt is kept by its source and id. A row that is there twice is one prompt."""
+    table = [("7", "1+1"), ("7", "2+2"), ("7", "1+1"), ("8", "3+3"), ("7", "4+4")]
+    path = write_rows(
+        tmp_path / "a.jsonl",
+        ({"id": name, "source": "math", "question": text, "answer": "1"} for name, text in table),
+    )
+    prompts = stream(tokenizer, [str(path)], deduplicate=False)
+    found = sorted({(prompt.text, prompt.id) for prompt in prompts.next_prompts(5)})
+    assert found == [("1+1", "7"), ("2+2", "7#2"), ("3+3", "8"), ("4+4", "7#3")]
+
+
 def ask(item: str, count: int) -> str:
     return f"Ann buys {count} {item} on Monday and sells half of all her {item} to Bob {item} for {count} cents each"
 

@@ -168,6 +168,19 @@ def test_a_reference_model_s_logprobs_are_counted(parallel: Parallel) -> None:
     assert with_kl - without - weights == pytest.approx(table, rel=0.1)
 
 
+def test_transformer_engines_attention_in_fp32_holds_its_probabilities() -> None:
+    """It has flash kernels for bf16 alone: there activations grow as the length, in fp32 as its square."""
+
+    def activations(tokens: int, dtype: str) -> int:
+        config = step_config(tokens, algo={"baseline": "rloo"}, model={"dtype": dtype})
+        return estimate(HF, config, 1, on_gpu=True, transformer_engine=True).activations
+
+    assert activations(8192, "bfloat16") == pytest.approx(2 * activations(4096, "bfloat16"), rel=0.01)
+    squares = HF["num_hidden_layers"] * HF["num_attention_heads"] * 4096**2 * 4
+    grown = activations(8192, "float32") - 2 * activations(4096, "float32")
+    assert grown == pytest.approx(2 * squares, rel=0.01)
+
+
 def test_a_row_for_everything_that_is_held() -> None:
     found = MemoryEstimate(1, 2, 0, 3, 4, 5, 6, 7, checkpoint=9, fixed=8, stage=0, moment="loss")
     assert found.total == 45 and [num_bytes for _, num_bytes in found.rows()] == [1, 2, 0, 3, 4, 5, 6, 7, 9, 8]

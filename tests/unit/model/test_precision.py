@@ -31,6 +31,9 @@ FP8 = ["model.dtype=bfloat16", "model.fp8=hybrid"]
 QUANTIZED = ["model.dtype=bfloat16", "rollout.quantization=fp8"]
 
 
+FP32_ENGINE = ("model.transformer_impl=transformer_engine", "model.dtype=float32")
+
+
 def config_of(*overrides: str) -> Config:
     return parse_config({"run_dir": "r", "model": {"path": "q"}, "data": {"train": "d"}}, overrides=overrides)
 
@@ -204,6 +207,9 @@ def test_the_fix_names_the_possible_recipes() -> None:
         (["model.transformer_impl=transformer_engine"], "0.6B", WITHOUT_ENGINE, "it is not installed"),
         (["model.transformer_impl=local"], "30B-A3B", HOPPER, "a mixture of experts on a GPU"),
         ([], "30B-A3B", WITHOUT_ENGINE, "a mixture of experts on a GPU"),
+        ([], "30B-A3B", HOPPER, 'model.dtype to "bfloat16"'),
+        ([*FP32_ENGINE, "parallel.context_parallel_size=2"], "0.6B", HOPPER, "no attention in fp32 for context"),
+        ([*FP32_ENGINE, "parallel.packing=packed"], "0.6B", HOPPER, "or packed rows"),
         (QUANTIZED, "0.6B", CPU, "vLLM has no FP8 products on a CPU"),
     ],
 )
@@ -223,10 +229,11 @@ def test_sufficient_machines_are_accepted() -> None:
 @pytest.mark.parametrize(
     ("fields", "machine", "chosen"),
     [
-        ({}, HOPPER, True),
-        ({}, WITHOUT_ENGINE, False),
-        ({}, Machine(transformer_engine="2.11.0"), False),
-        ({"transformer_impl": "local"}, HOPPER, False),
+        ({"dtype": "bfloat16"}, HOPPER, True),
+        ({"dtype": "bfloat16"}, WITHOUT_ENGINE, False),
+        ({"dtype": "bfloat16"}, Machine(transformer_engine="2.11.0"), False),
+        ({"dtype": "bfloat16", "transformer_impl": "local"}, HOPPER, False),
+        ({"dtype": "float32"}, HOPPER, False),
         ({"dtype": "float64"}, HOPPER, False),
         ({"transformer_impl": "transformer_engine"}, HOPPER, True),
     ],

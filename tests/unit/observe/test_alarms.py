@@ -233,6 +233,24 @@ def test_a_resumed_run_does_not_repeat_an_alarm(tmp_path: Path, resumed_at: int)
         said.clear()
 
 
+def test_alarms_of_steps_that_are_done_again_with_other_settings_are_forgotten(tmp_path: Path) -> None:
+    """It was raised at step 111. The run goes on from step 80 with another rate, and is healthy until step 120."""
+    said: list[str] = []
+    records = records_with(*CASES["truncation"][:2])
+    alarms = live(tmp_path, said)
+    for record in records[:160]:
+        alarms.check(record)
+    with (tmp_path / ALARMS_FILE).open("a") as file:
+        file.write('{"name": "reward", "step": 150, "text": "it fell"}\n')
+    assert len(said) == 1 and not alarms_of(tmp_path, PLANNED, records[:100]), "none of the future"
+    assert [alarm.name for alarm in alarms_of(tmp_path, PLANNED, records[:160])] == ["reward", "truncation"]
+    alarms = LiveAlarms(tmp_path, PLANNED, said.append, records[:80], changed=True)
+    assert not (tmp_path / ALARMS_FILE).read_text()
+    for record in records[80:160]:
+        alarms.check(record)
+    assert len(said) == 2 and len((tmp_path / ALARMS_FILE).read_text().splitlines()) == 1, "raised again"
+
+
 def test_a_resumed_run_with_other_settings_compares_new_steps_with_them(tmp_path: Path) -> None:
     """The rate was no lower than planned before the resume; it is after step 120."""
     said: list[str] = []

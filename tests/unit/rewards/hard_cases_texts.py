@@ -69,6 +69,7 @@ CASES: dict[str, list[tuple[str, str, bool]]] = {
         ("A", "A. B", False), ("5", "A. 6", False),
     ],
     "words": [
+        ("ACB", "ABC", False), ("BAC", "BAC", True), ("cba", "abc", True),
         ("B", r"\text{(B)}", True), (r"\textbf{(B)}", r"\text{(B)}", True), ("C", r"\text{(B)}", False),
         ("evelyn", r"\text{Evelyn}", True), (r"\text{East}", r"\text{east}", True), ("odd", r"\text{even}", False),
         ("yes", r"\text{Yes}", True), ("Yes", "yes", True), (r"\text{no solution}", r"\text{No solution}", True),

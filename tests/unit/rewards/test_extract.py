@@ -47,6 +47,9 @@ def test_boxed(text: str, answer: str | None) -> None:
         ("**Text**\n**#### 5**", "5"),
         ("#### **5**", "**5**"),
         ("** \n#### 5**", "5**"),
+        ("#### Final Answer\n\\boxed{42}", "42"),
+        ("#### 7\n\\boxed{5}", "7"),
+        ("#### no\nthe end", "no"),
         ("nothing", None),
     ],
 )
