@@ -151,7 +151,9 @@ def draw_savings(tasks: Sequence[TaskSummary]) -> Figure:
     axes.set_yticks(range(len(pairs)), [task.task for task, *_ in pairs])
     axes.set_ylim(-0.7, len(pairs) - 0.3)
     axes.grid(visible=False, axis="y")
-    axes.set_xlabel(f"right of 1: {name} needs fewer samples (blue); left: more (orange). Arrow: at least, or at most")
+    axes.set_xlabel(
+        f"right of 1: {name} needs fewer samples (blue); left: more (orange). Arrow right: at least; left: at most"
+    )
     return figure
 
 
