@@ -272,7 +272,8 @@ def _kernels(config: Config, machine: Machine) -> Iterator[tuple[str, str, str]]
         engines_own = {"moe_act"} if machine.capability is None else {"moe_act", "layernorm"}
         for name in sorted(engines_own & set(parallel.recompute_modules)):
             what = f"parallel.recompute_modules {name!r} needs Transformer Engine's layers"
-            yield what, "parallel.recompute_modules", "install transformer-engine, or leave it out"
+            fix = 'set model.dtype to "bfloat16"' if machine.has_layers else "install transformer-engine"
+            yield what, "parallel.recompute_modules", f"{fix}, or leave it out"
 
 
 def _dotted(capability: tuple[int, int]) -> str:

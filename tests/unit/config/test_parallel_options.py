@@ -88,12 +88,15 @@ def test_recomputed_modules_reach_megatron_core() -> None:
         (Machine(), ("moe_act",)),
         (Machine((9, 0)), ("layernorm",)),
         (Machine((9, 0)), ("moe_act", "moe")),
+        (ENGINE, ("moe_act", "moe")),  # in fp32
     ):
         config = configured().model_copy(update={"parallel": recomputing(*modules)})
         with pytest.raises(UserError) as caught:
             check_machine(config, {}, machine)
         assert caught.value.where == "config: parallel.recompute_modules"
-        check_machine(config, {}, ENGINE)
+        assert ("bfloat16" in caught.value.fix) is (machine is ENGINE)
+        bf16 = config.model.model_copy(update={"dtype": "bfloat16"})
+        check_machine(config.model_copy(update={"model": bf16}), {}, ENGINE)
 
 
 @pytest.mark.parametrize(

@@ -16,7 +16,7 @@ from torch import Tensor
 from oblr_megatron.algo.baseline import STD_EPS, advantages, baseline_values
 from oblr_megatron.algo.formulas import FORMULAS, NO_HISTORY
 from oblr_megatron.algo.user_baseline import check_baseline
-from oblr_megatron.errors import UserError
+from oblr_megatron.errors import RunError
 from studies import baselines
 from studies.variance import OWN
 from tests.unit.algo.conftest import Toy, make_toy
@@ -128,7 +128,7 @@ def test_eob_biases_the_gradients_direction(toy: Toy) -> None:
 
 
 def test_a_prior_of_one_prompt_is_refused() -> None:
-    with pytest.raises(UserError, match="NaN"):
+    with pytest.raises(RunError, match="NaN"):
         advantages(named("james_stein"), tensor([0, 1]), tensor([1, 1]), tensor([1, 1]))
 
 
