@@ -99,6 +99,9 @@ def _prepare(options: argparse.Namespace) -> None:
     if options.base is not None and options.check:
         what = "--check compares a checkpoint with its source, and an adapter with its base is merged on the way"
         raise UserError(what, where="--check", fix="leave it out, or merge first (to-hf) and convert that directory")
+    if options.base is not None and getattr(options, "hf_source", None) is not None:
+        what = "--hf-source has no effect with --base, which has config and tokenizer"
+        raise UserError(what, where="--hf-source", fix="leave it out")
     if not options.source.is_dir():
         what = "the source is a file" if options.source.exists() else "the source does not exist"
         raise UserError(what, where=str(options.source), fix="give an existing directory")

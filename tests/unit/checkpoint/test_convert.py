@@ -206,6 +206,7 @@ TO_HF: dict[str, tuple[Callable[[Path], object], list[str], str]] = {
         "nor a config [{copy}]. Fix: give the directory with its config.json and tokenizer as --hf-source",
     ),
     "no config elsewhere either": (lambda copy: None, ["--hf-source", "{copy}"], "config.json is missing"),
+    "two sources": (lambda copy: None, ["--base", "b", "--hf-source", "h"], "--hf-source has no effect with --base"),
     "a prompt without a check": (lambda copy: None, ["--prompt", "t1"], "--prompt is given without --check"),
     "no size of a file": (lambda copy: None, ["--max-shard-bytes", "0"], "'0' is not a whole number"),
 }
