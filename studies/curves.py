@@ -77,10 +77,8 @@ def study_curves(options: argparse.Namespace) -> int:
     plan = whole.only(options.only) if options.only else whole
     if options.jobs < 1:
         raise UserError(f"--jobs {options.jobs} is less than 1", where="command line", fix="give 1 or more")
-    out, others = (
-        options.out.resolve(),
-        [beside(plan, path, directory, options.reference) for path, directory in options.beside],
-    )
+    out = options.out.resolve()
+    others = [beside(plan, path, directory, options.reference) for path, directory in options.beside]
     with nullcontext() if options.summary else claimed(out):  # a summary may be written while the study runs
         restore(whole, out)
         starts = dict.fromkeys(plan.tasks, out / "start") if options.summary else prepared(plan, out)

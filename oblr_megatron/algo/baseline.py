@@ -56,9 +56,7 @@ def baseline_values(
         return FORMULAS[name](rewards, weights, lengths, history)
     try:
         return user_values(name, rewards, weights, lengths, history)
-    except (
-        UserError
-    ) as error:  # not bad input, so that a job may be requeued, and on one rank perhaps: it must print it
+    except UserError as error:  # the input was checked before the run; perhaps one rank alone has it, and prints it
         raise RunError(str(error)) from error
 
 

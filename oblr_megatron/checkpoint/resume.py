@@ -141,11 +141,12 @@ def check_fits(checkpoint: Checkpoint, config: Config, model: HFDir) -> None:
     if before is None:
         fix = "convert it with oblr-megatron convert to-hf and set model.path to the result"
         raise CheckpointError("the checkpoint holds only weights, not the state of a run", where=where, fix=fix)
+    carried, wanted = flatten(before), flatten(now)
     for name in CARRIED:
-        if name not in flatten(before):
+        if name not in carried:
             fix = "convert it with oblr-megatron convert to-hf, and start a new run from the result"
             raise CheckpointError(f"the checkpoint is of a version without {name}", where=where, fix=fix)
-        old, new = flatten(before)[name], flatten(now)[name]
+        old, new = carried[name], wanted[name]
         if old != new:
             told = [json.dumps(value) if isinstance(value, bool) else repr(value) for value in (old, new)]
             what = f"the checkpoint was made with {name} {told[0]}, but the config has {told[1]}"

@@ -31,7 +31,7 @@ if TYPE_CHECKING:
 
 MIN_FRAMED = 4  # different questions of a benchmark, at least, to tell a frame from what they ask
 _UNSPACED = r"\u3040-\u30ff\u3400-\u9fff\uac00-\ud7af"  # Chinese, Japanese, Korean
-_WORD = re.compile(rf"[{_UNSPACED}]|[^\W_{_UNSPACED}]+")  # finds the same words in "A_{{1}}" and "A_1"
+_WORD = re.compile(rf"[{_UNSPACED}]|[^\W_{_UNSPACED}]+")  # finds the same words in "A_{1}" and "A_1"
 
 Shingle = tuple[str, ...]
 

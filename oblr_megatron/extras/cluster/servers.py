@@ -32,6 +32,7 @@ from oblr_megatron.runtime.command_line import guarded, parse
 from oblr_megatron.runtime.processes import python_module
 
 POLL_S, ANSWER_S = 1.0, 5.0
+START_S = 1800.0  # of a server, as in slurm/lib.sh: the script waits so long for the first start
 PAUSE_S = 5.0  # before a server is started again: a killed one may still hold memory of its GPUs
 MOST_FAILURES = 3  # starts in a row
 _DIRECT = urllib.request.build_opener(urllib.request.ProxyHandler({}))  # a cluster's proxy does not reach its nodes
@@ -68,7 +69,8 @@ def _start(options: argparse.Namespace) -> int:
     host, port = address_of(os.environ, options.port)
     command = [*python_module("oblr_megatron.cli"), "serve", *words, "--die-with-parent"]
     _, hang_s = silences(config.rollout)
-    return kept(command, f"http://{host}:{port}", start_s=config.rollout.start_timeout_s, hang_s=hang_s)
+    start_s = max(config.rollout.start_timeout_s, float(os.environ.get("OBLR_SERVERS_S", START_S)))
+    return kept(command, f"http://{host}:{port}", start_s=start_s, hang_s=hang_s)
 
 
 def kept(command: Sequence[str], url: str, *, start_s: float, hang_s: float) -> int:
@@ -80,8 +82,8 @@ def kept(command: Sequence[str], url: str, *, start_s: float, hang_s: float) -> 
     Args:
         command: starts the server.
         url: where it answers.
-        start_s: a server that is not ready after so many seconds is killed.
-        hang_s: and one that was, and whose engine does not answer for so long.
+        start_s: a server that is not ready after this many seconds is killed.
+        hang_s: a server whose engine does not answer for this many seconds is killed.
     """
     server: subprocess.Popen[bytes] | None = None
     stopped, failures = False, MOST_FAILURES - 1  # the first start has one try
