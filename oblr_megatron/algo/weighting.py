@@ -30,15 +30,18 @@ def mean_of_others(values: Tensor, weights: Tensor) -> Tensor:
     batch = total + sum_of_others(weights.sum(-1))[:, None]
     weighted = total > TINY_WEIGHT * batch / (rows * size - 1)
     mean = torch.where(weighted, sum_of_others(weights * values) / total, sum_of_others(values) / (size - 1))
-    own = torch.eye(size, dtype=torch.bool, device=values.device)
-    spread = values[:, None, :].expand(rows, size, size)  # row i holds v_j
-    low, high = spread.masked_fill(own, torch.inf).amin(-1), spread.masked_fill(own, -torch.inf).amax(-1)
-    return mean.clamp(low, high)  # as in weighted_mean
+    return mean.clamp(smallest_of_others(values), -smallest_of_others(-values))  # as in weighted_mean
 
 
 def first_guess(rewards: Tensor) -> Tensor:
     """The mean reward of the other prompts, for a prompt without history: [Q, G] -> [Q]; 0 if Q = 1."""
     return sum_of_others(rewards.mean(-1)) / max(1, len(rewards) - 1)
+
+
+def smallest_of_others(values: Tensor) -> Tensor:
+    """min_{j != i} v_j along the last dimension, of two entries or more."""
+    two, at = values.topk(2, dim=-1, largest=False)
+    return two[..., :1].expand_as(values).scatter(-1, at[..., :1], two[..., 1:])
 
 
 def sum_of_others(values: Tensor) -> Tensor:
