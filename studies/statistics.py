@@ -1,8 +1,7 @@
 """Statistics over a few seeds: intervals of means and of paired differences, area and largest drop of a curve.
 
-Seeds are few (five to ten), so intervals are Student's t. The bootstrap interval is reported too, for skewed values,
-but is too narrow for so few seeds. The sign-flip test assumes symmetry only. With n pairs its two-sided p is a
-multiple of 2 / 2^n, so at least 0.0625 for five.
+Seeds are few (five to ten), so intervals are Student's t. The sign-flip test assumes symmetry only. With n pairs its
+two-sided p is a multiple of 2 / 2^n, so at least 0.0625 for five.
 """
 
 from __future__ import annotations
@@ -50,15 +49,6 @@ def t_interval(values: Array, level: float = LEVEL) -> Interval:
     mean = float(np.mean(values))
     reach = float(stdtrit(count - 1, (1 + level) / 2) * np.std(values, ddof=1) / np.sqrt(count))
     return Interval(mean, mean - reach, mean + reach)
-
-
-def bootstrap_interval(values: Array) -> Interval:
-    """[n] -> percentile bootstrap interval of the mean. NaN as in `t_interval`."""
-    if (count := len(values)) < 2:
-        return _without_ends(values)
-    drawn = np.random.default_rng(SEED).integers(count, size=(RESAMPLES, count))
-    low, high = np.quantile(values[drawn].mean(axis=1), [(1 - LEVEL) / 2, (1 + LEVEL) / 2])
-    return Interval(float(np.mean(values)), float(low), float(high))
 
 
 def _without_ends(values: Array) -> Interval:

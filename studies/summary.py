@@ -26,7 +26,6 @@ from studies.statistics import (
     Array,
     Difference,
     Interval,
-    bootstrap_interval,
     paired_difference,
     t_interval,
 )
@@ -237,7 +236,6 @@ def _level_json(values: Array) -> dict[str, Any]:
     return {
         "by_seed": [_finite(value) for value in values],
         "t": _interval_json(t_interval(values)),
-        "bootstrap": _interval_json(bootstrap_interval(values)),
         "min": _finite(values.min()) if len(values) else None,
         "max": _finite(values.max()) if len(values) else None,
     }

@@ -10,7 +10,7 @@ import numpy as np
 from oblr_megatron.formatting import MISSING
 from studies.plan import Plan
 from studies.results import COSTS
-from studies.statistics import Difference, Interval, bootstrap_interval, holm, t_interval
+from studies.statistics import Difference, Interval, holm, t_interval
 from studies.summary import ArmSummary, TaskSummary, area, drop, environment, final, final_greedy
 from studies.sweep import Cell
 
@@ -32,7 +32,7 @@ Accuracy: held-out questions, mean over sampled responses, between 0 and 1. *are
 start to the best final accuracy of an arm. *samples*: training samples until the curve first reaches the target,
 geometric mean over seeds. A run that never reaches it counts with its whole budget (marked >). Ratios of samples are
 then lower bounds (>), upper bounds if it is a run of the reference (<), or neither if both have such runs (~).
-Brackets: 95% intervals over seeds, by Student's t (*boot*: percentile bootstrap). Comparisons are paired by seed; p is
+Brackets: 95% intervals over seeds, by Student's t. Comparisons are paired by seed; p is
 two-sided, from sign flips ({seeds} pairs: {2 / 2**seeds:.2g} or more). *Holm*: p corrected over the tasks of that
 table. Other p values are not corrected. A best peer is chosen from the same results, in its favour.
 """.lstrip()
@@ -112,16 +112,16 @@ def savings(tasks: Sequence[TaskSummary]) -> str:
             for task, arm in zip(seen, arms, strict=True)
         ]
         known = [ratio for ratio in ratios if not math.isnan(ratio)]
-        middle = math.exp(sum(map(math.log, known)) / len(known)) if known else math.nan
+        mean = math.exp(sum(map(math.log, known)) / len(known)) if len(known) == len(seen) else math.nan
         bounds = [task.bound(task.reference, arm) if arm else "" for task, arm in zip(seen, arms, strict=True)]
         cells = [
             MISSING if math.isnan(ratio) else f"{mark}{ratio:.2f}" for mark, ratio in zip(bounds, ratios, strict=True)
         ]
         marks = set(filter(None, bounds))
         mark = marks.pop() if len(marks) == 1 else "~" * bool(marks)
-        rows.append([name, f"{mark}{middle:.2f}", *cells])
+        rows.append([name, MISSING if math.isnan(mean) else f"{mark}{mean:.2f}", *cells])
     meaning = ">: some seeds never reach it, <: some of the reference, ~: some of both"
-    head = f"\nSamples to the target relative to the reference's ({meaning}); mean: geometric.\n\n"
+    head = f"\nSamples to the target relative to the reference's ({meaning}); mean: geometric, over all tasks.\n\n"
     return head + table(["arm", "mean", *(task.task for task in seen)], rows)
 
 
@@ -146,7 +146,6 @@ def levels(task: TaskSummary) -> str:
         "seeds",
         "samples",
         "area",
-        "boot",
         "final",
         "final, greedy",
         "worst seed: area",
@@ -157,7 +156,6 @@ def levels(task: TaskSummary) -> str:
     rows = []
     for arm in sorted(task.seen, key=lambda arm: -float(arm.of(area).mean())):
         areas, finals, drops = arm.of(area), arm.of(final), arm.of(drop)
-        boot = bootstrap_interval(areas)
         rows.append(
             [
                 arm.arm + (" (peer)" if arm.peer else ""),
@@ -166,7 +164,6 @@ def levels(task: TaskSummary) -> str:
                 str(len(arm.runs)),
                 samples(task, arm),
                 level(t_interval(areas)),
-                ends(boot),
                 level(t_interval(finals)),
                 f"{arm.of(final_greedy).mean():.3f}",
                 f"{areas.min():.3f}",

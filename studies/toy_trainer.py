@@ -154,7 +154,8 @@ class ToyRun:
         self._optimizer = make_optimizer(self.policy, config.optimizer)
         self._schedule = make_schedule(config)
         self._pools = pools_of(config.algo)
-        self._split = NoiseSplit(config.algo, config.num_prompts, config.group_size)
+        size = config.group_size if self.rival is None else 1  # no split: which responses its b reads is not known
+        self._split = NoiseSplit(config.algo, config.num_prompts, size)
         self._order = prompt_order(len(self.train), config)
         self._mean_norm = 0.0  # of w, over the steps so far
         if self.rival is not None:

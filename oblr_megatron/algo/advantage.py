@@ -11,6 +11,7 @@ returns their coefficients.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import cached_property
 from typing import TYPE_CHECKING
 
 import torch
@@ -18,6 +19,8 @@ import torch
 from oblr_megatron.algo.baseline import active_groups, advantages
 from oblr_megatron.algo.formulas import NO_HISTORY, History
 from oblr_megatron.algo.loss import sample_coefficients
+from oblr_megatron.algo.weighting import tempering
+from oblr_megatron.config.baselines import facts_of
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -79,21 +82,36 @@ class AdvantageRule:
         Returns:
             c [k, G] fp64 on the CPU.
         """
-        rewards, lengths, config = self._scored.rewards, self._scored.lengths, self._config
+        scored, config, mean_norm = self._scored, self._config, self._history.running_mean_norm
         chosen = [self._own[prompt] for prompt in prompts]
-        norms = torch.full_like(rewards, self._history.running_mean_norm)
-        norms[chosen] = norms_sq.to(norms)
-        values = advantages(config.algo.baseline, rewards, norms, lengths, self._history, config.algo.norm_power)
-        values = (values * self._weights).masked_fill(~norms.isfinite(), 0.0)
+        norms = norms_sq.to(scored.rewards)
+        if facts_of(config.algo.baseline).needs_norms:
+            whole = torch.full_like(scored.rewards, mean_norm)
+            whole[chosen] = norms
+            before = self._before_tempering(whole)
+        else:
+            before = self._of_rewards
+        values = before[chosen] * tempering(norms, mean_norm, config.algo.norm_power) * self._weights[chosen]
+        whole = torch.zeros_like(scored.rewards)
+        whole[chosen] = values.masked_fill(~norms.isfinite(), 0.0)
         scaled = sample_coefficients(
-            values[self._own].flatten(),
-            lengths[self._own].flatten(),
+            whole[self._own].flatten(),
+            scored.lengths[self._own].flatten(),
             config.num_prompts,
             config.group_size,
             config.algo.aggregation,
             config.token_scale,
         )
         return scaled.view(len(self._own), -1)[list(prompts)]
+
+    @cached_property
+    def _of_rewards(self) -> Tensor:
+        """A [Q, G] before tempering, of a baseline that reads no norm: one-pass modes call the rule many times."""
+        return self._before_tempering(torch.ones_like(self._scored.rewards))
+
+    def _before_tempering(self, norms: Tensor) -> Tensor:
+        scored = self._scored
+        return advantages(self._config.algo.baseline, scored.rewards, norms, scored.lengths, self._history)
 
 
 def energies(coefficients: Tensor, norms_sq: Tensor) -> Tensor:

@@ -51,6 +51,8 @@ def variance_ratios(
 def _defined(name: str, of_run: str) -> bool:
     """Whether this batch, with the history of the run's own baseline, tells the values of another baseline."""
     facts = BASELINES[name]
+    if facts_of(of_run).zero_on_equal and not facts.zero_on_equal:
+        return False  # it also has variance in groups of equal rewards, which the run does not measure
     return not facts.pool or name == of_run or (facts.pool == facts_of(of_run).pool and facts.over == "nothing")
 
 

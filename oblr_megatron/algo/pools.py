@@ -30,7 +30,7 @@ import torch
 
 from oblr_megatron.algo.formulas import History
 from oblr_megatron.algo.prompt_energies import PromptEnergies
-from oblr_megatron.algo.weighting import mean_of_others
+from oblr_megatron.algo.weighting import mean_of_others, tempering
 from oblr_megatron.config.baselines import facts_of
 
 if TYPE_CHECKING:
@@ -51,8 +51,8 @@ class Pools:
     """The sums over earlier steps, the same on every rank.
 
     Args:
-        algo: baseline and pool_decay are read. rho is the weight of the sums so far when a step is added; for a
-            prompt, when the prompt comes again.
+        algo: baseline, pool_decay, norm_power and keep are read. rho is the weight of the sums so far when a step is
+            added; for a prompt, when the prompt comes again.
     """
 
     def __init__(self, algo: AlgoConfig) -> None:
@@ -96,7 +96,9 @@ class Pools:
             self._pull = self._added(self._pull, terms)
         self._observe_trust(prompts, rewards, weights)
         if self._facts.pool == "norms" and history.expected is not None:
-            self._observe_energies(prompts, weights * (rewards - history.expected[:, None]).square(), counts)
+            factors = tempering(weights / counts.clamp(min=1), history.running_mean_norm, self._algo.norm_power)
+            centred = factors * (rewards - history.expected[:, None])
+            self._observe_energies(prompts, weights * centred.square(), counts)
         self._effective = 0.0
         if bool(weights.any()):  # or the mean would be 0 / 0 where older steps do not count
             self._effective = float(weights.sum() ** 2 / weights.square().sum())
@@ -126,7 +128,13 @@ class Pools:
         """JSON-compatible, and unchanged by later steps; `load_state_dict` restores it to the bit."""
         # Every list is replaced, never changed
         own = {"sources": dict(self._sources), "prompts": dict(self._prompts), "energies": self._energies.state_dict()}
-        return own | {"norms": self._norms, "trust": self._trust, "pull": self._pull, "weights": self._facts.pool}
+        return own | {
+            "norms": self._norms,
+            "trust": self._trust,
+            "pull": self._pull,
+            "weights": self._facts.pool,
+            "norm_power": self._algo.norm_power,
+        }
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Continue from `state_dict`. The state of another kind of pools is ignored, and the pools begin empty."""
@@ -134,7 +142,8 @@ class Pools:
             return
         self._sources, self._prompts = dict(state["sources"]), dict(state["prompts"])
         self._norms, self._trust, self._pull = (list(state[name]) for name in ("norms", "trust", "pull"))
-        self._energies.load_state_dict(state["energies"])
+        if state.get("norm_power", 0.0) == self._algo.norm_power:
+            self._energies.load_state_dict(state["energies"])
 
     def _pools_of(self, prompts: Sequence[Prompt]) -> list[float | None]:
         """The mean of each prompt's source; of all sources if its own is new; None in the first step."""
@@ -160,7 +169,10 @@ class Pools:
         self._trust = self._added(self._trust, terms)
 
     def _observe_energies(self, prompts: Sequence[Prompt], energies: Tensor, counts: Tensor) -> None:
-        """Add each prompt's mean of A^2 w [Q, G]. `algo.keep`: left-out responses are 0, others weighted."""
+        """Add each prompt's mean of A^2 w [Q, G], A after tempering.
+
+        Under `algo.keep` left-out responses are 0, the others weighted.
+        """
         sizes = counts.sum(-1) if self._algo.keep == 1 else torch.full_like(counts[:, 0], counts.shape[1])
         rows = zip(prompts, (energies.sum(-1) / sizes).tolist(), strict=True)
         self._energies.observe({_key(prompt): energy for prompt, energy in rows if math.isfinite(energy)})

@@ -234,4 +234,6 @@ class SnrAverages:
         num_prompts = int(state["num_prompts"] or 0)
         if num_prompts != self._num_prompts:
             noise = (self._sq_norm_sum - self._signal_sum) * num_prompts
+            if self._plugin:  # its signal contains noise / Q
+                self._signal_sum += noise / self._num_prompts - noise / num_prompts
             self._sq_norm_sum = self._signal_sum + noise / self._num_prompts

@@ -235,7 +235,10 @@ class HeadFactors:
             if entropy:
                 weighted = weighted * old + (shifted.mul_(exponentials).sum(dim=1) + largest * sums) * new
             if energy:
-                norm = torch.linalg.vector_norm(exponentials, dim=1)
+                own, at = exponentials.gather(1, index[:, :1]), index[:, :1]
+                exponentials.scatter_(1, at, torch.where(inside[:, :1], 0.0, own))
+                norm = torch.linalg.vector_norm(exponentials, dim=1)  # of the other tokens
+                exponentials.scatter_(1, at, own)
                 squares = squares * old.square() + (norm * new).square()
             if exponentials.numel() <= room:
                 room -= exponentials.numel()
@@ -246,8 +249,9 @@ class HeadFactors:
         if self.head.tap.operations:
             logprobs[:, 0] = self._exact_logprobs(self.head.tap.operations)
         self._at_labels = -torch.expm1(logprobs)
-        of_energy = 1 - 2 * logprobs[:, 0].exp() + squares / self._total.square()
-        of_energy = of_energy.clamp(min=0) / self._temperature**2  # rounding makes it negative where pi(a) is near 1
+        # (1 - pi(a))^2 + sum of the others' pi^2. 1 - 2 pi(a) + sum pi^2 would lose all digits where pi(a) is near 1.
+        of_energy = torch.expm1(logprobs[:, 0]).square() + squares / self._total.square()
+        of_energy /= self._temperature**2
         return (
             logprobs,
             self._largest + logs - weighted / self._total if entropy else torch.zeros_like(logs),

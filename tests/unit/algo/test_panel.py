@@ -14,7 +14,7 @@ from oblr_megatron.algo.baseline import baseline_values, variance_ratio_vs_rloo
 from oblr_megatron.algo.formulas import FORMULAS, History
 from oblr_megatron.config.baselines import BASELINES, Baseline
 
-RUN = "optimal"
+RUN = "reinforce_pp"
 Q, G = 6, 4
 
 
@@ -61,6 +61,15 @@ def test_pooled_baselines_are_shown_where_the_run_has_their_pool(of_run: str, sh
     assert {name for name in found if BASELINES[name].pool} == shown
     values = baseline_values(of_run, rewards, norms, lengths, history)
     assert found[of_run] == pytest.approx(variance_ratio_vs_rloo(rewards, norms, values), rel=1e-12)
+
+
+@pytest.mark.parametrize("of_run", ["optimal", "rloo"])
+def test_baselines_with_variance_in_equal_groups_are_left_out_where_the_run_skips_these(of_run: str) -> None:
+    """Half of the prompts are solved, and their norms are not measured: `none` has A = 1 there."""
+    rewards, norms, lengths = batch()
+    shown = set(panel.variance_ratios(rewards, norms, lengths, of_run))
+    assert shown and not shown & {"none", "batch_mean"}
+    assert {"none", "batch_mean"} <= set(panel.variance_ratios(rewards, norms, lengths, "reinforce_pp"))
 
 
 def test_own_share_is_the_weight_of_a_response_in_its_own_baseline() -> None:

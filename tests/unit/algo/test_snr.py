@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import json
 import math
+from typing import Any
 
 import pytest
 import torch
@@ -25,8 +26,8 @@ def fold_estimate(sq_norm: float, fold_sq_norm_mean: float, num_folds: int, num_
     return folds(stats(sq_norm, fold_sq_norm_mean, num_folds), num_prompts)
 
 
-def averages_over(horizon: float, num_prompts: int = 8) -> SnrAverages:
-    return SnrAverages(SnrConfig(horizon=horizon), num_prompts)
+def averages_over(horizon: float, num_prompts: int = 8, **options: Any) -> SnrAverages:
+    return SnrAverages(SnrConfig(horizon=horizon, **options), num_prompts)
 
 
 def moments(folds: torch.Tensor) -> tuple[float, float]:
@@ -156,6 +157,14 @@ def test_a_run_with_another_q_continues_with_the_noise_of_one_prompt():
     restored.load_state_dict(averages.state_dict())
     assert (restored.signal, restored.noise) == pytest.approx((averages.signal, averages.noise), rel=1e-14)
     assert restored.sq_norm == pytest.approx(averages.signal + averages.noise / 32, rel=1e-14)
+
+
+def test_a_plug_in_signal_continues_with_the_noise_of_the_new_q():
+    """A signal of 1 and noise of one prompt of 14: at Q = 7 the plug-in signal is 1 + 2, at Q = 28 it is 1 + 1/2."""
+    averages, restored = (averages_over(7, num_prompts=size, estimator="plugin") for size in (7, 28))
+    averages.load_state_dict({"count": 1, "signal_sum": 3 / 7, "sq_norm_sum": 5 / 7, "num_prompts": 7})
+    restored.load_state_dict(averages.state_dict())
+    assert (restored.signal, restored.sq_norm) == pytest.approx((1.5, 2.0), rel=1e-14)
 
 
 def draw_folds(random: torch.Generator, mean: float, folds: int = 4, size: int = 400) -> torch.Tensor:
