@@ -72,6 +72,8 @@ def child_environment(environment: Mapping[str, str], spec: EngineSpec) -> dict[
         "TRANSFORMERS_OFFLINE": "1",
         "TOKENIZERS_PARALLELISM": "false",
         "PYTHONUNBUFFERED": "1",
+        # A forked worker runs no plugin, so that it would outlive its engine; and it would hold the engine's socket.
+        "VLLM_WORKER_MULTIPROC_METHOD": "spawn",
     }
     if spec.device == "cuda":
         kept |= {"VLLM_BATCH_INVARIANT": "1"} if spec.batch_invariant else {}
@@ -155,6 +157,7 @@ class VllmEngine:
         self.buffer = SharedBuffer.create()
         self._lost: str | None = None
         self._closed = False
+        self._device = torch.cuda.current_device() if spec.device == "cuda" and torch.cuda.is_available() else 0
         self._wait_for: tuple[str, float, float] | None = None  # what, begin, seconds
         self._number = 0  # number of the last call; 0 is the start
         self._ready = False
@@ -358,7 +361,7 @@ class VllmEngine:
         """What a GPU engine may have lacked, for an error message; "" of a CPU engine."""
         if self.spec.device != "cuda":
             return ""
-        return f"{_free_memory()}, and the engine's share is {self.spec.gpu_memory_utilization:g}; "
+        return f"{_free_memory(self._device)}, and the engine's share is {self.spec.gpu_memory_utilization:g}; "
 
     def _check_lost(self) -> None:
         if self._lost is not None:
@@ -374,13 +377,13 @@ def _others_in_group(leader: int) -> bool:
     return False
 
 
-def _free_memory() -> str:
-    """Free GPU memory of this rank's device, and the trainer's share, for an error message.
+def _free_memory(device: int) -> str:
+    """Free GPU memory of a rank's device, and the trainer's share, for an error message.
 
     Example: "3.2 of 79.1 GiB of GPU memory are free, this rank of the trainer holds 60.4"
     """
     if not torch.cuda.is_available():
         return "no GPU is visible"
-    free, total = (size / 2**30 for size in torch.cuda.mem_get_info())
-    held = torch.cuda.memory_reserved() / 2**30
+    free, total = (size / 2**30 for size in torch.cuda.mem_get_info(device))
+    held = torch.cuda.memory_reserved(device) / 2**30
     return f"{free:.1f} of {total:.1f} GiB of GPU memory are free, this rank of the trainer holds {held:.1f}"

@@ -201,4 +201,17 @@ class RestartableReload(WeightTransferEngine[Any, Any]):
 
 
 class RecoveringIpcWeightTransferEngine(RestartableReload, IPCWeightTransferEngine):
-    """vLLM's CUDA IPC engine, which recovers from a push that broke off."""
+    """vLLM's CUDA IPC engine, which recovers from a push that broke off, and keeps no memory of the trainer mapped."""
+
+    def update_weights(self, update_info: Any) -> None:
+        """Load a bucket. A push that breaks off ends with a failing one."""
+        try:
+            super().update_weights(update_info)
+        except BaseException:
+            self._packed_importer.close()
+            raise
+
+    def finish_weight_update(self) -> None:
+        """End a push. vLLM's own end is that of a reload, which an adapter has none of."""
+        super().finish_weight_update()
+        self._packed_importer.close()

@@ -8,6 +8,8 @@ trainer's side is `rollout.nccl_push`.
 
 from __future__ import annotations
 
+import time
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -21,18 +23,27 @@ from oblr_megatron.weights.device_buffer import device_checksum
 from oblr_megatron.weights.shm import compare_checksums
 
 
+@dataclass(kw_only=True)
+class NcclInitInfo(NCCLWeightTransferInitInfo):
+    """vLLM's rendezvous, and the most seconds that the trainer may take for a bucket."""
+
+    seconds: float
+
+
 class CheckedNcclWeightTransferEngine(RestartableReload, NCCLWeightTransferEngine):
     """Receives each bucket by a broadcast, checks it, and loads it through vLLM's layer-wise reload."""
 
+    init_info_cls = NcclInitInfo  # type: ignore[assignment]
     update_info_cls = ShmUpdateInfo  # type: ignore[assignment]
 
-    def init_transfer_engine(self, init_info: NCCLWeightTransferInitInfo) -> None:
+    def init_transfer_engine(self, init_info: NcclInitInfo) -> None:  # type: ignore[override]
         """Join the trainer's communicator. One left from another trainer, or from before a failure, is dropped.
 
         Raises:
             RunError: it could not. The network is the likely cause, so the engine goes on.
         """
         self.shutdown()
+        self._seconds = init_info.seconds
         try:
             super().init_transfer_engine(init_info)
         except Exception as error:  # any error: a rendezvous has many
@@ -42,6 +53,7 @@ class CheckedNcclWeightTransferEngine(RestartableReload, NCCLWeightTransferEngin
         """Receive a bucket from the trainer, check it, and load its tensors.
 
         Raises:
+            RunError: they did not come in time. The trainer has given up before, and opens another communicator.
             DamagedError: the bytes differ from those that were sent.
             WeightError: a tensor comes in pieces, which the reload cannot load.
         """
@@ -49,10 +61,21 @@ class CheckedNcclWeightTransferEngine(RestartableReload, NCCLWeightTransferEngin
             raise WeightError("there is no communicator with the trainer")
         received = torch.empty(update_info.used, dtype=torch.uint8, device=self.device)
         self.model_update_group.broadcast(received, src=0, stream=torch.cuda.current_stream())
+        self._wait()
         if update_info.checksum is not None:
             compare_checksums(device_checksum(received), update_info.checksum, update_info.bucket().parts)
         model: Any = self.model
         model.load_weights(_tensors(update_info, received))
+
+    def _wait(self) -> None:
+        """Wait for the broadcast. Its kernel never ends if the trainer is gone, unless the communicator is aborted."""
+        done, end = torch.cuda.Event(), time.monotonic() + self._seconds
+        done.record()
+        while not done.query():
+            if time.monotonic() > end:
+                self.shutdown()
+                raise RunError(f"the trainer sent no bucket for {self._seconds:g} s")
+            time.sleep(1e-4)
 
 
 def _tensors(update_info: ShmUpdateInfo, received: Tensor) -> list[tuple[str, Tensor]]:

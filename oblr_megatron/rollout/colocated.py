@@ -127,7 +127,8 @@ class ColocatedEngines(RecoveringEngines):
         asleep = sorted(self._asleep.intersection(tags or self._asleep), reverse=True)  # weights first
         if not asleep:
             return
-        _free_cached_memory()
+        # An engine may use the devices of several ranks: it wakes once each of them has freed its memory.
+        self.gather(attempt(_free_cached_memory), "the trainer to free GPU memory", seconds=0)
         self._on_owners(lambda engine: engine.wake(asleep), "the engines to wake", seconds=self._deadlines.sleep)
         self._asleep -= set(asleep)
 

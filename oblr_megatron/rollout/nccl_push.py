@@ -42,9 +42,9 @@ class _Link:
 class NcclTransport:
     """A `Transport` over NCCL."""
 
-    def __init__(self, bucket_bytes: int, device: torch.device) -> None:
-        """A bucket has `bucket_bytes`, or the size of the largest tensor if that is more."""
-        self._bucket_bytes, self._device = bucket_bytes, device
+    def __init__(self, bucket_bytes: int, device: torch.device, seconds: float) -> None:
+        """A bucket has `bucket_bytes`, or the size of the largest tensor if that is more. It may take `seconds`."""
+        self._bucket_bytes, self._device, self._seconds = bucket_bytes, device, seconds
         self._buffer = DeviceBuffer(device)
         self._links: dict[str, _Link] = {}
 
@@ -68,12 +68,12 @@ class NcclTransport:
             return
         self.drop(server)
         rendezvous = {
-            "master_address": _address_towards(server.url),
+            "master_address": await asyncio.to_thread(_address_towards, server.url),
             "master_port": _free_port(),
             "world_size": 1 + server.workers,
         }
         joined = _in_thread(lambda: _join(rendezvous, self._device))
-        opened = asyncio.ensure_future(open_push({**rendezvous, "rank_offset": 1}))
+        opened = asyncio.ensure_future(open_push({**rendezvous, "rank_offset": 1, "seconds": self._seconds}))
         try:
             # Shielded: a thread cannot be cancelled, and what it returns later must still be freed.
             await asyncio.gather(opened, asyncio.shield(joined))
@@ -136,9 +136,17 @@ def _in_thread(call: Callable[[], Value]) -> asyncio.Future[Value]:
 
 
 def _address_towards(url: str) -> str:
-    """This machine's address on the route to a server."""
+    """This machine's IPv4 address on the route to a server: vLLM's rendezvous knows no other kind.
+
+    Raises:
+        ServerLostError: the server has no IPv4 address.
+    """
     parts = urlsplit(url)
-    family, kind, protocol, _, address = socket.getaddrinfo(parts.hostname, parts.port or 80, type=socket.SOCK_DGRAM)[0]
+    try:
+        found = socket.getaddrinfo(parts.hostname, parts.port or 80, socket.AF_INET, socket.SOCK_DGRAM)
+    except OSError as error:
+        raise ServerLostError(f"the push of weights over NCCL needs the IPv4 address of {url}: {error}") from None
+    family, kind, protocol, _, address = found[0]
     with socket.socket(family, kind, protocol) as probe:
         probe.connect(address)  # a datagram socket: nothing is sent
         return str(probe.getsockname()[0])

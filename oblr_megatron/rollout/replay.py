@@ -18,7 +18,7 @@ import torch.distributed as dist
 
 from oblr_megatron.checks.run_dir import check_saved_samples
 from oblr_megatron.engine.protocol import PushStats, RolloutEngine, SamplingRequest
-from oblr_megatron.errors import Problem, RunError, UserError
+from oblr_megatron.errors import BrokenStepError, Problem, UserError
 from oblr_megatron.rewards.registry import takes_rows
 from oblr_megatron.rollout.in_flight import Complete
 from oblr_megatron.rollout.routes import without_routes
@@ -78,11 +78,11 @@ class ReplayEngine(RolloutEngine):
         self._step = int(state["replayed"])
 
     def next_prompts(self, count: int) -> list[Prompt]:
-        """The prompts of the next saved step; a `RunError` if its file has changed since the run began."""
+        """The prompts of the next saved step; a `BrokenStepError` if its file has changed since the run began."""
         self._step += 1
         self._saved = self._read(self._step)
         if len(self._saved.prompts) != count:
-            raise RunError(f"saved step {self._step} has {len(self._saved.prompts)} prompts, not {count}")
+            raise BrokenStepError(f"saved step {self._step} has {len(self._saved.prompts)} prompts, not {count}")
         return self._saved.prompts
 
     def generate(self, prompts: Sequence[Prompt], request: SamplingRequest) -> list[Sample]:
@@ -117,7 +117,7 @@ class ReplayEngine(RolloutEngine):
         if dist.is_initialized():
             dist.broadcast_object_list(outcome, src=0)
         if isinstance(outcome[0], str):
-            raise RunError(outcome[0])
+            raise BrokenStepError(outcome[0])
         return outcome[0] if routes is None else replace(outcome[0], samples=routes)
 
 

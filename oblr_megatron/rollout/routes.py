@@ -16,7 +16,7 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from oblr_megatron.errors import RunError
+from oblr_megatron.errors import BrokenStepError
 from oblr_megatron.runtime.collectives import Collectives
 from oblr_megatron.types import Sample
 
@@ -36,7 +36,7 @@ def with_routes(
         wanted: positions of samples that this rank trains on; may be empty.
 
     Raises:
-        RunError: on all ranks, if no rank has the routes of a wanted sample.
+        BrokenStepError: on all ranks, if no rank has the routes of a wanted sample.
         DeadlineError: a rank missed the deadline.
     """
     held = np.array([n for n, sample in enumerate(samples) if sample.routes is not None], np.int32)
@@ -50,7 +50,7 @@ def with_routes(
     owners = {n: rank for rank, (has, _, _) in reversed(list(enumerate(asked))) for n in has.tolist()}
     missing = sorted({n for _, lacks, _ in asked for n in lacks.tolist()} - owners.keys())
     if missing or len(shapes) > 1:
-        raise RunError(f"samples {missing[:10]} have no routes" if missing else f"routes have shapes {shapes}")
+        raise BrokenStepError(f"samples {missing[:10]} have no routes" if missing else f"routes have shapes {shapes}")
     result = list(samples)
     arriving: list[tuple[int, torch.Tensor]] = []
     for n in lacked.tolist():

@@ -294,4 +294,4 @@ def _transport(config: Config, parallel: Parallel) -> Transport:
         return SharedMemoryTransport(BUCKET_BYTES)
     from oblr_megatron.rollout.nccl_push import NcclTransport
 
-    return NcclTransport(BUCKET_BYTES, parallel.device)
+    return NcclTransport(BUCKET_BYTES, parallel.device, config.rollout.push_timeout_s)

@@ -198,7 +198,7 @@ def main(kind: str) -> None:
         other.close()
         engine: Any = Across(pipe)
         pusher = Pusher(engine, parallel.device, WeightsConfig())
-        transport = NcclTransport(BUCKET_BYTES, parallel.device)
+        transport = NcclTransport(BUCKET_BYTES, parallel.device, ANSWER_S)
         found = []
         for version in (1, 2):
             pusher.push(source, version) if kind == "ipc" else broadcast(transport, source, engine)

@@ -5,6 +5,7 @@ Not covered: communicators, broadcasts, vLLM's layer-wise reload.
 
 import asyncio
 import threading
+from contextlib import nullcontext
 from types import SimpleNamespace
 
 import pytest
@@ -15,7 +16,7 @@ from vllm.distributed.weight_transfer.nccl_engine import NCCLWeightTransferEngin
 from oblr_megatron.engine.plugin import NCCL_BACKEND, register_transfer_engines
 from oblr_megatron.engine.transfer import ShmUpdateInfo
 from oblr_megatron.engine.transfer_nccl import CheckedNcclWeightTransferEngine, _tensors
-from oblr_megatron.errors import WeightError
+from oblr_megatron.errors import RunError, WeightError
 from oblr_megatron.rollout import nccl_push
 from oblr_megatron.rollout.nccl_push import NcclTransport, _address_towards, _in_thread
 from oblr_megatron.rollout.server_client import ServerLostError, ServerRefusedError
@@ -35,7 +36,7 @@ def updates(source, capacity):
 
 def test_received_bytes_become_the_tensors_that_were_sent():
     source = Weights(torch.nn.Linear(7, 5).to(torch.bfloat16))
-    capacity = NcclTransport(1, torch.device("cpu")).capacity(manifest_of(source))
+    capacity = NcclTransport(1, torch.device("cpu"), 60.0).capacity(manifest_of(source))
     assert 70 <= capacity < 140, "the largest tensor fits, and two do not"
     found, count = {}, 0
     for info, received in updates(source, capacity):
@@ -60,6 +61,33 @@ def test_the_backend_is_known_to_vllm():
 
 def test_the_address_is_one_of_this_machine():
     assert _address_towards("http://127.0.0.1:8000") == "127.0.0.1"
+
+
+@pytest.mark.parametrize("host", ["[::1]", "no-such-host.invalid"])
+def test_a_server_without_an_ipv4_address_is_lost_with_a_reason(host):
+    with pytest.raises(ServerLostError, match="needs the IPv4 address of http"):
+        _address_towards(f"http://{host}:8000")
+
+
+@pytest.mark.parametrize("answers", [0, 3])
+def test_a_worker_does_not_wait_for_a_trainer_that_is_gone(monkeypatch, answers):
+    """`answers`: of the event that says whether the broadcast is done, before it says yes; 0: it never does."""
+    asked, aborted = [], []
+
+    class Event:
+        def record(self):
+            pass
+
+        def query(self):
+            asked.append(1)
+            return len(asked) == answers
+
+    monkeypatch.setattr(torch.cuda, "Event", Event)
+    engine = object.__new__(CheckedNcclWeightTransferEngine)
+    engine.model_update_group, engine._seconds = SimpleNamespace(destroy=lambda: aborted.append(1)), 0.05
+    with nullcontext() if answers else pytest.raises(RunError, match=r"sent no bucket for 0\.05 s"):
+        engine._wait()
+    assert bool(aborted) == (not answers) and (engine.model_update_group is None) == (not answers)
 
 
 def test_a_failed_rendezvous_raises_and_a_hanging_one_blocks_nothing():
@@ -102,7 +130,7 @@ def test_a_communicator_is_freed_if_the_server_did_not_join(monkeypatch, error, 
         raise error
 
     async def connect():
-        transport = NcclTransport(1, torch.device("cpu"))
+        transport = NcclTransport(1, torch.device("cpu"), 60.0)
         with pytest.raises(ServerLostError, match="no answer"):
             await transport.connect(SERVER, open_push)
         assert not transport._links and (late or joined.is_set())

@@ -19,7 +19,7 @@ import pytest
 
 from oblr_megatron.config import Config, parse_config
 from oblr_megatron.engine.protocol import SamplingRequest
-from oblr_megatron.errors import RunError, UnwrittenError, UserError
+from oblr_megatron.errors import BrokenStepError, RunError, UnwrittenError, UserError
 from oblr_megatron.rollout.replay import ReplayEngine, check_replay
 from oblr_megatron.rollout.step_file import SavedStep, read_step, step_path, write_step
 from oblr_megatron.types import RECORDED, Prompt, Sample
@@ -151,7 +151,7 @@ def test_a_file_that_goes_away_during_the_run_ends_it(directory: Path) -> None:
     engine = ReplayEngine(config_of(directory), ONE_RANK)
     engine.next_prompts(2)
     step_path(directory, 2).unlink()
-    with pytest.raises(RunError, match=r"\[.*step_000002.parquet\]"):
+    with pytest.raises(BrokenStepError, match=r"\[.*step_000002.parquet\]"):
         engine.next_prompts(2)
 
 
