@@ -147,6 +147,7 @@ def open_sampling(config: Config) -> Iterator[Sampling]:
             collectives=collectives,
             control_group=control_group,
             resumed=resumed,
+            evaluation_s=next((s for record in reversed(past) if (s := record.get("timing_s/evaluate"))), 0.0),
         )
 
 
@@ -165,7 +166,10 @@ def started(sampling: Sampling) -> Iterator[None]:
     sampling.trackers.start()
     try:
         with recorded(sampling):
-            yield
+            try:
+                yield
+            finally:
+                sampling.stop.closing = True
     except (RunError, KeyboardInterrupt):
         _report(sampling)  # about the steps so far
         raise

@@ -77,7 +77,9 @@ class Run:
         self.push(version=sampling.start, record=record)
         if resumed is None or not resumed.state.get("evaluated", True):
             sampling.evaluate(record)
-        record.metrics |= sampling.timer.finish_step()
+        timing = sampling.timer.finish_step()
+        sampling.evaluation_s = timing.get("timing_s/evaluate", sampling.evaluation_s)
+        record.metrics |= timing
         if record.evaluated and resumed is not None:  # the step's other metrics are logged
             record.metrics = {name: value for name, value in record.metrics.items() if name.startswith("eval/")}
             self.saver.evaluated(resumed.path, record.done, record.metrics)
@@ -367,8 +369,8 @@ def open_run(config: Config) -> Iterator[Run]:
             run.restore(resumed.state)
         try:
             yield run
-        except RunError as error:
-            if error.raised_on_all_ranks and not isinstance(error, BrokenWeightsError):
+        except Exception as error:
+            if getattr(error, "raised_on_all_ranks", False) and not isinstance(error, BrokenWeightsError):
                 run.rescue()
             raise
         finally:

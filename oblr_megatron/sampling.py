@@ -85,7 +85,8 @@ class Sampling:
     streams: Callable[[Sequence[Prompt]], bool] = lambda _: False
     """Whether the gradient of a step may begin before all its prompts are finished; a run that trains sets it."""
     version: int = 0  # version of the trainer's weights: steps done
-    longest_step_s: float = 0.0
+    longest_step_s: float = 0.0  # without its evaluation
+    evaluation_s: float = 0.0  # the last evaluation, of an earlier process too
     done: int = 0  # the last step in metrics.jsonl
     stopped_by: str | None = None  # why the run ends before its last step
     ahead: Ahead | None = None  # the next step's samples, with rollout.overlap "one_step"
@@ -324,7 +325,8 @@ class Sampling:
         timing = self.timer.finish_step()
         if self.profiler is not None:
             self.profiler.end_step()
-        self.longest_step_s = max(self.longest_step_s, timing["timing_s/step"])
+        self.evaluation_s = timing.get("timing_s/evaluate", self.evaluation_s)
+        self.longest_step_s = max(self.longest_step_s, timing["timing_s/step"] - timing.get("timing_s/evaluate", 0.0))
         samples, scored = record.samples, record.scored
         assert scored is not None, "a step has rewards"
         metrics = step_metrics.of_step(samples, scored, record.stats, timing) | step_metrics.of_scoring(record.rewards)
@@ -353,7 +355,8 @@ class Sampling:
 
     def stopped(self, step: int) -> bool:
         """Whether the run ends after `step` steps, before its last one; if so, a message says why."""
-        reason = self.stop.shared_reason(self.longest_step_s, self.control_group)
+        next_s = self.longest_step_s + (self.evaluation_s if self.evaluation_due(step + 1) else 0.0)
+        reason = self.stop.shared_reason(next_s, self.control_group)
         if reason is None or step == self.config.num_steps:
             return False
         self.stopped_by, self.trackers.state = reason, "stopped"

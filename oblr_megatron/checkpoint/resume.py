@@ -72,6 +72,9 @@ def find(config: Config, model: HFDir) -> list[Checkpoint]:
         return []
     check_reference(config)
     paths = store.checkpoints_of(config.run_dir)
+    if resume != NEWEST and Path(resume).resolve() in {path.resolve() for path in paths[1:]}:
+        what = "%s continues after its newest checkpoint, %s, not after checkpoint.resume = %s: a requeued job does so"
+        logger.warning(what + "; name a new run_dir to go back", config.run_dir, paths[0].name, resume)
     if not paths:
         check_no_progress(config.run_dir, resume)
         paths = [] if resume == NEWEST else [Path(resume)]

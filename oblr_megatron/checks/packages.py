@@ -111,4 +111,6 @@ def require_for_studies(*names: str) -> None:
     """
     for name in names:
         if find_spec(name) is None:
-            raise UserError(f"{name} is not installed", where="study", fix="pip install 'oblr-megatron[study]'")
+            raise UserError(
+                f"{name} is not installed", where="study", fix="call pip install '.[study]' in the repository"
+            )

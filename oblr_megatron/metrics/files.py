@@ -41,6 +41,7 @@ class KeptLines:
     def __init__(self, path: Path, prepare: Callable[[], None] = lambda: None) -> None:
         self._path, self._prepare, self._prepared = path, prepare, False
         self.waiting, self._told = "", False
+        self._whole: int | None = None  # size of the file without half a line that is still to be cut off
 
     def write(self, lines: str) -> None:
         """Append whole lines, each with its line break; nothing of them stays in a buffer."""
@@ -59,14 +60,22 @@ class KeptLines:
             self._told = True
 
     def _append(self, left: bytes) -> None:
+        if self._whole is not None and self._path.exists():
+            half = self._path.read_bytes()[self._whole :]
+            if left.startswith(half):  # or somebody has put another file there
+                os.truncate(self._path, self._whole)
+        self._whole = None
+        self._path.parent.mkdir(parents=True, exist_ok=True)  # somebody may have cleaned up
         size = self._path.stat().st_size if self._path.exists() else 0
         try:
             with self._path.open("ab", buffering=0) as file:
                 while left:
                     left = left[file.write(left) or 0 :]
         except OSError:
+            self._whole = size  # the next line must not continue a cut one
             with suppress(OSError):
-                os.truncate(self._path, size)  # the next line must not continue a cut one
+                os.truncate(self._path, size)
+                self._whole = None
             raise
 
 

@@ -88,8 +88,7 @@ def raise_first(outcomes: Sequence[Outcome[Any]], own: Outcome[Any]) -> None:
     worst = min(failed, key=lambda outcome: _GRAVITY.index(outcome.kind))
     error = own.exception if own.kind is worst.kind else None
     error = worst.kind(worst.error) if error is None else error
-    if isinstance(error, RunError):
-        error.raised_on_all_ranks = True
+    error.raised_on_all_ranks = True  # type: ignore[attr-defined]  # of any class: the other ranks raise theirs as well
     raise error
 
 

@@ -44,6 +44,7 @@ REPEAT_S = 1.0
 which forwards it."""
 KEY_REPEAT_S = 0.2  # the same for SIGINT; a terminal sends it once
 LOST_RANK_S = 5.0  # for a rank to find out by itself that another one is lost
+CLOSING_S = 25.0  # for a rank that is closing by then, such as its trackers; torchrun kills after 30 s
 SLURM_END = "SLURM_JOB_END_TIME"  # seconds since the epoch
 STDERR = 2
 REASONS = (None, "the time limit", "SIGUSR1", "SIGINT", "SIGHUP", "SIGTERM")  # ranks agree on the largest index
@@ -58,6 +59,7 @@ class StopRequest:
 
     Attributes:
         stepping: whether the run has reached its first step. Until then ENDING raise KeyboardInterrupt(name).
+        closing: whether the run is ending by itself.
         at_once: called with the reason before a second signal ends the process.
 
     Raises:
@@ -65,7 +67,7 @@ class StopRequest:
     """
 
     def __init__(self, options: CheckpointConfig, environment: Mapping[str, str] = os.environ) -> None:
-        self.stepping = False
+        self.stepping = self.closing = False
         self.at_once: Callable[[str], None] = lambda reason: None
         self._margin_s = options.exit_before_timeout_s
         self._end = end_of_job(options, environment)
@@ -99,7 +101,7 @@ class StopRequest:
         self._former, self._pipe = {}, None
 
     def due(self, longest_step_s: float) -> str | None:
-        """Reason for this rank to stop now, or None. The next step may take as long as the longest one so far."""
+        """Reason for this rank to stop now, or None; the next step may take `longest_step_s`."""
         if self._received is not None:
             return self._received.name
         if self._end is not None and self._margin_s and time.time() + longest_step_s + self._margin_s > self._end:
@@ -141,6 +143,8 @@ class StopRequest:
         now = time.monotonic()
         if number == signal.SIGTERM and lost_rank(self._environment):
             time.sleep(LOST_RANK_S)
+            while self.closing and time.monotonic() < now + CLOSING_S:
+                time.sleep(0.2)
             os._exit(EXIT_RUN)
         if number in ENDING:
             within = KEY_REPEAT_S if number == signal.SIGINT else REPEAT_S

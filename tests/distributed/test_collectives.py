@@ -63,6 +63,7 @@ def one_case(exchange: Collectives, rank: int, failure: BaseException | None) ->
     try:
         raise_first(outcomes, own)
     except Exception as error:  # noqa: BLE001  whatever it is, the test wants to know
+        assert getattr(error, "raised_on_all_ranks", False), "the ranks go on alike, and save the state"
         return [outcome.value for outcome in outcomes], type(error)
     return [outcome.value for outcome in outcomes], None
 

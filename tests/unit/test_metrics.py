@@ -137,6 +137,44 @@ def test_a_file_system_that_fails_over_delays_steps_and_other_faults_end_the_run
     assert caplog.text.count(os.strerror(errno.ESTALE)) == 1
 
 
+def test_half_a_line_that_could_not_be_cut_off_is_cut_off_before_the_next(tmp_path, monkeypatch):
+    """A network file system takes half of a line, and fails over before the file can be made shorter."""
+    opened, truncated, broken = Path.open, os.truncate, [True]
+
+    class Half:
+        def __init__(self, file):
+            self.file = file
+
+        def __enter__(self):
+            return self
+
+        def __exit__(self, *_):
+            self.file.close()
+
+        def write(self, data):
+            self.file.write(data[:7])
+            raise OSError(errno.EIO, os.strerror(errno.EIO))
+
+    def open_half(path, mode="r", *arguments, **options):
+        file = opened(path, mode, *arguments, **options)
+        return Half(file) if mode == "ab" and broken else file
+
+    def truncate(path, size):
+        if broken:
+            raise OSError(errno.EIO, os.strerror(errno.EIO))
+        truncated(path, size)
+
+    with MetricsWriter(tmp_path) as writer:
+        writer.write(1, {"lr": 1.0})
+        monkeypatch.setattr(Path, "open", open_half)
+        monkeypatch.setattr(os, "truncate", truncate)
+        writer.write(2, {"lr": 2.0})
+        writer.write(3, {"lr": 3.0})
+        broken.clear()
+        writer.write(4, {"lr": 4.0})
+    assert [json.loads(line)["step"] for line in lines_of(tmp_path)] == [1, 2, 3, 4]
+
+
 def test_other_ranks_write_nothing(tmp_path):
     with MetricsWriter(tmp_path / "run", rank=1) as writer:
         writer.write(1, {"lr": float("nan")})

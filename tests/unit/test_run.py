@@ -275,7 +275,7 @@ def test_the_panel_needs_norms_and_not_stand_ins(tmp_path: Path, measured: Measu
         measured.step(parts, 1.0, 4.0, 2.0, 3.0)
         assert all(describe(name) for name in parts.record.metrics)
         panels.append([name for name in parts.record.metrics if "/variance_ratio" in name])
-    assert len(panels[0]) == 6 and panels[1] == []
+    assert len(panels[0]) == 4 and panels[1] == []
 
 
 def test_estimates_are_compared_where_there_are_any(

@@ -216,20 +216,6 @@ def test_every_line_can_be_called(name: str) -> None:
     assert all(bound.low is not None or bound.high is not None for bound in one.bounds)
 
 
-def test_the_docs_have_every_line_and_every_open_question_has_one() -> None:
-    page = (ROOT / "docs" / "gpu.md").read_text(encoding="utf-8")
-    rows = [row for row in page[page.index("## Lines") :].splitlines() if row.startswith("|")]
-    cells = [
-        (one.name, one.title, ", ".join(one.needs), "; ".join(f"`{bound}`" for bound in one.bounds))
-        for one in LINES.values()
-    ]
-    assert rows[2:] == [f"| {' | '.join(row)} |" for row in cells]
-    text = (ROOT / "docs" / "performance.md").read_text(encoding="utf-8")
-    questions = text[text.index("## Open questions for a GPU") :]
-    named = re.findall(r"\| (\d\w*(?:, \w+)*) \|$", questions, re.MULTILINE)
-    assert len(named) == 7 and {name for row in named for name in row.split(", ")} <= set(LINES)
-
-
 def test_processes_by_gpu() -> None:
     from tools.gpu_test.runs import count_processes
 

@@ -1,0 +1,27 @@
+"""When a run stops before its time limit: the time of the next step, with an evaluation where one is due.
+
+Not covered: the signals and the limit itself (runtime/test_stopping.py).
+"""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from oblr_megatron.sampling import Sampling
+
+
+@pytest.mark.parametrize(("step", "seconds"), [(18, 60.0), (19, 960.0)])
+def test_the_next_step_may_take_the_longest_one_and_an_evaluation_that_is_due(step: int, seconds: float) -> None:
+    asked = list[float]()
+    run: Any = SimpleNamespace(
+        longest_step_s=60.0,
+        evaluation_s=900.0,
+        evaluation_due=lambda step: step % 20 == 0,
+        stop=SimpleNamespace(shared_reason=lambda needed, _: asked.append(needed)),
+        control_group=None,
+    )
+    assert not Sampling.stopped(run, step)
+    assert asked == [seconds]
