@@ -62,8 +62,8 @@ def open_sampling(config: Config) -> Iterator[Sampling]:
     Raises:
         UserError: bad input, found before the process group or any engine is started.
     """
+    rank, world_size = process_groups.checked_rendezvous()
     process_groups.select_device()
-    rank, world_size = process_groups.rank_from_environment()
     with ExitStack() as stack:
         stop = stack.enter_context(StopRequest(config.checkpoint))
         own = attempt(lambda: _inputs(config, rank, world_size, stack))

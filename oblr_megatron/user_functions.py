@@ -12,6 +12,7 @@ import importlib.util
 import sys
 from collections.abc import Callable
 from pathlib import Path
+from traceback import extract_tb
 from types import ModuleType
 from typing import Any
 
@@ -29,16 +30,24 @@ def import_from_here(name: str, what: str, where: str) -> Callable[..., Any]:
     try:
         function: Callable[..., Any] = resolve(name)
     except BaseException as error:  # the user's module may raise anything, or be a script that exits
-        if isinstance(error, KeyboardInterrupt):
+        if isinstance(error, (KeyboardInterrupt, UserError)):
             raise
+        named = 'give "package.module:function", importable from the current directory, or "path/to/file.py:function"'
         raise UserError(
-            f"{what} cannot be imported: {type(error).__name__}: {error}",
-            where=where,
-            fix='give "package.module:function", importable from the current directory, or "path/to/file.py:function"',
+            f"{what} cannot be imported: {type(error).__name__}: {error}", where=where, fix=_place_of(error) or named
         ) from error
     if not callable(function):
         raise UserError(f"{what} is not callable", where=where, fix="name a function")
     return function
+
+
+def _place_of(error: BaseException) -> str:
+    """A fix that names the line of the user's module where the import failed; "" if no module was found."""
+    if isinstance(error, SyntaxError):
+        return f"correct {error.filename}, line {error.lineno}"
+    frames = [frame for frame in extract_tb(error.__traceback__) if not frame.filename.startswith("<frozen")]
+    users = [frame for frame in frames if frame.filename not in (__file__, importlib.__file__)]
+    return f"correct {users[-1].filename}, line {users[-1].lineno}" if users else ""
 
 
 def resolve(target: str) -> Any:

@@ -62,7 +62,7 @@ def user_values(name: str, rewards: Tensor, norms_sq: Tensor, lengths: Tensor, h
     try:
         with torch.no_grad():
             values = function(rewards.clone(), norms_sq.clone(), lengths.clone(), history)
-    except Exception as error:  # the user's function may raise anything
+    except (Exception, SystemExit) as error:  # the user's function may raise anything
         what = f"baseline {name!r} raised {type(error).__name__}: {error}"
         raise UserError(what, where=WHERE, fix="correct the function") from error
     shape = list(rewards.shape)

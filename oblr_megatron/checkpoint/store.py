@@ -316,7 +316,7 @@ def _parse(directory: Path) -> Manifest:
         raise _foreign(directory) from error
     except OSError as error:
         raise CheckpointError(f"cannot read the manifest: {error.strerror}", where=str(file), fix=FIX) from error
-    except ValueError as error:  # invalid JSON or UTF-8
+    except (ValueError, RecursionError) as error:  # invalid JSON or UTF-8
         raise CheckpointError("the manifest is damaged: it is not JSON", where=str(file), fix=FIX) from error
     if not isinstance(content, dict) or (content.get("format") != FORMAT and "xxh3" not in content):
         fix = "give a checkpoint that oblr_megatron wrote"

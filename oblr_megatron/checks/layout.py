@@ -15,6 +15,7 @@ from oblr_megatron.families import LLAMA3_ROPE, OF_MLP, family_of
 if TYPE_CHECKING:
     from oblr_megatron.config import Config, ParallelConfig
 
+MOST_RANKS = 100_000
 ROPES = ("rope_parameters", "rope_scaling")
 """Tables of config.json with the kind of rotary embedding."""
 PARTIAL_ROTATION = ("partial_rotary_factor", "rotary_pct", "rotary_emb_fraction")
@@ -87,7 +88,10 @@ def check_router_keys(hf_config: Mapping[str, Any], config: Config) -> None:
 
 
 def check_world_size(parallel: ParallelConfig, world_size: int) -> None:
-    """Refuse a number of ranks that is not a multiple of a replica's ranks or of the experts' ranks."""
+    """Refuse a number of ranks that is not a multiple of a replica's ranks or of the experts' ranks, or absurd."""
+    if world_size > MOST_RANKS:
+        fix = "correct --nnodes and --nproc-per-node"
+        raise UserError(f"{world_size} ranks are more than {MOST_RANKS}", where="command line", fix=fix)
     tp, pp, cp = (
         parallel.tensor_model_parallel_size,
         parallel.pipeline_model_parallel_size,

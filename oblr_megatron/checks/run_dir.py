@@ -35,6 +35,8 @@ def check_run_dir(run_dir: Path, *, holds_run: bool = False) -> None:
     if os.path.exists(run_dir) and not os.path.isdir(run_dir):  # unlike Path's, these raise nothing
         raise UserError("run_dir is a file", where=str(run_dir), fix="name a directory")
     check_writable(run_dir, "run_dir")
+    for name in (CHECKPOINTS, ROLLOUTS, LOGS):  # an earlier attempt may have run as another user
+        check_writable(run_dir / name, f"the run's folder {name}")
     held = {path.name for path in run_dir.iterdir()} - UNSTARTED if run_dir.is_dir() else set()
     resumable = CONFIG_FILE in held or any((run_dir / CHECKPOINTS).glob("step_*"))
     if held and not (holds_run and resumable):

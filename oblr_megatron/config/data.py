@@ -7,7 +7,7 @@ from typing import Annotated, Any, Self
 
 from pydantic import AfterValidator, BeforeValidator, Field, field_validator, model_validator
 
-from oblr_megatron.config.section import Section, written_out
+from oblr_megatron.config.section import MOST_RESPONSES, Section, written_out
 
 CONVENTION_NAMES = (
     "gsm8k",
@@ -138,7 +138,7 @@ class EvaluateConfig(Section):
     """Evaluate every this many steps, before the first and after the last. Needs data. 0: never."""
     num_prompts: int | None = Field(None, ge=1)
     """Use only the first this many usable rows of each set."""
-    samples_per_prompt: int = Field(1, ge=0)
+    samples_per_prompt: int = Field(1, ge=0, le=MOST_RESPONSES)
     """k: sampled responses per prompt, for mean@k, pass@k and maj@k. 0: only the greedy response."""
     temperature: float = Field(1.0, ge=0.01, le=2)
     """Temperature of the sampled responses, up to 2. Greedy accuracy is always reported as well."""
@@ -154,8 +154,11 @@ class EvaluateConfig(Section):
     def _by_their_names(cls, sets: dict[str, SourceConfig]) -> dict[str, SourceConfig]:
         """Give a set named like a convention that convention, as on a command line."""
         files = [name.replace("/", "__") for name in sets]  # their responses' files
-        if len(set(files)) < len(files) or not all(0 < len(file.encode()) <= LONGEST_NAME for file in files):
-            raise ValueError(f"names must have 1 to {LONGEST_NAME} bytes, and differ also with '__' for '/'")
+        fits = all(0 < len(file.encode(errors="replace")) <= LONGEST_NAME and file.isprintable() for file in files)
+        if len(set(files)) < len(files) or not fits:
+            raise ValueError(
+                f"names must have 1 to {LONGEST_NAME} bytes, and differ also with '__' for '/'; all characters print"
+            )
         named = {name: source.model_copy(update={"convention": name}) for name, source in sets.items()}
         return {
             name: named[name] if name in CONVENTION_NAMES and not (source.convention or source.gym_task) else source

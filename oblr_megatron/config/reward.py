@@ -19,7 +19,7 @@ class RewardTermConfig(Section):
 
     name: str
     """As reward.name."""
-    weight: float = 1.0
+    weight: float = Field(1.0, ge=-1e6, le=1e6)
     """Factor of its scores."""
 
 
@@ -30,7 +30,7 @@ class RewardConfig(Section):
     """"exact_match", "math", "math:gsm8k", "math:last_line", "reasoning_gym", "reasoning_gym:whole", "format",
     "overlong", "environment", your own "package.module:function", or the URL of a service (docs/rewards.md). If all of
     data.train is of reasoning_gym, the default is "reasoning_gym"."""
-    weight: float = 1.0
+    weight: float = Field(1.0, ge=-1e6, le=1e6)
     """Factor of its scores. Accuracy metrics use this reward alone, without the factor."""
     terms: tuple[RewardTermConfig, ...] = ()
     """More rewards to add, e.g. [{name = "overlong", weight = 1.0}]."""
@@ -40,7 +40,7 @@ class RewardConfig(Section):
     max_failed_steps: int = Field(3, ge=0)
     """Steps in a row in which the reward fails for every response, after which the run ends with status 1. 0: the run
     goes on."""
-    num_workers: int = Field(2, ge=1)
+    num_workers: int = Field(2, ge=1, le=4096)
     """Worker processes, or concurrent HTTP requests."""
     batch_size: int = Field(64, ge=1)
     """Responses per call of a batch function, an async function or a service, rounded up to whole groups."""

@@ -79,7 +79,7 @@ class RolloutConfig(Section):
     importance_sampling."""
     gpu_memory_utilization: float = Field(0.5, gt=0, lt=1)
     """vLLM's share of the trainer's GPUs. A server on GPUs of its own takes `serve --gpu-memory-utilization`."""
-    kv_cache_gib: float = Field(0.5, gt=0)
+    kv_cache_gib: float = Field(0.5, gt=0, le=1e6)
     """KV cache of a CPU engine, GiB."""
     max_num_seqs: int = Field(256, ge=1)
     """Sequences that an engine decodes at once."""

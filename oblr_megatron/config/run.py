@@ -32,7 +32,7 @@ from oblr_megatron.config.parallel import ParallelConfig
 from oblr_megatron.config.refused import REFUSED
 from oblr_megatron.config.reward import RewardConfig
 from oblr_megatron.config.rollout import LARGEST_SUPPORT, RolloutConfig, WeightsConfig
-from oblr_megatron.config.section import Section, section_in
+from oblr_megatron.config.section import MOST_RESPONSES, Section, section_in
 from oblr_megatron.errors import Problem, UserError
 
 LONGEST_SHOWN = 200  # characters of a value in an error message
@@ -47,9 +47,9 @@ class Config(Section):
     """Steps of the run: a batch of samples, and one optimizer update unless algo.updates_per_batch is set."""
     seed: int = Field(0, ge=0, lt=2**31)
     """Seed of data order and sampling."""
-    num_prompts: int = Field(128, ge=1)
+    num_prompts: int = Field(128, ge=1, le=MOST_RESPONSES)
     """Q, prompts per step."""
-    group_size: int = Field(8, ge=1)
+    group_size: int = Field(8, ge=1, le=MOST_RESPONSES)
     """G, responses per prompt."""
     model: ModelConfig
     data: DataConfig

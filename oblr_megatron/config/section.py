@@ -14,6 +14,8 @@ from pydantic_core import PydanticCustomError
 
 LARGEST = 2**63 - 1
 """Largest integer of TOML."""
+MOST_RESPONSES = 2**20
+"""Most prompts of a step, and most responses to one."""
 LONGEST_WAIT_S = 2_000_000
 """Longest deadline, 23 days: poll(2), by which a wait ends, takes at most 2^31 milliseconds."""
 
@@ -67,9 +69,15 @@ def _as_number(value: Any) -> str:
 def written_out(path: str) -> str:
     """Refuse a path that only a shell would expand; it would become a directory with the name `~` or `$HOME`.
 
+    Also refuse one that is not UTF-8: JSON cannot hold it, and so not the run's config.json.
+
     Raises:
         PydanticCustomError: with its fix.
     """
+    try:
+        path.encode()
+    except UnicodeEncodeError:
+        raise PydanticCustomError("not_utf8", "the path is not UTF-8", {"fix": "rename the file"}) from None
     if path.startswith("~") or "$" in path:
         expanded = os.path.expanduser(os.path.expandvars(path))
         example = "" if expanded.startswith("~") or "$" in expanded else f": {expanded}"

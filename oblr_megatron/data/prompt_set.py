@@ -213,13 +213,15 @@ def _fix(skipped: Sequence[Skipped]) -> str:
     fixes = {
         "longer than": "raise data.max_prompt_tokens, or give shorter rows",
         "not a JSON object": ONE_PER_LINE,
+        LOST_BACKSLASH: "double the backslashes of LaTeX commands in JSON: \\\\frac",
+        LONE_BACKSLASH: "double the backslashes of LaTeX commands in JSON: \\\\sum",
+        "not JSON": f"{ONE_PER_LINE}, as JSONL; name a Parquet file *.parquet",
+        "not UTF-8": "save the file as UTF-8; name a Parquet file *.parquet",
         "refused by": "give conversations that the chat template accepts, or set data.chat_template to false",
         "duplicate": KEEP_DUPLICATES,
         "contradicted": KEEP_DUPLICATES,
         "overlapping": "give other training rows, or raise data.overlap_threshold",
         "cannot be generated": "change the options of the source",
-        LOST_BACKSLASH: "double the backslashes of LaTeX commands in JSON: \\\\frac",
-        LONE_BACKSLASH: "double the backslashes of LaTeX commands in JSON: \\\\sum",
         "flagged": "give training rows without overlaps_benchmark",
     }
     if NO_TEXT in reason:

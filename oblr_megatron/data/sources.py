@@ -14,7 +14,7 @@ import re
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
-from glob import glob, has_magic
+from glob import escape, glob, has_magic
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 
@@ -220,8 +220,8 @@ def _is_hub_name(path: str) -> bool:
 
 def _file(path: Path) -> Iterator[Record]:
     refuse_pointer(path)
-    if path.suffix == ".parquet":
-        options = {"data_files": [str(path)], "split": "train", "streaming": True, "batch_size": BATCH_ROWS}
+    if path.suffix.lower() == ".parquet":
+        options = {"data_files": [escape(str(path))], "split": "train", "streaming": True, "batch_size": BATCH_ROWS}
         rows = _load(str(path), "load_dataset", "parquet", **options)
         return _records(path.stem, rows, str(path))
     if path.suffix in _NOT_READ:

@@ -11,6 +11,7 @@ import logging
 import math
 import os
 import platform
+import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import suppress
 from datetime import UTC, datetime
@@ -61,8 +62,10 @@ class KeptLines:
 
     def _append(self, left: bytes) -> None:
         if self._whole is not None and self._path.exists():
-            half = self._path.read_bytes()[self._whole :]
-            if left.startswith(half):  # or somebody has put another file there
+            with self._path.open("rb") as file:
+                file.seek(self._whole)
+                half = file.read(len(left))
+            if half and left.startswith(half):  # or somebody has put another file there
                 os.truncate(self._path, self._whole)
         self._whole = None
         self._path.parent.mkdir(parents=True, exist_ok=True)  # somebody may have cleaned up
@@ -206,7 +209,9 @@ def write_whole(path: Path, text: str | Iterable[str]) -> None:
 
 
 def intact_lines(path: Path) -> Iterator[tuple[str, dict[str, Any]]]:
-    """Each line of a file of JSON objects, as text and read; empty if it is absent. A line cut by a kill is skipped.
+    """Each line of a file with one JSON object a step, as text and read; empty if it is absent.
+
+    Other lines are skipped, such as one cut by a kill.
 
     One line at a time: ranks.jsonl of 1,024 ranks has 130 kB a step.
     """
@@ -214,8 +219,12 @@ def intact_lines(path: Path) -> Iterator[tuple[str, dict[str, Any]]]:
         return
     with path.open("rb") as file:
         for line in file:
-            with suppress(ValueError):
-                yield line.decode(), json.loads(line)
+            try:
+                record = json.loads(text := line.decode())
+            except (ValueError, RecursionError):
+                continue
+            if isinstance(record, dict) and isinstance(record.get("step"), int):
+                yield text, record
 
 
 def read_metrics(run_dir: Path) -> list[Record]:
@@ -252,11 +261,19 @@ def _parse(line: str, where: str) -> Record:
     """One line as strict JSON; NaN and Infinity, which Python accepts, are refused."""
     try:
         record = json.loads(line, parse_constant=_refuse_constant)
-    except ValueError as error:
+    except (ValueError, RecursionError) as error:
         raise UserError(f"the line is not JSON: {error}", where=where, fix=FIX_LINE) from None
     if not isinstance(record, dict) or not isinstance(record.get("step"), int):
         raise UserError('the line is not an object with an integer "step"', where=where, fix=FIX_LINE)
+    wrong = next((name for name, value in record.items() if not (value is None or _is_number(value))), None)
+    if wrong is not None:
+        raise UserError(f"the value of {wrong!r} is not a number", where=where, fix=FIX_LINE)
     return record
+
+
+def _is_number(value: object) -> bool:
+    """Whether a value fits into fp64."""
+    return isinstance(value, (int, float)) and abs(value) <= sys.float_info.max
 
 
 def _refuse_constant(name: str) -> float:

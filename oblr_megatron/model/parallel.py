@@ -20,7 +20,7 @@ import torch.distributed as dist
 from torch.distributed import ProcessGroup
 
 from oblr_megatron.checks.layout import check_world_size
-from oblr_megatron.errors import EXIT_RUN, DeadlineError, UserError
+from oblr_megatron.errors import EXIT_RUN, DeadlineError, RunError, UserError
 from oblr_megatron.model import cpu
 from oblr_megatron.runtime.gloo import share_device
 from oblr_megatron.runtime.malloc import keep_freed_memory
@@ -30,6 +30,7 @@ if TYPE_CHECKING:
 
     from oblr_megatron.config import ParallelConfig
 
+BY_LAUNCHER = "start the ranks with `oblr-megatron train --nproc-per-node N` or torchrun, which set it; else unset it"
 RANK_ORDER = "tp-cp-ep-dp-pp"  # megatron-core's default: tp varies fastest, then cp
 
 
@@ -128,8 +129,37 @@ def positions(world_size: int, *, tp: int, pp: int, cp: int, ep: int, etp: int) 
 
 
 def rank_from_environment() -> tuple[int, int]:
-    """(rank, world size) from torchrun's environment; (0, 1) without torchrun."""
-    return int(os.environ.get("RANK", "0")), int(os.environ.get("WORLD_SIZE", "1"))
+    """(rank, world size) from torchrun's environment; (0, 1) without torchrun.
+
+    Raises:
+        UserError: they are no numbers, or the rank is not below the world size.
+    """
+    rank, world_size = _of_launcher("RANK", 0), _of_launcher("WORLD_SIZE", 1)
+    if rank >= world_size:
+        what = f"RANK is {rank}, and WORLD_SIZE is {world_size}"
+        raise UserError(what, where="environment", fix=BY_LAUNCHER)
+    return rank, world_size
+
+
+def checked_rendezvous() -> tuple[int, int]:
+    """`rank_from_environment`; refuses (UserError) several ranks without the address and port where they meet."""
+    rank, world_size = rank_from_environment()
+    if world_size == 1 or dist.is_initialized():
+        return rank, world_size
+    if not os.environ.get("MASTER_ADDR"):
+        what = f"WORLD_SIZE is {world_size}, but MASTER_ADDR is not set"
+        raise UserError(what, where="environment", fix=BY_LAUNCHER)
+    if not 0 < _of_launcher("MASTER_PORT", 0) < 2**16:
+        what = f"MASTER_PORT is {os.environ.get('MASTER_PORT', 'not set')}"
+        raise UserError(what, where="environment", fix=BY_LAUNCHER)
+    return rank, world_size
+
+
+def _of_launcher(name: str, default: int) -> int:
+    text = os.environ.get(name, str(default))
+    if not (text.isdecimal() and text.isascii()):
+        raise UserError(f"{name} is {text!r}, not a number", where="environment", fix=BY_LAUNCHER)
+    return int(text)
 
 
 def select_device() -> None:
@@ -144,12 +174,12 @@ def select_device() -> None:
 
 def local_rank() -> int:
     """This rank's number on its node, from torchrun's environment; 0 without torchrun."""
-    return int(os.environ.get("LOCAL_RANK", "0"))
+    return _of_launcher("LOCAL_RANK", 0)
 
 
 def local_world_size(world_size: int) -> int:
     """Ranks of this node, from torchrun's environment; without torchrun all ranks run here."""
-    return int(os.environ.get("LOCAL_WORLD_SIZE", world_size))
+    return _of_launcher("LOCAL_WORLD_SIZE", world_size)
 
 
 def join(config: ParallelConfig, *, backend: str | None = None) -> None:
@@ -163,7 +193,13 @@ def join(config: ParallelConfig, *, backend: str | None = None) -> None:
     timeout = timedelta(seconds=config.distributed_timeout_s)
     select_device()
     if rank_from_environment()[1] > 1:  # torchrun's rendezvous
-        dist.init_process_group(backend, timeout=timeout)
+        try:
+            dist.init_process_group(backend, timeout=timeout)
+        except (dist.DistStoreError, dist.DistNetworkError) as error:
+            rank, world_size = rank_from_environment()
+            address = f"{os.environ['MASTER_ADDR']}:{os.environ['MASTER_PORT']}"
+            what = f"rank {rank} did not find all of the {world_size} ranks at {address}"
+            raise RunError(f"{what}: {str(error).splitlines()[0]}") from None
     else:
         dist.init_process_group(backend, store=dist.HashStore(), rank=0, world_size=1, timeout=timeout)
 

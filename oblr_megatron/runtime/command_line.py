@@ -63,7 +63,7 @@ def port_number(text: str) -> int:
 
 
 def amount(text: str) -> float:
-    """An option's type: a number above 0.
+    """An option's type: a number above 0, and at most LARGEST.
 
     >>> amount("79.5")
     79.5
@@ -72,8 +72,8 @@ def amount(text: str) -> float:
         value = float(text)
     except ValueError:
         value = math.nan
-    if not 0 < value < math.inf:
-        raise argparse.ArgumentTypeError(f"{text!r} is not a number above 0")
+    if not 0 < value <= LARGEST:
+        raise argparse.ArgumentTypeError(f"{text!r} is not a number above 0" + " that is possible" * (value > LARGEST))
     return value
 
 

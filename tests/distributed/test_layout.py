@@ -7,6 +7,8 @@ from __future__ import annotations
 
 import io
 import os
+import socket
+import subprocess
 import sys
 import time
 from contextlib import ExitStack, suppress
@@ -18,7 +20,14 @@ import torch.distributed as dist
 from oblr_megatron.config import ParallelConfig
 from oblr_megatron.errors import DeadlineError, UserError
 from oblr_megatron.model import cpu
-from oblr_megatron.model.parallel import end_process, initialize, leave, rank_from_environment, shutdown
+from oblr_megatron.model.parallel import (
+    checked_rendezvous,
+    end_process,
+    initialize,
+    leave,
+    rank_from_environment,
+    shutdown,
+)
 from oblr_megatron.runtime.collectives import Collectives, Outcome
 from tests.distributed.launch import RankError, layout, run_ranks
 
@@ -128,6 +137,51 @@ def run_ends(joined: bool) -> int:
         except BaseException:  # noqa: BLE001  the test's own process must not go on twice
             os._exit(8)
     return os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
+
+
+@pytest.mark.parametrize(
+    ("given", "said"),
+    [
+        ({"RANK": "0", "WORLD_SIZE": "2"}, "MASTER_ADDR is not set"),
+        ({"RANK": "0", "WORLD_SIZE": "two"}, "WORLD_SIZE is 'two', not a number"),
+        ({"RANK": "2", "WORLD_SIZE": "2"}, "RANK is 2, and WORLD_SIZE is 2"),
+        ({"RANK": "1", "WORLD_SIZE": "2", "MASTER_ADDR": "a"}, "MASTER_PORT is not set"),
+        ({"RANK": "1", "WORLD_SIZE": "2", "MASTER_ADDR": "a", "MASTER_PORT": "b"}, "MASTER_PORT is 'b', not a number"),
+        ({"RANK": "1", "WORLD_SIZE": "2", "MASTER_ADDR": "a", "MASTER_PORT": "70000"}, "MASTER_PORT is 70000"),
+    ],
+)
+def test_mistakes_of_the_environment_are_named(
+    given: dict[str, str], said: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for name in ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"):
+        monkeypatch.delenv(name, raising=False)
+    for name, value in given.items():
+        monkeypatch.setenv(name, value)
+    with pytest.raises(UserError) as caught:
+        checked_rendezvous()
+    assert said in caught.value.what and "oblr-megatron train" in caught.value.fix
+
+
+def test_ranks_that_never_come_are_named_in_one_line(monkeypatch: pytest.MonkeyPatch) -> None:
+    """In a process of its own: the rendezvous leaves threads."""
+    code = (
+        "from oblr_megatron.config import ParallelConfig\n"
+        "from oblr_megatron.errors import RunError\n"
+        "from oblr_megatron.model.parallel import join\n"
+        "try:\n"
+        "    join(ParallelConfig(distributed_timeout_s=2))\n"
+        "except RunError as error:\n"
+        "    print(error)\n"
+    )
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port = probe.getsockname()[1]
+    given = {"RANK": "0", "WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
+    done = subprocess.run(
+        [sys.executable, "-c", code], env=os.environ | given, capture_output=True, text=True, check=False
+    )
+    last = done.stdout.splitlines()[-1:]
+    assert last and last[0].startswith(f"rank 0 did not find all of the 2 ranks at 127.0.0.1:{port}: "), done.stderr
 
 
 def test_ranks_that_do_not_fit_are_refused_before_anything_is_made(monkeypatch: pytest.MonkeyPatch) -> None:

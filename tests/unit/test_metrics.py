@@ -21,6 +21,7 @@ import torch
 from oblr_megatron import formatting
 from oblr_megatron.errors import UserError
 from oblr_megatron.metrics import METRICS, MetricsWriter, describe, read_metrics
+from oblr_megatron.metrics.files import step_lines
 from oblr_megatron.timing import PHASES, PhaseTimer
 
 DOCS = Path(__file__).parents[2] / "docs" / "metrics.md"
@@ -254,6 +255,23 @@ def test_a_half_written_last_line_is_left_out_with_a_warning(tmp_path, caplog):
     with caplog.at_level(logging.WARNING):
         assert read_metrics(tmp_path) == [{"step": 1, "lr": 0.5}]
     assert str(tmp_path / "metrics.jsonl") in caplog.text
+
+
+def test_lines_of_a_log_that_are_no_steps_are_skipped(tmp_path):
+    path = tmp_path / "logs" / "ranks.jsonl"
+    path.parent.mkdir()
+    path.write_text('{"step": 1}\n[1]\n{"memory_bytes": {}}\n' + "[" * 100_000 + '\n{"step": 2}\n{"st')
+    lines = step_lines(path, 2)
+    lines.write('{"step": 3}\n')
+    assert path.read_text() == '{"step": 1}\n{"step": 2}\n{"step": 3}\n'
+
+
+@pytest.mark.parametrize("value", ['"x"', "[1]", "{}", "1" + "0" * 400])
+def test_a_value_that_is_no_number_is_named(tmp_path, value):
+    path = tmp_path / "metrics.jsonl"
+    path.write_text(f'{{"step": 1, "lr": 0.1}}\n{{"step": 2, "lr": {value}}}\n{{"step": 3}}\n')
+    with pytest.raises(UserError, match=r"the value of 'lr' is not a number .*metrics.jsonl:2"):
+        read_metrics(tmp_path)
 
 
 def test_a_whole_last_line_without_newline_counts(tmp_path, caplog):

@@ -164,6 +164,11 @@ def fails(rewards: Tensor, norms_sq: Tensor, lengths: Tensor, history: History) 
 
 
 @baseline(over="nothing")
+def exits(rewards: Tensor, norms_sq: Tensor, lengths: Tensor, history: History) -> Tensor:
+    raise SystemExit(3)
+
+
+@baseline(over="nothing")
 def takes_two(rewards: Tensor, norms_sq: Tensor) -> Tensor:
     return rewards
 
@@ -225,6 +230,7 @@ def test_correct_functions_pass(function: str) -> None:
         ("shrinks_by_the_spread", "NaN or infinite"),
         ("fails", "raised KeyError: 'scale'"),
         ("takes_two", "raised TypeError"),
+        ("exits", "raised SystemExit: 3"),
         ("undeclared", "does not declare what it reads"),
         ("Q", "is not callable"),
         ("absent", "cannot be imported: AttributeError"),

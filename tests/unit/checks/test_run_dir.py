@@ -38,6 +38,18 @@ def test_a_run_is_resumed_and_not_overwritten(tmp_path: Path, mark: str) -> None
     assert "--resume" in caught.value.fix
 
 
+@pytest.mark.parametrize("folder", ["checkpoints", "rollouts", "logs"])
+def test_a_folder_that_an_earlier_attempt_wrote_as_another_user(
+    tmp_path: Path, folder: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / folder).mkdir()
+    (tmp_path / "config.json").touch()
+    check_run_dir(tmp_path, holds_run=True)
+    monkeypatch.setattr(os, "access", lambda path, mode: Path(path).name != folder)
+    with pytest.raises(UserError, match=f"the run's folder {folder} cannot be created: .* not a writable directory"):
+        check_run_dir(tmp_path, holds_run=True)
+
+
 @pytest.fixture
 def locked(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """A directory that nobody may enter, not even root."""

@@ -102,6 +102,31 @@ def test_a_lists_column_of_parquet_is_a_conversation(tmp_path: Path, chat_tokeni
     assert (prompt.text, prompt.answer) == ("<s>Add.<u>1+1=<a>", "2")
 
 
+@pytest.mark.parametrize("name", ["br[1]/sums.parquet", "sums.PARQUET", "a b/s*m?.parquet"])
+def test_names_of_parquet_files_are_no_patterns(tmp_path: Path, name: str) -> None:
+    path = parquet(tmp_path / name, ROWS)
+    assert [record.value for record in records(path)] == list(ROWS)
+
+
+@pytest.mark.parametrize(
+    ("content", "fix"),
+    [
+        (b'[{"question": "1+1=", "answer": 2},\n{"question": "2+2=", "answer": 4}]', "one JSON object per line"),
+        ('{"question": "1+1=", "answer": 2}'.encode("utf-16"), "save the file as UTF-8"),
+        (b"PAR1\x15\x04\xff\xfe", "name a Parquet file"),
+        (b'{"question": "\\sum", "answer": 2}\n', "double the backslashes"),
+    ],
+)
+def test_rows_that_are_not_json_lines_say_how_to_write_them(
+    tmp_path: Path, tokenizer, content: bytes, fix: str
+) -> None:
+    (tmp_path / "rows.jsonl").write_bytes(content)
+    data = config(str(tmp_path / "rows.jsonl"))
+    with pytest.raises(UserError) as caught:
+        read_prompts(data.train[0], data, tokenizer)
+    assert fix in caught.value.fix
+
+
 def test_a_pattern_reads_its_files_in_order_of_their_names(tmp_path: Path, tokenizer) -> None:
     write_rows(tmp_path / "b.jsonl", ROWS[:1])
     parquet(tmp_path / "a.parquet", ROWS[1:])
