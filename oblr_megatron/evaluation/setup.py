@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import json
+import re
 import sys
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
+from difflib import get_close_matches
 from functools import partial
 from pathlib import Path
 from tempfile import TemporaryDirectory
@@ -64,6 +66,9 @@ def split_overrides(texts: Sequence[str]) -> tuple[list[str], list[str]]:
     """Separate (data sets, overrides): --data takes all arguments that follow it.
 
     Example: ["a.jsonl", "aime=b.jsonl", "seed=1", "data.template=Q"] -> [the first two], [the last two]
+
+    Raises:
+        UserError: a text looks like an override of a misspelt section, and names no file.
     """
     from oblr_megatron.config import Config
     from oblr_megatron.config.section import section_in
@@ -75,6 +80,12 @@ def split_overrides(texts: Sequence[str]) -> tuple[list[str], list[str]]:
         known = section in sections if dot else section in Config.model_fields.keys() - sections
         return "=" in text and known
 
+    for text in texts:
+        key, _, value = text.partition("=")
+        near = get_close_matches(key.partition(".")[0], sections, 1)
+        if near and not is_override(text) and re.fullmatch(r"\w+(\.\w+)+", key) and not Path(value).exists():
+            fix = f"did you mean {near[0]}.{key.partition('.')[2]}?"
+            raise UserError(f"{key!r} is neither a key of the config nor the name of a file", where=text, fix=fix)
     return [text for text in texts if not is_override(text)], [text for text in texts if is_override(text)]
 
 

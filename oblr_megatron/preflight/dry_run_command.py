@@ -84,7 +84,8 @@ def _show(result: DryRun, unchecked: Sequence[str]) -> int:
     console = Console()
     console.width = max(console.width, TABLE_WIDTH)
     console.print(memory_table(kinds_of(models, memory), result.device.num_bytes))
-    for line in unchecked or ["checked: everything that the run checks before it starts an engine"]:
+    but = "" if result.config.checkpoint.resume == "none" else ", but not the checksums of the checkpoint"
+    for line in unchecked or [f"checked: everything that the run checks before it starts an engine{but}"]:
         print(f"not checked: {line}" if unchecked else line)
     check_fits(memory, result.config, result.device)
     print(json_line(models, memory, result.world_size, unchecked))

@@ -67,6 +67,8 @@ def test_overrides_after_data_are_separated_from_the_sets() -> None:
     mixed = [one for pair in zip([*sets, "e.jsonl"], [*keys, "run_dir=r", "num_steps=1"], strict=True) for one in pair]
     assert split_overrides(["a.jsonl", "seed = 1"]) == (["a.jsonl"], ["seed = 1"])
     assert split_overrides(mixed) == ([*sets, "e.jsonl"], [*keys, "run_dir=r", "num_steps=1"])
+    with pytest.raises(UserError, match=r"did you mean reward\.name"):
+        split_overrides(["a.jsonl", "rewrd.name=exact_match"])
 
 
 def test_default_sets_and_k_come_from_the_config(model: Path, rows: Path, tmp_path: Path) -> None:
