@@ -21,6 +21,7 @@ from oblr_megatron.config.baselines import facts_of
 from oblr_megatron.errors import BrokenWeightsError, RunError, UserError
 from oblr_megatron.gradient.step_gradient import StepGradient
 from oblr_megatron.model.lora.adapters import initialize
+from oblr_megatron.model.megatron_versions import compile_recomputation
 from oblr_megatron.model.momentum import GradientMomentum, momentum_of
 from oblr_megatron.model.optimizer import PolicyOptimizer
 from oblr_megatron.model.policy import Policy, build_policy
@@ -41,6 +42,10 @@ if TYPE_CHECKING:
     from oblr_megatron.config import Config
     from oblr_megatron.types import GradientStats, Prompt
     from oblr_megatron.weights.manifest import Source
+
+
+RECOMPUTED = {"layernorm", "moe_act"}
+"""Parts whose recomputation needs megatron-core's extension."""
 
 
 @dataclass(slots=True, kw_only=True)
@@ -321,6 +326,8 @@ def open_run(config: Config) -> Iterator[Run]:
     with open_sampling(config) as sampling:
         config = sampling.config
         sampling.release()  # the trainer's parts are made, and loaded, on the device; the first push wakes the engines
+        if config.parallel.recompute_granularity == "selective" and RECOMPUTED & set(config.parallel.recompute_modules):
+            compile_recomputation()
         policy = build_policy(sampling.model.hf_config(), config.model, sampling.parallel, config.parallel)
         resumed = sampling.resumed
         penalised, adapted = config.algo.kl_coefficient > 0, config.model.lora.rank > 0

@@ -5,11 +5,15 @@ Checkpoints need nothing here: `checkpoint/torch_files.py` writes the same two f
 
 from __future__ import annotations
 
+import fcntl
+from contextlib import suppress
 from inspect import signature
+from pathlib import Path
 from typing import Any
 
 import torch.distributed as dist
 from megatron.core.optimizer.optimizer import param_group_identifier_keys
+from megatron.core.tensor_parallel import random as recomputation
 from megatron.core.tensor_parallel.layers import LinearWithGradAccumulationAndAsyncCommunication
 from megatron.core.transformer.spec_utils import ModuleSpec
 from megatron.core.transformer.transformer_config import TransformerConfig
@@ -37,6 +41,25 @@ def linear_forward(
 def flash_attention_3() -> dict[str, Any]:
     """The field that selects FlashAttention 3; versions without it leave the choice to Transformer Engine."""
     return {"flash_attention_version": 3} if hasattr(TransformerConfig, "flash_attention_version") else {}
+
+
+def compile_recomputation() -> None:
+    """Compile the extension by which 0.19 recomputes norms and activations of experts, or load it; for every rank.
+
+    Otherwise the first backward pass does it, under a lock file of torch's that outlives a killed process: each later
+    run would wait for it without end. This lock is the kernel's, and its holder removes such a file.
+    """
+    from torch.utils.cpp_extension import _get_build_directory
+
+    extension = getattr(recomputation, "_get_share_storage", None)
+    if extension is None:  # before 0.19
+        return
+    directory = Path(_get_build_directory("share_storage_ext", verbose=False))
+    with (directory / "oblr_megatron.lock").open("w") as file:
+        fcntl.flock(file, fcntl.LOCK_EX)
+        with suppress(FileNotFoundError):
+            (directory / "lock").unlink()
+        extension()
 
 
 def mlp_submodules(layer: ModuleSpec) -> Any:

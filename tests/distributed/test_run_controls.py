@@ -60,8 +60,8 @@ def test_the_panel_is_logged_and_shown(inputs: Path, source: Path, tmp_path: Pat
     rloo, measured = tmp_path / "rloo", tmp_path / "measured"
     train(config_of(inputs, rloo, "algo.baseline=rloo"))
     train(config_of(inputs, measured, "algo.baseline=rloo", "gradnorm.always=true"))
-    without_pools = {name for name in PANEL if not BASELINES[name].pool}
-    for run_dir, names in ((source, without_pools), (rloo, set()), (measured, without_pools)):
+    shown = {name for name in PANEL if not BASELINES[name].pool and BASELINES[name].zero_on_equal}
+    for run_dir, names in ((source, shown), (rloo, set()), (measured, shown)):
         logged = {name.split("/")[1] for name in certain(run_dir)[-1] if name.endswith("/variance_ratio")}
         assert logged == names
         assert certain(run_dir)[-1]["baseline/self_dependence"] == pytest.approx(0.0, abs=1e-12)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 from functools import partial
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -13,7 +14,7 @@ from megatron.core.optimizer.optimizer import MegatronOptimizer
 from megatron.core.transformer.moe.moe_layer import MoELayer, MoESubmodules
 from megatron.core.transformer.spec_utils import ModuleSpec
 
-from oblr_megatron.model.megatron_versions import linear_forward, mlp_submodules, take_rates
+from oblr_megatron.model.megatron_versions import compile_recomputation, linear_forward, mlp_submodules, take_rates
 
 GPT_MODEL = "megatron.core.models.gpt.gpt_model"
 
@@ -53,3 +54,20 @@ def test_groups_that_were_stored_at_another_rate_are_found() -> None:
     take_rates(saved, own)
     found = MegatronOptimizer._filter_and_reorder_param_groups(own, saved)
     assert [group["wd_mult"] for group in found] == [1.0, 0.0]
+
+
+@pytest.mark.timeout(60)
+def test_a_lock_of_a_killed_compilation_is_removed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """torch waits without end for a lock file that nobody will remove."""
+    from megatron.core.tensor_parallel import random
+
+    if not hasattr(random, "_get_share_storage"):
+        pytest.skip("megatron-core before 0.19 compiles nothing")
+    monkeypatch.setenv("TORCH_EXTENSIONS_DIR", str(tmp_path))
+    left = tmp_path / "share_storage_ext" / "lock"
+    left.parent.mkdir()
+    left.touch()
+    found: list[bool] = []
+    monkeypatch.setattr(random, "_get_share_storage", lambda: found.append(left.exists()))
+    compile_recomputation()
+    assert found == [False]
