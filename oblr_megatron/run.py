@@ -376,7 +376,7 @@ def open_run(config: Config) -> Iterator[Run]:
             run.restore(resumed.state)
         try:
             yield run
-        except Exception as error:
+        except Exception as error:  # a push may raise any class on all ranks, such as CUDA out of memory
             if getattr(error, "raised_on_all_ranks", False) and not isinstance(error, BrokenWeightsError):
                 run.rescue()
             raise

@@ -207,7 +207,7 @@ class RecoveringIpcWeightTransferEngine(RestartableReload, IPCWeightTransferEngi
         """Load a bucket. A push that breaks off ends with a failing one."""
         try:
             super().update_weights(update_info)
-        except BaseException:
+        except BaseException:  # whatever broke the push: the mapping must go
             self._packed_importer.close()
             raise
 

@@ -188,6 +188,7 @@ def test_a_report_that_fails_costs_a_line(
     said: list[str] = []
     sampling: Any = SimpleNamespace(
         config=SimpleNamespace(run_dir=tmp_path),
+        stop=SimpleNamespace(closing=False),
         parallel=SimpleNamespace(rank=0),
         trackers=Mock(),
         display=SimpleNamespace(message=said.append),
