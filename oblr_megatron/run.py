@@ -45,7 +45,7 @@ if TYPE_CHECKING:
 
 
 RECOMPUTED = {"layernorm", "moe_act"}
-"""Parts whose recomputation needs megatron-core's extension."""
+"""Values of parallel.recompute_modules for which megatron-core compiles an extension."""
 
 
 @dataclass(slots=True, kw_only=True)

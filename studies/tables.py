@@ -111,8 +111,7 @@ def savings(tasks: Sequence[TaskSummary]) -> str:
             task.saving(task.reference, arm).interval.mean if arm else math.nan
             for task, arm in zip(seen, arms, strict=True)
         ]
-        known = [ratio for ratio in ratios if not math.isnan(ratio)]
-        mean = math.exp(sum(map(math.log, known)) / len(known)) if len(known) == len(seen) else math.nan
+        mean = math.exp(sum(map(math.log, ratios)) / len(ratios))  # NaN if a task has no ratio
         bounds = [task.bound(task.reference, arm) if arm else "" for task, arm in zip(seen, arms, strict=True)]
         cells = [
             MISSING if math.isnan(ratio) else f"{mark}{ratio:.2f}" for mark, ratio in zip(bounds, ratios, strict=True)

@@ -157,7 +157,8 @@ class EvaluateConfig(Section):
         fits = all(0 < len(file.encode(errors="replace")) <= LONGEST_NAME and file.isprintable() for file in files)
         if len(set(files)) < len(files) or not fits:
             raise ValueError(
-                f"names must have 1 to {LONGEST_NAME} bytes, and differ also with '__' for '/'; all characters print"
+                f"names must have 1 to {LONGEST_NAME} bytes, and differ also with '__' for '/'; "
+                "control characters are refused"
             )
         named = {name: source.model_copy(update={"convention": name}) for name, source in sets.items()}
         return {

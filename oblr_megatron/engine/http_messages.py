@@ -36,7 +36,7 @@ REFUSED, INVALID, FAILED = 409, 400, 500
 DAMAGED = "damaged"
 """The "kind" in the JSON of a refusal if a bucket was damaged on the way: a second push may help."""
 
-PROTOCOL = 11
+PROTOCOL = 12
 """Version of these messages, to be raised with every change. Both sides must have the same."""
 
 

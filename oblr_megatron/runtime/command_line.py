@@ -73,7 +73,7 @@ def amount(text: str) -> float:
     except ValueError:
         value = math.nan
     if not 0 < value <= LARGEST:
-        raise argparse.ArgumentTypeError(f"{text!r} is not a number above 0" + " that is possible" * (value > LARGEST))
+        raise argparse.ArgumentTypeError(f"{text!r} is not a number above 0, at most {LARGEST}")
     return value
 
 

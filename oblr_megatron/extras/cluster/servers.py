@@ -83,7 +83,7 @@ def kept(command: Sequence[str], url: str, *, start_s: float, hang_s: float) -> 
         command: starts the server.
         url: where it answers.
         start_s: a server that is not ready after this many seconds is killed.
-        hang_s: a server whose engine does not answer for this many seconds is killed.
+        hang_s: kill a server if its engine gives no answer for this many seconds.
     """
     server: subprocess.Popen[bytes] | None = None
     stopped, failures = False, MOST_FAILURES - 1  # the first start has one try
