@@ -28,6 +28,7 @@ from oblr_megatron.memory.pass_plan import Layout, idle_replicas
 from oblr_megatron.memory.select_mode import ModeChoice, with_mode
 from oblr_megatron.metrics import METRICS_FILE, MetricsWriter, Record, logged_until
 from oblr_megatron.model import parallel as process_groups
+from oblr_megatron.model.precision import slow_bfloat16
 from oblr_megatron.observe.alarm_window import planned
 from oblr_megatron.observe.alarms import LiveAlarms
 from oblr_megatron.observe.console import open_display, waiting
@@ -220,6 +221,8 @@ def _opening_lines(
         yield f"memory: {norms.estimate.table()}"
     if not config.rollout.only:
         yield from (f"warning: {line}" for line in biases(config))
+    if slow := slow_bfloat16(config.model):
+        yield f"warning: {slow}"
     idle = None if config.rollout.only else idle_replicas(config, Layout.of(hf_config, config, world_size))
     if idle is not None:
         yield idle

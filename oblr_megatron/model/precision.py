@@ -32,6 +32,18 @@ def uses_transformer_engine(config: ModelConfig, parallel: Parallel) -> bool:
     return parallel.device.type == "cuda" and transformer_engine_chosen(config, this_machine())
 
 
+def has_bfloat16_products() -> bool:
+    """Whether a GPU, or a kernel for this processor, multiplies bfloat16. x86 needs AVX-512 for such a kernel."""
+    return torch.cuda.is_available() or bool(torch.ops.mkldnn._is_mkldnn_bf16_supported())
+
+
+def slow_bfloat16(config: ModelConfig) -> str | None:
+    """A warning about a bfloat16 model without fast products; on AVX2 they take 48 times as long as in float32."""
+    if config.dtype != "bfloat16" or has_bfloat16_products():
+        return None
+    return "bfloat16 takes up to 50 times as long as float32 on this processor. Fix: set model.dtype to float32"
+
+
 def precision_fields(config: ModelConfig, *, transformer_engine: bool) -> dict[str, Any]:
     """The precision fields of megatron's TransformerConfig. Only Transformer Engine's layers have FP8."""
     dtype = DTYPES[config.dtype]

@@ -41,12 +41,15 @@ def dry_run(config: Config, ranks: int) -> int:
         UserError: the first problem.
     """
     from oblr_megatron.memory.select_mode import with_mode
+    from oblr_megatron.model.precision import slow_bfloat16
     from oblr_megatron.preflight.examine import examine
     from oblr_megatron.preflight.inputs import preflight
 
     inputs = preflight(config, ranks)
     for line in inputs.warnings(config):
         print(line)
+    if slow := slow_bfloat16(config.model):
+        print(f"warning: {slow}")
     norms = inputs.norms
     decided = config if norms is None else with_mode(config, norms.mode)  # a resumed run keeps its mode
     result = examine(decided, ranks, ranks, device_of(config, ranks, None))

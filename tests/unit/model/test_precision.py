@@ -22,7 +22,7 @@ from oblr_megatron.config.norm_modes import mode_problem
 from oblr_megatron.errors import UserError
 from oblr_megatron.memory.select_mode import resolve
 from oblr_megatron.model import precision
-from oblr_megatron.model.precision import precision_fields, this_machine
+from oblr_megatron.model.precision import precision_fields, slow_bfloat16, this_machine
 from oblr_megatron.model.published import published
 
 CPU, HOPPER = Machine(), Machine((9, 0), "13.0", "2.11.0")
@@ -240,6 +240,17 @@ def test_sufficient_machines_are_accepted() -> None:
 )
 def test_selection_of_transformer_engine(fields: dict[str, Any], machine: Machine, chosen: bool) -> None:
     assert transformer_engine_chosen(model_of(**fields), machine) is chosen
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="needs a machine without a GPU")
+@pytest.mark.parametrize(
+    ("dtype", "fast", "warned"), [("bfloat16", False, True), ("bfloat16", True, False), ("float32", False, False)]
+)
+def test_a_processor_without_products_of_bfloat16_is_warned_of(
+    dtype: str, fast: bool, warned: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(torch.ops.mkldnn, "_is_mkldnn_bf16_supported", lambda: fast)
+    assert bool(slow_bfloat16(model_of(dtype=dtype))) is warned
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="needs a machine without a GPU")
