@@ -1,4 +1,4 @@
-"""Markers of whole folders, an environment for each file, hypothesis without deadlines and with the same examples.
+"""Markers of whole folders, an environment for each file, hypothesis without deadlines, a tiny model directory.
 
 Studies train toy models for seconds, benchmarks start whole commands.
 """
@@ -22,6 +22,14 @@ def own_environment() -> Iterator[None]:
     """The next file does not see variables that one leaves, such as those that vLLM and Transformer Engine set."""
     with mock.patch.dict(os.environ):
         yield
+
+
+@pytest.fixture(scope="session")
+def tiny_hf(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A tiny Qwen3 directory in fp32, which tests read and copy, and leave as it is."""
+    from tests.tiny import make_hf_dir
+
+    return make_hf_dir(tmp_path_factory.mktemp("tiny") / "model")
 
 
 MARKERS = {"bench": pytest.mark.nightly, "studies": pytest.mark.slow}

@@ -27,13 +27,14 @@ ENVIRONMENT = {
     "device": "CPU (x86_64, 2 cores)",
     "versions": {"python": "3.11.2", "oblr-megatron": "0.1.0", "torch": "2.13.0", "megatron-core": "0.16.1"},
 }
-RATIOS = {
-    "none": 4.1,
-    "group_mean": 1.0,
-    "batch_mean": 1.7,
-    "opo": 0.99,
-    "optimal": 0.93,
-}
+ZERO = (
+    *("reward/failures", "reward/timeouts", "environment/failures", "environment/timeouts", "gradnorm/nonfinite"),
+    *("rollout/truncated_ratio_fraction", "rollout/unrecorded_fraction", "rollout_corr/rollout_rs_masked_fraction"),
+    *("rollout/staleness_max", "actor/pg_clipfrac_lower", "baseline/self_dependence", "snr/biased", "data/skipped"),
+    "perf/peak_memory_rank",
+)
+"""Metrics that are 0 throughout a healthy run."""
+RATIOS = {"none": 4.1, "group_mean": 1.0, "batch_mean": 1.7, "opo": 0.99, "optimal": 0.93}
 
 
 def synthetic_records(num_steps: int = 150, *, evaluate_every: int = 25, seed: int = 0) -> list[dict]:
@@ -65,10 +66,9 @@ def _training(step: int, num_steps: int, progress: float, shrink: float, draw: n
     }
     total = sum(timing.values()) + 0.04
     return {
+        **dict.fromkeys(ZERO, 0),
         "reward/mean": min(1.0, max(0.0, 0.45 + 0.49 * progress + noise(0.03))),
         "reward/std": math.sqrt(max(0.0, 0.25 - (0.49 * progress - 0.05) ** 2)),
-        "reward/failures": 0,
-        "reward/timeouts": 0,
         "rewards/overlong/mean": -0.04 * (1 - progress),
         "rewards/overlong/std": 0.12 * (1 - progress),
         "response_length/mean": 3.2 + 0.5 * progress + noise(0.05),
@@ -83,25 +83,18 @@ def _training(step: int, num_steps: int, progress: float, shrink: float, draw: n
         "moe/max_load": 1.6 + abs(noise(0.1)),
         "moe/route_mismatch_fraction": 0.02,
         "rollout/logprob_abs_diff": 1.6e-6 * math.exp(noise(0.15)) * (1 + progress),
-        "rollout/truncated_ratio_fraction": 0.0,
-        "rollout/unrecorded_fraction": 0.0,
         "rollout/weight_mean": 1.0,
-        "rollout_corr/rollout_rs_masked_fraction": 0.0,
         "rollout_corr/rollout_rs_seq_masked_fraction": 0.02,
         "rollout_corr/kl": 1e-5,
         "actor/pg_clipfrac": 0.01,
-        "actor/pg_clipfrac_lower": 0.0,
         "actor/ppo_kl": 1e-4,
         "rollout/dynamic_batches": 1 + step % 3,
-        "rollout/staleness_max": 0,
         "rollout/waves": 5,
         "rollout/speculation_accepted": 1.6 + noise(0.1),
         "rollout/speculation_below": 15,
         "rollout/restarts": int(step == num_steps // 2),
         "environment/turns_mean": 2.4 + noise(0.1),
         "environment/observed_fraction": 0.3 + 0.1 * progress,
-        "environment/failures": 0,
-        "environment/timeouts": 0,
         "gradnorm/sq_mean": 31 * math.exp(-0.8 * progress + noise(0.1)),
         "gradnorm/sq_max": 380 * math.exp(-0.3 * progress + noise(0.3)),
         "gradnorm/top_share": 0.4 + noise(0.05),
@@ -112,16 +105,13 @@ def _training(step: int, num_steps: int, progress: float, shrink: float, draw: n
         "pool/effective_samples": 14 + noise(1.0),
         "gradnorm/length_corr": 0.31 + noise(0.07),
         "gradnorm/estimate_corr": 0.9 + noise(0.02),
-        "gradnorm/nonfinite": 0,
         "baseline/variance_ratio_vs_rloo": 0.93 + noise(0.025),
         **{f"baseline/{name}/variance_ratio": ratio * math.exp(noise(0.03)) for name, ratio in RATIOS.items()},
         "baseline/spread": 0.21 - 0.1 * progress + noise(0.01),
-        "baseline/self_dependence": 0.0,
         "snr/signal_sq": signal + noise(0.05),
         "snr/noise_trace": rest * math.exp(noise(0.15)),
         "snr/shrink_raw": min(0.95, shrink + noise(0.35)),
         "snr/shrink_ema": shrink,
-        "snr/biased": 0,
         "snr/snr": shrink / (1 - shrink) / CONFIG["num_prompts"],
         "snr/critical_batch_size": CONFIG["num_prompts"] * (1 - shrink) / shrink,
         "snr/between": 90 + noise(3.0),
@@ -146,10 +136,8 @@ def _training(step: int, num_steps: int, progress: float, shrink: float, draw: n
         "perf/mfu/with_norms": 0.49 + noise(0.01),
         **_ranks(timing, draw),
         "perf/peak_memory_bytes": int(6.1e8 + 4e7 * min(1, step / 20)),
-        "perf/peak_memory_rank": 0,
         "weights/version": step,
         "data/epoch": step * 64 // 6000,
-        "data/skipped": 0,
     }
 
 

@@ -31,6 +31,11 @@ def lines_of(run_dir: Path) -> list[str]:
     return (run_dir / "metrics.jsonl").read_text(encoding="utf-8").splitlines()
 
 
+def rates(run_dir: Path) -> list[tuple[int, float]]:
+    """(step, lr) of each record."""
+    return [(record["step"], record["lr"]) for record in read_metrics(run_dir)]
+
+
 def strict(line: str) -> dict:
     """Parse RFC 8259 JSON; Python's parser alone accepts NaN."""
 
@@ -211,12 +216,7 @@ def test_resuming_drops_the_steps_after_the_checkpoint_and_appends(tmp_path):
         with pytest.raises(AssertionError):
             writer.write(2, {"lr": 0.0})
         writer.write(3, {"lr": 9.0})
-    assert [(record["step"], record["lr"]) for record in read_metrics(tmp_path)] == [
-        (0, 0.5),
-        (1, 1.5),
-        (2, 2.5),
-        (3, 9.0),
-    ]
+    assert rates(tmp_path) == [(0, 0.5), (1, 1.5), (2, 2.5), (3, 9.0)]
 
 
 def test_an_evaluation_of_the_resumed_step_joins_its_record(tmp_path):
@@ -230,12 +230,7 @@ def test_an_evaluation_of_the_resumed_step_joins_its_record(tmp_path):
         writer.write(3, {"lr": 9.0})
         with pytest.raises(AssertionError):
             writer.write(2, {"eval/sums/accuracy": 0.5})
-    assert [(record["step"], record["lr"]) for record in read_metrics(tmp_path)] == [
-        (0, 0.5),
-        (1, 1.5),
-        (2, 2.5),
-        (3, 9.0),
-    ]
+    assert rates(tmp_path) == [(0, 0.5), (1, 1.5), (2, 2.5), (3, 9.0)]
 
 
 @pytest.mark.parametrize("before", ['{"started": "2030-01-02T03:04:05+00:00", "world_size": 4}', "{", "[]", None])
@@ -355,13 +350,8 @@ def test_examples_in_the_number_formats_hold():
 def test_no_table_cell_has_a_padded_exponent() -> None:
     assert [formatting.number(value) for value in (999.4, 999.7, 1e6, 312)] == ["999", "1,000", "1,000,000", "312"]
     assert [formatting.number(value, 1) for value in (9.6, 95.0)] == ["10", "95"]
-    assert [formatting.size(value) for value in (0, 1000, 1023.7, 2**20, 1e18)] == [
-        "0 B",
-        "1,000 B",
-        "1,024 B",
-        "1 MiB",
-        "909,495 TiB",
-    ]
+    sizes = [formatting.size(value) for value in (0, 1000, 1023.7, 2**20, 1e18)]
+    assert sizes == ["0 B", "1,000 B", "1,024 B", "1 MiB", "909,495 TiB"]
 
 
 @pytest.mark.parametrize(

@@ -16,7 +16,7 @@ import torch.distributed as dist
 from oblr_megatron import opening
 from oblr_megatron.checkpoint.resume import Checkpoint, changes, check_fits, find
 from oblr_megatron.checkpoint.store import NoSpaceError
-from oblr_megatron.config import Config, parse_config
+from oblr_megatron.config import Config
 from oblr_megatron.errors import RunError, UserError
 from oblr_megatron.memory.select_mode import with_mode
 from oblr_megatron.model.published import published
@@ -25,6 +25,7 @@ from oblr_megatron.preflight import checklist, inputs
 from tests.distributed.launch import run_ranks
 from tests.distributed.replayed import config_of, train_here
 from tests.tiny import make_hf_dir
+from tests.unit.configs import config_with
 
 TOTAL = 80 * 10**9
 
@@ -44,11 +45,9 @@ def test_a_resumed_run_keeps_its_mode_if_other_settings_allow_it(
 ) -> None:
     monkeypatch.setattr(inputs, "free_memory", lambda _: 2**45)
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
-    table = {"run_dir": "run", "model": {"path": "model"}, "data": {"train": "rows.jsonl"}}
-    before = with_mode(Config.model_validate(table), saved).model_dump(mode="json")
-    checkpoints: Any = [SimpleNamespace(state={"config": before})]
+    checkpoints: Any = [SimpleNamespace(state={"config": with_mode(config_with(), saved).model_dump(mode="json")})]
     model: Any = SimpleNamespace(config=published("Qwen3-0.6B"))
-    assert inputs.choose_mode(model, Config.model_validate(table | changed), checkpoints, 1).mode == mode
+    assert inputs.choose_mode(model, config_with(**changed), checkpoints, 1).mode == mode
 
 
 @pytest.mark.parametrize(
@@ -65,18 +64,16 @@ def test_a_run_that_saves_for_any_reason_needs_room(
 ) -> None:
     monkeypatch.setattr(checklist, "check_space", Mock(side_effect=NoSpaceError("1 GiB needed, 0 GiB free")))
     monkeypatch.setattr(checklist, "checkpoint_bytes", Mock())
-    table = {"run_dir": str(tmp_path), "model": {"path": "model"}, "data": {"train": "rows.jsonl"}}
     evaluate = {"data": {"held": "held.jsonl"}, "every_steps": 1}
-    config = parse_config(table | {"checkpoint": checkpoint, "evaluate": evaluate})
+    config = config_with(run_dir=tmp_path, checkpoint=checkpoint, evaluate=evaluate)
     with pytest.raises(UserError, match="1 GiB needed") if refused else nullcontext():
         checklist.check_room(config, Mock())
 
 
 def test_every_setting_that_changed_since_the_checkpoint_is_named() -> None:
     """Also entries of tables that come or go, but no key that only one version of this package knows."""
-    table: dict[str, Any] = {"run_dir": "run", "model": {"path": "model"}, "data": {"train": "rows.jsonl"}}
     given = ["rollout.vllm={enforce_eager=true}", "evaluate.data={a='a.jsonl'}", "rollout.temperature=0.5"]
-    before, now = (parse_config(table, overrides=overrides) for overrides in (["seed=1"], [*given, "seed=1"]))
+    before, now = config_with("seed=1"), config_with(*given, "seed=1")
     saved: Any = SimpleNamespace(state={"config": before.model_dump(mode="json") | {"removed": 3}})
     names = [line.partition(" ")[0] for line in changes(saved, now)]
     assert {"rollout.vllm.enforce_eager", "evaluate.data.a.path", "rollout.temperature"} <= set(names)
@@ -103,26 +100,17 @@ OTHERS = {
 
 @pytest.mark.parametrize("name", OTHERS)
 def test_a_setting_on_which_the_state_depends_must_be_that_of_the_checkpoint(name: str) -> None:
-    table = {"run_dir": "run", "model": {"path": "model"}, "data": {"train": "rows.jsonl"}}
     adapted = ["model.lora.rank=8"] if name.startswith("model.lora.") else []
-    before, now = (parse_config(table, overrides=[*adapted, *more]) for more in ([], [f"{name}={OTHERS[name]}"]))
+    before, now = config_with(*adapted), config_with(*adapted, f"{name}={OTHERS[name]}")
     manifest: Any = SimpleNamespace(state={"config": before.model_dump(mode="json")})
     with pytest.raises(UserError, match=f"the checkpoint was made with {name} .*, but the config has"):
         check_fits(Checkpoint(Path("step_00000004"), manifest), now, Mock())
 
 
 def test_a_run_does_not_begin_without_the_checkpoint_it_names(tmp_path: Path) -> None:
-    config = parse_config(
-        {
-            "run_dir": str(tmp_path / "run"),
-            "model": {"path": "model"},
-            "data": {"train": "rows.jsonl"},
-            "checkpoint": {"resume": str(tmp_path / "deleted")},
-        }
-    )
-    model: Any = SimpleNamespace()
+    config = config_with(run_dir=tmp_path / "run", checkpoint={"resume": str(tmp_path / "deleted")})
     with pytest.raises(UserError, match=r"the checkpoint does not exist \[.*deleted\]"):
-        find(config, model)
+        find(config, Mock())
 
 
 @pytest.mark.parametrize(("rank", "others"), [(0, "ranks 1 to 3"), (2, "rank 0")])
@@ -158,8 +146,7 @@ def test_a_rank_selects_its_gpu_before_any_other_cuda_call(monkeypatch: pytest.M
     monkeypatch.setattr(opening, "check_run_dir", lambda *_, **__: None)
     monkeypatch.setattr(opening, "run_lock", lambda _: pytest.MonkeyPatch.context())
     model: Any = SimpleNamespace(config={})
-    config = Config.model_validate({"run_dir": "run", "model": {"path": "model"}, "data": {"train": "rows.jsonl"}})
-    with pytest.raises(UserError, match="enough"), open_sampling(config):
+    with pytest.raises(UserError, match="enough"), open_sampling(config_with()):
         pass
     assert calls[0] == ("set_device", 3)
     assert ("get_device_properties", 3) in calls and ("resolve", TOTAL) in calls

@@ -14,13 +14,14 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from oblr_megatron.config import Config, ModelConfig, ParallelConfig, parse_config
+from oblr_megatron.config import ModelConfig, ParallelConfig
 from oblr_megatron.data.packing import microbatches, one_per_microbatch
 from oblr_megatron.memory.rank_shapes import RankSizes
 from oblr_megatron.model.published import published
 from oblr_megatron.model.sequence import local_part
 from oblr_megatron.padding import FP8_GATHERED_TOKENS, FP8_TOKENS, Padding, padding_of
 from oblr_megatron.types import Sample
+from tests.unit.configs import config_with
 
 RECIPES = get_args(ModelConfig.model_fields["fp8_recipe"].annotation)
 layouts = st.tuples(st.sampled_from([1, 2, 4, 8]), st.sampled_from([1, 2, 3, 8]), st.booleans())
@@ -110,13 +111,10 @@ def test_a_padded_microbatch_holds_the_tokens_and_zeros() -> None:
 
 
 def test_the_memory_estimate_counts_the_padding() -> None:
-    table = {
-        "run_dir": "r",
-        "model": {"path": "q", "dtype": "bfloat16", "fp8": "hybrid", "fp8_recipe": "blockwise"},
-        "data": {"train": "d"},
-        "parallel": {"tensor_model_parallel_size": 4, "sequence_parallel": True},
-    }
-    config: Config = parse_config(table)
+    config = config_with(
+        model={"dtype": "bfloat16", "fp8": "hybrid", "fp8_recipe": "blockwise"},
+        parallel={"tensor_model_parallel_size": 4, "sequence_parallel": True},
+    )
     sizes = RankSizes.of(published("Qwen3-8B"), config, stage=0)
     tokens = sizes.tokens(rows=2, length=700)
     assert padding_of(config.model, config.parallel).row == lcm(4 * 128, 16) == 512

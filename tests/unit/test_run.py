@@ -19,7 +19,7 @@ from oblr_megatron.algo.advantage import AdvantageRule
 from oblr_megatron.algo.noise_split import NoiseSplit
 from oblr_megatron.algo.pools import pools_of
 from oblr_megatron.checkpoint.pieces import single_process
-from oblr_megatron.config import ParallelConfig, parse_config
+from oblr_megatron.config import ParallelConfig
 from oblr_megatron.config.rollout import RolloutConfig
 from oblr_megatron.errors import RunError
 from oblr_megatron.gradient import estimate
@@ -39,8 +39,8 @@ from oblr_megatron.runtime.collectives import Collectives
 from oblr_megatron.timing import PhaseTimer
 from oblr_megatron.types import GradientStats, Prompt, Sample, Scored
 from tests.distributed.gradnorm_cases import load_policy
-from tests.tiny import make_hf_dir
-from tests.unit.checkpoint.test_store import save
+from tests.unit.checkpoint.small import save
+from tests.unit.configs import config_with
 
 NAN, INF = float("nan"), float("inf")
 SCORED = Scored(torch.tensor([[1.0, 0.0], [0.0, 1.0]]).double(), torch.tensor([[2, 3], [4, 5]]), failures=1)
@@ -49,17 +49,8 @@ SAMPLES = [Sample(n // 2, (3,), (4,) * (n + 2), (-1.0,) * (n + 2), "", "length" 
 
 def make_run(tmp_path: Path, **algo: Any) -> Any:
     """The parts of a `Run` that these methods touch."""
-    config = parse_config(
-        {
-            "run_dir": tmp_path,
-            "num_prompts": 2,
-            "group_size": 2,
-            "model": {"path": "unused"},
-            "data": {"train": "unused"},
-            "algo": {"snr": {"num_folds": 2}, "token_scale": 1, **algo},
-            "gradnorm": {"mode": "two_pass"},
-        }
-    )
+    algo = {"snr": {"num_folds": 2}, "token_scale": 1, **algo}
+    config = config_with("gradnorm.mode=two_pass", run_dir=tmp_path, num_prompts=2, group_size=2, algo=algo)
     parts = SimpleNamespace(
         config=config,
         sampling=SimpleNamespace(timer=PhaseTimer(), config=config),
@@ -75,15 +66,16 @@ def make_run(tmp_path: Path, **algo: Any) -> Any:
     return parts
 
 
-@pytest.fixture(scope="module")
-def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return make_hf_dir(tmp_path_factory.mktemp("model"))
+def change(parts: Any, section: str, **fields: Any) -> None:
+    """Give the run other settings, without the checks of a config."""
+    table = getattr(parts.config, section).model_copy(update=fields)
+    parts.config = parts.config.model_copy(update={section: table})
 
 
 @pytest.fixture
-def policy(model: Path) -> Iterator[Policy]:
+def policy(tiny_hf: Path) -> Iterator[Policy]:
     """A tiny model on one rank."""
-    yield load_policy(model, initialize(ParallelConfig()), dtype="float32")
+    yield load_policy(tiny_hf, initialize(ParallelConfig()), dtype="float32")
     shutdown()
 
 
@@ -181,8 +173,7 @@ def test_a_full_disk_leaves_no_rank_alone_in_the_save(tmp_path: Path, measured: 
 
 def test_log_probs_that_differ_against_the_promise_end_the_run_saved(tmp_path: Path, measured: Measured) -> None:
     parts = make_run(tmp_path, baseline="rloo")
-    model = parts.config.model.model_copy(update={"batch_invariant": True})
-    parts.config = parts.config.model_copy(update={"model": model})
+    change(parts, "model", batch_invariant=True)
     with pytest.raises(RunError, match="promises 0") as caught:
         measured.step(parts, 1.0, 1.0, 1.0, 1.0)
     assert caught.value.raised_on_all_ranks
@@ -249,9 +240,7 @@ def test_a_baseline_without_norms_measures_none_unless_asked(tmp_path: Path, mea
     measured.step(parts, 1.0, 1.0, 1.0, 1.0)
     assert not measured.asked
     assert parts.record.metrics == {"baseline/spread": 0.0, "baseline/self_dependence": 0.0}, "these need no norms"
-    parts.config = parts.config.model_copy(
-        update={"gradnorm": parts.config.gradnorm.model_copy(update={"always": True})}
-    )
+    change(parts, "gradnorm", always=True)
     measured.step(parts, 1.0, 1.0, 1.0, 1.0)
     assert measured.asked and parts.record.metrics["gradnorm/sq_mean"] == 1.0
 
@@ -270,8 +259,7 @@ def test_the_panel_needs_norms_and_not_stand_ins(tmp_path: Path, measured: Measu
     panels = []
     for source in ("exact", "length"):
         parts = make_run(tmp_path, baseline="optimal")
-        options = parts.config.gradnorm.model_copy(update={"source": source, "check_every": 0})
-        parts.config = parts.config.model_copy(update={"gradnorm": options})
+        change(parts, "gradnorm", source=source, check_every=0)
         measured.step(parts, 1.0, 4.0, 2.0, 3.0)
         assert all(describe(name) for name in parts.record.metrics)
         panels.append([name for name in parts.record.metrics if "/variance_ratio" in name])
@@ -284,8 +272,7 @@ def test_estimates_are_compared_where_there_are_any(
     """With gradnorm.sample_fraction, the check takes none of the prompts without an estimate."""
     monkeypatch.setattr(estimate, "CHECKED", 4)
     parts = make_run(tmp_path, baseline="pooled")
-    options = {"source": "length", "check_every": 1, "sample_fraction": 0.5}
-    parts.config = parts.config.model_copy(update={"gradnorm": parts.config.gradnorm.model_copy(update=options)})
+    change(parts, "gradnorm", source="length", check_every=1, sample_fraction=0.5)
     for step in range(1, 6):
         measured.step(parts, 1.0, 4.0, 2.0, 3.0, step=step)
         (exact, compared), (length, estimated) = measured.asked
@@ -315,15 +302,9 @@ def test_reward_metrics_cover_all_batches_of_a_step() -> None:
     first = RewardResult([1.5, 0.5], {0: "late"}, terms={"math": [1.0, 0.0], "http://host/a/b": [0.5, 0.5]})
     second = RewardResult([1.0], {0: "failed"}, terms={"math": [1.0], "http://host/a/b": [2.0]})
     found = step_metrics.of_scoring([first, second])
-    assert found == pytest.approx(
-        {
-            "reward/timeouts": 1,
-            "rewards/math/mean": 2 / 3,
-            "rewards/math/std": 2**0.5 / 3,
-            "rewards/http://host/a/b/mean": 1.0,
-            "rewards/http://host/a/b/std": 0.5**0.5,
-        }
-    )
+    wanted = {"reward/timeouts": 1, "rewards/math/mean": 2 / 3, "rewards/math/std": 2**0.5 / 3}
+    wanted |= {"rewards/http://host/a/b/mean": 1.0, "rewards/http://host/a/b/std": 0.5**0.5}
+    assert found == pytest.approx(wanted)
     assert [describe(name).name for name in found][-1] == "rewards/<term>/std"
     assert step_metrics.of_scoring([RewardResult([1.0])]) == {"reward/timeouts": 0}
 
@@ -365,8 +346,7 @@ def test_a_share_of_the_prompts_is_measured_and_another_in_each_step(tmp_path: P
     parts = make_run(tmp_path, baseline="pooled")
     measured.step(parts, 1.0, 1.0, 1.0, 1.0)
     assert measured.asked == [("exact", [0, 1, 2, 3])]
-    gradnorm = parts.config.gradnorm.model_copy(update={"sample_fraction": 0.25})
-    parts.config = parts.config.model_copy(update={"gradnorm": gradnorm})
+    change(parts, "gradnorm", sample_fraction=0.25)
 
     def numbers(step: int) -> list[int]:
         measured.step(parts, 1.0, 1.0, 1.0, 1.0, step=step)
@@ -390,8 +370,7 @@ def test_norms_in_another_unit_are_not_continued(
 ) -> None:
     parts = [make_run(tmp_path, baseline=baseline) for _ in range(2)]
     for part, source in zip(parts, (before, now), strict=True):
-        gradnorm = part.config.gradnorm.model_copy(update={"source": source})
-        part.config = part.config.model_copy(update={"gradnorm": gradnorm})
+        change(part, "gradnorm", source=source)
         part.pools = pools_of(part.config.algo)
     first, second = parts
     first.sampling.version, first.sampling.position, first.schedule.state_dict = 1, None, dict

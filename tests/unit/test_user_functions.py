@@ -11,8 +11,7 @@ from oblr_megatron.user_functions import import_from_here
 
 
 @pytest.mark.parametrize(
-    ("text", "line"),
-    [("x = 1\ndef f(:\n", 2), ("x = 1\n\ny = 1 / 0\n", 3), ("import no_such_package_here\n", 1)],
+    ("text", "line"), [("x = 1\ndef f(:\n", 2), ("x = 1\n\ny = 1 / 0\n", 3), ("import no_such_package_here\n", 1)]
 )
 def test_the_line_that_fails_is_named(tmp_path: Path, text: str, line: int) -> None:
     path = tmp_path / "reward.py"

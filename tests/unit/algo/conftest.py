@@ -10,11 +10,7 @@ from dataclasses import dataclass
 
 import pytest
 import torch
-from hypothesis import settings
 from torch import Tensor
-
-settings.register_profile("reproducible", deadline=None, derandomize=True)
-settings.load_profile("reproducible")
 
 RESPONSES = ((0,), (1, 0), (1, 1, 0), (1, 1, 1))
 NUM_PARAMETERS = 5
@@ -36,10 +32,16 @@ class Toy:
         """[P, K] exact w."""
         return self.scores.square().sum(-1)
 
-    def groups(self, prompt: int, size: int) -> tuple[Tensor, Tensor]:
-        """Every group of `size` responses to a prompt: their indices [E, G] and probabilities [E]."""
+    def groups(self, prompt: int, size: int, *, ordered: bool = True) -> tuple[Tensor, Tensor]:
+        """Every group of `size` responses to a prompt: their indices [E, G] and probabilities [E].
+
+        Not `ordered`: one group stands for those that differ by their order (test_baseline.py permutes groups).
+        """
         picks = torch.cartesian_prod(*[torch.arange(len(RESPONSES))] * size).reshape(-1, size)
-        return picks, self.probs[prompt][picks].prod(-1)
+        counts = torch.ones(len(picks))
+        if not ordered:
+            picks, counts = picks.sort(-1).values.unique(dim=0, return_counts=True)
+        return picks, counts * self.probs[prompt][picks].prod(-1)
 
 
 def make_toy(seed: int, num_prompts: int = 2, spread: float = 1.0, rewards: Tensor | None = None) -> Toy:
@@ -77,9 +79,3 @@ def make_toy(seed: int, num_prompts: int = 2, spread: float = 1.0, rewards: Tens
 def toy() -> Toy:
     """A toy of two prompts with random features and rewards."""
     return make_toy(seed=0)
-
-
-@pytest.fixture(scope="session")
-def toy_maker():
-    """`make_toy`, for tests that need another toy."""
-    return make_toy

@@ -9,7 +9,7 @@ import math
 
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from hypothesis.extra.numpy import arrays
 from torch import Tensor
@@ -76,23 +76,6 @@ def test_reinforce_pp_divides_by_the_standard_deviation_of_the_batch():
     assert got.flatten().tolist() == pytest.approx([x / (0.5 + STD_EPS) for x in (0.75, -0.25, -0.25, -0.25)])
 
 
-@given(batches(), st.floats(-5, 5), st.floats(0.1, 10))
-def test_reinforce_pp_is_invariant_to_shift_and_scale_of_rewards(batch, shift, scale):
-    rewards, norms, lengths = batch
-    rewards = rewards + torch.linspace(0, 1, rewards.numel(), dtype=torch.float64).view_as(rewards) * 1e3
-    before = advantages("reinforce_pp", rewards, norms, lengths)
-    after = advantages("reinforce_pp", shift + scale * rewards, norms, lengths)
-    torch.testing.assert_close(after, before, rtol=1e-6, atol=1e-6)
-    assert float(before.sum()) == pytest.approx(0, abs=1e-9) and float(before.std()) == pytest.approx(1, rel=1e-6)
-
-
-@pytest.mark.parametrize("name", ["batch_mean", "reinforce_pp"])
-@given(batch=batches(), reward=st.floats(-5, 5))
-def test_a_batch_of_equal_rewards_has_zero_advantages(name, batch, reward):
-    _, norms, lengths = batch
-    assert (advantages(name, torch.full_like(norms, reward), norms, lengths) == 0).all()
-
-
 @given(batches(min_group=3))
 def test_optimal_is_the_closed_form_where_that_is_well_conditioned(batch):
     rewards, norms, lengths = batch
@@ -109,13 +92,6 @@ def test_leave_one_out_stays_between_the_others_rewards(batch, name):
     for q, i in ((q, i) for q in range(rewards.shape[0]) for i in range(rewards.shape[1])):
         others = torch.cat((rewards[q, :i], rewards[q, i + 1 :]))
         assert others.min() <= b[q, i] <= others.max()
-
-
-@given(batches(), st.sampled_from(["group_mean", "opo"]))
-def test_self_inclusive_means_stay_between_the_groups_rewards(batch, name):
-    rewards, _, _ = batch
-    b = baseline_values(name, *batch)
-    assert (rewards.amin(-1, keepdim=True) <= b).all() and (b <= rewards.amax(-1, keepdim=True)).all()
 
 
 @given(
@@ -136,12 +112,13 @@ def test_permuting_a_group_permutes_its_advantages(batch, name, random):
     torch.testing.assert_close(permuted, advantages(name, *batch)[:, order], rtol=1e-9, atol=1e-9)
 
 
-@given(batches(), st.sampled_from(ZERO_ON_EQUAL), st.floats(-5, 5))
-def test_equal_rewards_give_exactly_zero(batch, name, reward):
+@given(batches(), st.floats(-5, 5))
+def test_a_batch_of_equal_rewards_gives_exactly_zero(batch, reward):
     _, norms, lengths = batch
     rewards = torch.full_like(norms, reward)
-    assert (advantages(name, rewards, norms, lengths) == 0).all()
-    assert not active_groups(name, rewards).any()
+    for name in (*ZERO_ON_EQUAL, *OF_BATCH):
+        assert (advantages(name, rewards, norms, lengths) == 0).all(), name
+        assert not active_groups(name, rewards).any() or name in OF_BATCH
 
 
 @given(batches(), st.sampled_from(WITHIN_GROUP))
@@ -151,14 +128,6 @@ def test_groups_without_a_prior_are_independent(batch, name):
     whole = advantages(name, rewards, norms, lengths)
     single = advantages(name, rewards[:1], norms[:1], lengths[:1])
     torch.testing.assert_close(whole[:1], single, rtol=1e-12, atol=1e-12)
-
-
-@pytest.mark.parametrize("name", ["rloo", "optimal"])
-@settings(max_examples=30)
-@given(values=st.lists(st.floats(-5, 5), min_size=2, max_size=2), norms=st.lists(st.floats(0, 1e9), min_size=2))
-def test_in_a_group_of_two_the_baseline_is_the_others_reward(name, values, norms):
-    b = baseline_values(name, tensor(values), tensor(norms[:2]), tensor([3, 0]))
-    assert b[0].tolist() == values[::-1]
 
 
 def test_rounding_leaves_equal_rewards_at_zero_and_bounds_in_place():
@@ -207,6 +176,8 @@ def test_invalid_norms_are_replaced_by_the_median():
     assert clean[1].tolist() == [5] * 4  # the batch's median of 1 2 5 5 6 7 30 is 5
     assert clean[2].tolist() == [5, 5, 6, 7]
     assert sanitize_norms(torch.full((2, 2), NAN)).tolist() == [[1, 1], [1, 1]]
+    valid = tensor([0, 1e30, 1e-30])
+    assert sanitize_norms(valid).equal(valid)
 
 
 def test_invalid_norms_give_finite_advantages():
@@ -215,11 +186,6 @@ def test_invalid_norms_give_finite_advantages():
     got = advantages("optimal", rewards, norms, norms.nan_to_num(1))
     want = advantages("optimal", rewards, tensor([2, 1, 2, 3], [2, 2, 2, 2]), torch.ones_like(norms))
     assert got.equal(want)
-
-
-def test_valid_norms_are_unchanged():
-    norms = tensor([0, 1e30, 1e-30])
-    assert sanitize_norms(norms).equal(norms)
 
 
 @pytest.mark.parametrize("name", [name for name in BASELINES if BASELINES[name].over in ("others", "group")])

@@ -65,14 +65,38 @@ def test_rates_rise_over_the_warm_up(name):
     assert ratios == pytest.approx([0.25, 0.5, 0.75, 1.0, 1.0, 1.0])
 
 
-def test_snr_is_the_papers_rule_with_reference_one_and_sgd():
-    assert run(build(reference="one", horizon=1), [0.5, 0.25, 0.8, 0.4]) == pytest.approx([1.0, 0.5, 0.25, 0.8])
+# name -> options of the schedule "snr", shrinks, rates / lr
+BY_HAND = {
+    "the paper's rule": ({"reference": "one", "horizon": 1}, [0.5, 0.25, 0.8, 0.4], [1, 0.5, 0.25, 0.8]),
+    "adam takes the root": (
+        {"optimizer": "adam", "reference": "one", "horizon": 1}, [0.25, 0.64, 0.1], [1, 0.5, 0.8]
+    ),
+    "a given exponent": (
+        {"optimizer": "adam", "reference": "one", "horizon": 1, "exponent": 2.0}, [0.5, 1], [1, 0.25]
+    ),
+    "after the warm-up the mean of four": (
+        {"warmup_steps": 4, "reference": "one", "horizon": 1e9}, [0.1, 0.2, 0.3, 0.4, 0.5], [1, 1, 1, 1, 0.25]
+    ),
+    "the reference is of the end of warm-up": (
+        {"warmup_steps": 2, "horizon": 1}, [0.9, 0.2, 0.4, 0.1, 0.2], [1, 1, 1, 2, 0.5]
+    ),
+    "without warm-up the first estimate": ({"horizon": 1}, [0.4, 0.2, 0.4], [1, 1, 0.5]),
+    "the reference waits for an estimate": (
+        {"warmup_steps": 2, "horizon": 1}, [None, None, 0.4, 0.2, 0.2], [1, 1, 1, 1, 0.5]
+    ),
+    "the floor": ({"reference": "one", "horizon": 1, "floor": 0.3}, [-2.0, 0.1, 0.5, 0.5], [1, 0.3, 0.3, 0.5]),
+    "changes by at most the limit": (
+        {"reference": "one", "horizon": 1, "max_change": 1.1},
+        [0.2] * 4 + [1.0] * 6,
+        [*(1.1**-k for k in range(5)), *(1.1 ** (k - 4) for k in range(1, 5)), 1],
+    ),
+}  # fmt: skip
 
 
-def test_adam_takes_the_square_root():
-    rates = run(build(optimizer="adam", reference="one", horizon=1), [0.25, 0.64, 0.1])
-    assert rates == pytest.approx([1.0, 0.5, 0.8])
-    assert run(build(optimizer="adam", reference="one", horizon=1, exponent=2.0), [0.5, 1]) == pytest.approx([1, 0.25])
+@pytest.mark.parametrize("case", BY_HAND)
+def test_rates_by_hand(case):
+    options, shrinks, rates = BY_HAND[case]
+    assert run(build(**options), shrinks) == pytest.approx(rates)
 
 
 def test_a_rate_does_not_depend_on_its_own_gradient():
@@ -93,31 +117,9 @@ def test_observe_before_rate_is_refused():
         schedule.observe(stats(0.5))
 
 
-def test_warm_up_only_collects():
-    rates = run(build(warmup_steps=4, reference="one", horizon=1e9), [0.1, 0.2, 0.3, 0.4, 0.5])
-    assert rates == pytest.approx([1.0, 1.0, 1.0, 1.0, 0.25])  # then the mean of the four observed
-
-
-def test_the_reference_is_the_shrink_at_the_end_of_warm_up():
-    rates = run(build(warmup_steps=2, horizon=1), [0.9, 0.2, 0.4, 0.1, 0.2])
-    assert rates == pytest.approx([1.0, 1.0, 1.0, 2.0, 0.5])
-
-
-def test_without_warm_up_the_first_estimate_is_the_reference():
-    assert run(build(horizon=1), [0.4, 0.2, 0.4]) == pytest.approx([1.0, 1.0, 0.5])
-
-
-def test_the_floor_clamps_the_averaged_shrink():
-    rates = run(build(reference="one", horizon=1, floor=0.3), [-2.0, 0.1, 0.5, 0.5])
-    assert rates == pytest.approx([1.0, 0.3, 0.3, 0.5])
-    negative_then_positive = run(build(reference="one", horizon=1e9, floor=0.3), [-0.4, 1.0, 1.0, 1.0])
-    assert negative_then_positive[2:] == pytest.approx([0.3, 1.6 / 3])  # clamped after averaging, not before
-
-
-def test_the_rate_changes_by_no_more_than_its_limit():
-    rates = run(build(reference="one", horizon=1, max_change=1.1), [0.2] * 4 + [1.0] * 6)
-    down = [1.1**-k for k in range(5)]
-    assert rates == pytest.approx([*down, *(1.1 ** (k - 4) for k in range(1, 5)), 1.0])
+def test_the_floor_clamps_after_averaging():
+    rates = run(build(reference="one", horizon=1e9, floor=0.3), [-0.4, 1.0, 1.0, 1.0])
+    assert rates[2:] == pytest.approx([0.3, 1.6 / 3])
 
 
 @pytest.mark.parametrize("undefined", [EMPTY, stats(0.0, folds=1)], ids=["no active group", "one fold"])
@@ -149,17 +151,6 @@ def test_averages_of_another_group_size_begin_again(size):
     assert (factors[:3] == [factors[0]] * 3) is (size == 1) and factors[3] < factors[0]
     critical = again.metrics()["snr/critical_batch_size"]
     assert critical == pytest.approx(8 * (1 - 0.2) / 0.2) if size == 1 else critical < 20
-
-
-def test_a_reference_waits_for_the_first_estimate():
-    assert run(build(warmup_steps=2, horizon=1), [None, None, 0.4, 0.2, 0.2]) == pytest.approx([1, 1, 1, 1, 0.5])
-
-
-def test_pure_noise_ends_at_the_floor():
-    source = random.Random(0)
-    schedule = build(optimizer="adam", reference="one", horizon=150, max_change=1.1)
-    rates = run(schedule, [source.gauss(0, 0.3) for _ in range(400)])
-    assert rates[-1] == pytest.approx(math.sqrt(0.1))
 
 
 @pytest.mark.parametrize("name", ["constant", "cosine", "snr"])

@@ -35,19 +35,21 @@ NOISE = SIZE * (SHARED**2 + OWN**2 / G)
 
 
 @cache
-def simulated(signal: float, num_folds: int = 4) -> list[GradientStats]:
-    """The statistics of a run of STEPS steps."""
-    found, average = [], torch.zeros(SIZE, dtype=torch.float64)
+def simulated(signal: float) -> dict[int, list[GradientStats]]:
+    """The statistics of a run of STEPS steps, by the number of folds."""
+    found: dict[int, list[GradientStats]] = {1: [], 4: [], Q: []}
+    average = torch.zeros(SIZE, dtype=torch.float64)
     for step in range(STEPS):
         terms = responses(step, signal)
         gradient = terms.mean((0, 1))
-        folds = terms.mean(1).unflatten(0, (num_folds, -1)).mean(1)
         dot = float(gradient @ average) / (1 - (1 - 1 / HORIZON) ** step) if step else math.nan
-        stats = GradientStats(
-            0.0, float(gradient @ gradient), float(folds.square().sum(1).mean()), num_folds, 0, 0, 0, 1
-        )
-        stats.momentum_dot, stats.sample_sq_norm = dot, float((terms / (Q * G)).square().sum())
-        found.append(stats)
+        sq_norm, squares = float(gradient @ gradient), float((terms / (Q * G)).square().sum())
+        for num_folds, stats in found.items():
+            folds = terms.mean(1).unflatten(0, (num_folds, -1)).mean(1)
+            of_folds = float(folds.square().sum(1).mean())
+            own = GradientStats(0.0, sq_norm, of_folds, num_folds, 0, 0, 0, 1)
+            own.momentum_dot, own.sample_sq_norm = dot, squares
+            stats.append(own)
         average += (gradient - average) / HORIZON
     return found
 
@@ -61,7 +63,7 @@ def mean_and_bound(values: list[float]) -> tuple[float, float]:
 @pytest.mark.parametrize("signal", [0.0, 0.5, 5.0])
 @pytest.mark.parametrize(("name", "num_folds"), [("folds", 4), ("prompts", Q), ("momentum", 1)])
 def test_unbiased(name: str, num_folds: int, signal: float) -> None:
-    estimates = [ESTIMATORS[name](stats, Q) for stats in simulated(signal, num_folds)]
+    estimates = [ESTIMATORS[name](stats, Q) for stats in simulated(signal)[num_folds]]
     estimates = [estimate for estimate in estimates if estimate.defined]
     assert len(estimates) >= STEPS - 1
     for values, truth in (
@@ -75,7 +77,7 @@ def test_unbiased(name: str, num_folds: int, signal: float) -> None:
 
 def test_momentum_has_the_least_spread_and_more_folds_have_less() -> None:
     spread = {
-        (name, folds): statistics.stdev(ESTIMATORS[name](stats, Q).signal for stats in simulated(0.5, folds)[1:])
+        (name, folds): statistics.stdev(ESTIMATORS[name](stats, Q).signal for stats in simulated(0.5)[folds][1:])
         for name, folds in (("folds", 4), ("prompts", Q), ("momentum", 1))
     }
     assert spread["momentum", 1] < 0.6 * spread["prompts", Q]
@@ -85,7 +87,7 @@ def test_momentum_has_the_least_spread_and_more_folds_have_less() -> None:
 def test_samples_count_noise_shared_by_a_prompts_responses_as_signal() -> None:
     """The bias is ((G - 1) / G (signal + shared) - signal) / Q, as in the docstring."""
     signal = 0.5
-    mean, bound = mean_and_bound([ESTIMATORS["samples"](stats, Q).signal for stats in simulated(signal)])
+    mean, bound = mean_and_bound([ESTIMATORS["samples"](stats, Q).signal for stats in simulated(signal)[4]])
     bias = ((G - 1) / G * (signal + SIZE * SHARED**2) - signal) / Q
     assert abs(mean - (signal + bias)) < bound
     assert mean > signal + 2 * bound, "the bias is larger than the standard error"
@@ -96,7 +98,7 @@ def test_plugin_is_near_one_half_under_pure_noise() -> None:
     averages = {
         name: SnrAverages(SnrConfig(estimator=name, horizon=1e9, floor=1e-9), Q) for name in ("plugin", "folds")
     }
-    for stats in simulated(0.0):
+    for stats in simulated(0.0)[4]:
         for average in averages.values():
             average.observe(stats)
     assert averages["plugin"].shrink == pytest.approx(0.5, abs=0.01)

@@ -7,7 +7,9 @@ from __future__ import annotations
 
 import re
 import sys
+from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -27,7 +29,6 @@ from tests.tiny import tiny_config
 
 PAGE = Path(__file__).parents[3] / "docs" / "algorithm.md"
 Q, G = 4, 4
-calls = 0
 
 
 def named(function: str) -> str:
@@ -51,126 +52,101 @@ def of_other_prompts(rewards: Tensor, norms_sq: Tensor, lengths: Tensor, history
     return ((means.sum() - means) / (len(means) - 1)).expand_as(rewards)
 
 
-@baseline(over="others", prior=True)
-def shrinks_by_the_spread(rewards: Tensor, norms_sq: Tensor, lengths: Tensor, history: History) -> Tensor:
-    """0 / 0 once all answers are right."""
-    others = (rewards.sum(1, keepdim=True) - rewards) / (rewards.shape[1] - 1)
+def mean(values: Tensor) -> Tensor:
+    """Of each group [Q, G]."""
+    return values.mean(1, keepdim=True).expand_as(values)
+
+
+def others(values: Tensor) -> Tensor:
+    """The mean of the other responses to the prompt."""
+    return mean_of_others(values, torch.ones_like(values))
+
+
+def spread(rewards: Tensor) -> Tensor:
+    """Of the prompts' means, as a share of the whole: 0 / 0 once all answers are right."""
     within, between = rewards.var(1, keepdim=True), rewards.mean(1).var()
-    return others * between / (between + within)
+    return between / (between + within)
+
+
+def raising(error: BaseException) -> Callable[..., Tensor]:
+    def function(*given: Any) -> Tensor:
+        raise error
+
+    return function
+
+
+# name: (facts, function of rewards r, norms w, lengths n and history h, what is said about it)
+WRONG: dict[str, tuple[dict[str, Any], Callable[..., Any], str]] = {
+    "includes_itself": (
+        {"over": "others"}, lambda r, w, n, h: mean(r), 'reads the response that it is for, but declares over="others"'
+    ),
+    "is_the_median": (  # a small change of a reward changes no other value's median
+        {"over": "others"},
+        lambda r, w, n, h: r.quantile(0.5, dim=1, keepdim=True).expand_as(r),
+        "reads the response that it is for",
+    ),
+    "weighs_itself": (  # o_i's reward is left out, but not its norm
+        {"over": "others", "needs_norms": True},
+        lambda r, w, n, h: others(r) + w / 100,
+        "reads the response that it is for",
+    ),
+    "reads_its_length": (
+        {"over": "others"}, lambda r, w, n, h: others(r) + n / 100, "reads the response that it is for"
+    ),
+    "hides_norms": (
+        {"over": "others"},
+        lambda r, w, n, h: mean_of_others(r, w),
+        "reads the norms of its own step, but does not declare it",
+    ),
+    "reads_its_group": (
+        {"over": "nothing"},
+        lambda r, w, n, h: others(r),
+        'reads the responses to its own prompt, but declares over="nothing"',
+    ),
+    "reads_other_prompts": (
+        {"over": "others"}, lambda r, w, n, h: others(r) + (r.sum() / r.shape[1] - mean(r)) / 10, "reads other prompts"
+    ),
+    "reads_later_norms": (
+        {"over": "group", "needs_norms": True, "prior": True},
+        lambda r, w, n, h: ((w * r).sum() / w.sum().clamp(min=1e-9)).expand_as(r),
+        "reads the norms of other prompts",
+    ),
+    "depends_on_the_order": ({"over": "group"}, lambda r, w, n, h: r[:, :1].expand_as(r), "in another order"),
+    "takes_the_next": ({"over": "others"}, lambda r, w, n, h: r.roll(1, 1), "in another order"),
+    "shrinks": ({"over": "others"}, lambda r, w, n, h: 0.9 * others(r), "in a group of equal rewards"),
+    "at_random": ({"over": "batch"}, lambda r, w, n, h: torch.rand_like(r), "when it is called again"),
+    "one_for_all": (
+        {"over": "batch"}, lambda r, w, n, h: r.mean(), "returned torch.float64 [] for rewards torch.float64 [4, 4]"
+    ),
+    "single_precision": (
+        {"over": "batch"}, lambda r, w, n, h: r.mean().float().expand_as(r), "returned torch.float32 [4, 4]"
+    ),
+    "number": ({"over": "batch"}, lambda r, w, n, h: float(r.mean()), "returned float"),
+    "divides_by_zero": (
+        {"over": "group", "needs_norms": True}, lambda r, w, n, h: mean(w * r) / mean(w), "NaN or infinite"
+    ),
+    "forgets_the_first_step": (  # it has a history of NaN
+        {"over": "nothing", "pool": "plain"},
+        lambda r, w, n, h: (torch.zeros_like(r[:, 0]) if h.expected is None else h.expected)[:, None].expand_as(r),
+        "NaN or infinite",
+    ),
+    "shrinks_by_the_spread": (
+        {"over": "others", "prior": True}, lambda r, w, n, h: others(r) * spread(r), "NaN or infinite"
+    ),
+    "fails": ({"over": "nothing"}, raising(KeyError("scale")), "raised KeyError: 'scale'"),
+    "takes_two": ({"over": "nothing"}, lambda r, w: r, "raised TypeError"),
+    "exits": ({"over": "nothing"}, raising(SystemExit(3)), "raised SystemExit: 3"),
+}  # fmt: skip
+of_users = SimpleNamespace(**{name: baseline(**facts)(function) for name, (facts, function, _) in WRONG.items()})
 
 
 def undeclared(rewards: Tensor, norms_sq: Tensor, lengths: Tensor, history: History) -> Tensor:
     return rewards
 
 
-@baseline(over="others")
-def includes_itself(rewards: Tensor, norms_sq: Tensor, lengths: Tensor, history: History) -> Tensor:
-    return rewards.mean(1, keepdim=True).expand_as(rewards)
-
-
-@baseline(over="others")
-def is_the_median(rewards: Tensor, norms_sq: Tensor, lengths: Tensor, history: History) -> Tensor:
-    """A small change of a reward changes no other value's median."""
-    return rewards.quantile(0.5, dim=1, keepdim=True).expand_as(rewards)
-
-
-@baseline(over="others", needs_norms=True)
-def weighs_itself(rewards: Tensor, norms_sq: Tensor, lengths: Tensor, history: History) -> Tensor:
-    """o_i's reward is left out, but not its norm."""
-    return plain(rewards, norms_sq, lengths, history) + norms_sq / 100
-
-
-@baseline(over="others")
-def reads_its_length(rewards: Tensor, norms_sq: Tensor, lengths: Tensor, history: History) -> Tensor:
-    return plain(rewards, norms_sq, lengths, history) + lengths / 100
-
-
-@baseline(over="others")
-def hides_norms(rewards: Tensor, norms_sq: Tensor, lengths: Tensor, history: History) -> Tensor:
-    return mean_of_others(rewards, norms_sq)
-
-
-@baseline(over="nothing")
-def reads_its_group(rewards: Tensor, norms_sq: Tensor, lengths: Tensor, history: History) -> Tensor:
-    return plain(rewards, norms_sq, lengths, history)
-
-
-@baseline(over="others")
-def reads_other_prompts(rewards: Tensor, norms_sq: Tensor, lengths: Tensor, history: History) -> Tensor:
-    means = rewards.mean(1, keepdim=True)
-    return plain(rewards, norms_sq, lengths, history) + (means.sum() - means) / 10
-
-
-@baseline(over="group", needs_norms=True, prior=True)
-def reads_later_norms(rewards: Tensor, norms_sq: Tensor, lengths: Tensor, history: History) -> Tensor:
-    return ((norms_sq * rewards).sum() / norms_sq.sum().clamp(min=1e-9)).expand_as(rewards)
-
-
-@baseline(over="group")
-def depends_on_the_order(rewards: Tensor, norms_sq: Tensor, lengths: Tensor, history: History) -> Tensor:
-    return rewards[:, :1].expand_as(rewards)
-
-
-@baseline(over="others")
-def takes_the_next(rewards: Tensor, norms_sq: Tensor, lengths: Tensor, history: History) -> Tensor:
-    return rewards.roll(1, 1)
-
-
-@baseline(over="others")
-def shrinks(rewards: Tensor, norms_sq: Tensor, lengths: Tensor, history: History) -> Tensor:
-    return 0.9 * plain(rewards, norms_sq, lengths, history)
-
-
-@baseline(over="batch")
-def at_random(rewards: Tensor, norms_sq: Tensor, lengths: Tensor, history: History) -> Tensor:
-    return torch.rand_like(rewards)
-
-
-@baseline(over="batch")
-def one_for_all(rewards: Tensor, norms_sq: Tensor, lengths: Tensor, history: History) -> Tensor:
-    return rewards.mean()
-
-
-@baseline(over="batch")
-def single_precision(rewards: Tensor, norms_sq: Tensor, lengths: Tensor, history: History) -> Tensor:
-    return rewards.mean().float().expand_as(rewards)
-
-
-@baseline(over="batch")
-def number(rewards: Tensor, norms_sq: Tensor, lengths: Tensor, history: History) -> float:
-    return float(rewards.mean())
-
-
-@baseline(over="group", needs_norms=True)
-def divides_by_zero(rewards: Tensor, norms_sq: Tensor, lengths: Tensor, history: History) -> Tensor:
-    return ((norms_sq * rewards).sum(1, keepdim=True) / norms_sq.sum(1, keepdim=True)).expand_as(rewards)
-
-
-@baseline(over="nothing", pool="plain")
-def forgets_the_first_step(rewards: Tensor, norms_sq: Tensor, lengths: Tensor, history: History) -> Tensor:
-    """A run's first step has a history of NaN."""
-    known = torch.zeros(len(rewards), dtype=torch.float64) if history.expected is None else history.expected
-    return known[:, None].expand_as(rewards)
-
-
 @baseline(over="others", needs_norms=True, divisor="centred_std")
 def divides_by_all(rewards: Tensor, norms_sq: Tensor, lengths: Tensor, history: History) -> Tensor:
     return mean_of_others(rewards, norms_sq)
-
-
-@baseline(over="nothing")
-def fails(rewards: Tensor, norms_sq: Tensor, lengths: Tensor, history: History) -> Tensor:
-    raise KeyError("scale")
-
-
-@baseline(over="nothing")
-def exits(rewards: Tensor, norms_sq: Tensor, lengths: Tensor, history: History) -> Tensor:
-    raise SystemExit(3)
-
-
-@baseline(over="nothing")
-def takes_two(rewards: Tensor, norms_sq: Tensor) -> Tensor:
-    return rewards
 
 
 @baseline(over="others")
@@ -210,27 +186,7 @@ def test_correct_functions_pass(function: str) -> None:
 @pytest.mark.parametrize(
     ("function", "said"),
     [
-        ("includes_itself", 'reads the response that it is for, but declares over="others"'),
-        ("is_the_median", "reads the response that it is for"),
-        ("weighs_itself", "reads the response that it is for"),
-        ("reads_its_length", "reads the response that it is for"),
-        ("hides_norms", "reads the norms of its own step, but does not declare it"),
-        ("reads_its_group", 'reads the responses to its own prompt, but declares over="nothing"'),
-        ("reads_other_prompts", "reads other prompts"),
-        ("reads_later_norms", "reads the norms of other prompts"),
-        ("depends_on_the_order", "in another order"),
-        ("takes_the_next", "in another order"),
-        ("shrinks", "in a group of equal rewards"),
-        ("at_random", "when it is called again"),
-        ("one_for_all", "returned torch.float64 [] for rewards torch.float64 [4, 4]"),
-        ("single_precision", "returned torch.float32 [4, 4]"),
-        ("number", "returned float"),
-        ("divides_by_zero", "NaN or infinite"),
-        ("forgets_the_first_step", "NaN or infinite"),
-        ("shrinks_by_the_spread", "NaN or infinite"),
-        ("fails", "raised KeyError: 'scale'"),
-        ("takes_two", "raised TypeError"),
-        ("exits", "raised SystemExit: 3"),
+        *((f"of_users.{name}", said) for name, (_, _, said) in WRONG.items()),
         ("undeclared", "does not declare what it reads"),
         ("Q", "is not callable"),
         ("absent", "cannot be imported: AttributeError"),
@@ -324,7 +280,7 @@ def test_a_run_treats_it_like_a_baseline_with_these_facts(function: str, like: s
 def test_a_value_that_is_not_finite_ends_a_run_in_one_line() -> None:
     zeros = torch.zeros(2, 2, dtype=torch.float64)
     with pytest.raises(RunError, match=r"NaN or infinite.*\[algo\.baseline\]"):
-        baseline_values(named("divides_by_zero"), zeros, zeros, zeros)
+        baseline_values(named("of_users.divides_by_zero"), zeros, zeros, zeros)
 
 
 def test_the_example_of_the_page(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -18,15 +18,9 @@ from torch import Tensor
 
 from oblr_megatron.checkpoint.hf_dir import INDEX, SINGLE, check_hf_dir
 from oblr_megatron.errors import UserError
-from tests.tiny import make_hf_dir
 
 Change = Callable[[Path], object]
 INDEXED = "model-00001-of-00002.safetensors"
-
-
-@pytest.fixture(scope="module")
-def whole(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return make_hf_dir(tmp_path_factory.mktemp("whole") / "model")
 
 
 def config(file: str = "config.json", drop: tuple[str, ...] = (), **values: object) -> Change:
@@ -96,6 +90,7 @@ ZERO = holds("latest", "pytorch_model.bin", "rng_state_0.pth", "zero_to_fp32.py"
         ("neuml/txtai#997, the older name", config(drop=("dtype",), torch_dtype="float32")),
         ("neuml/txtai#997, no name", config(drop=("dtype", "torch_dtype"))),
         ("vllm-project/vllm#4182", LISTED),
+        ("quantization_config: null", config(quantization_config=None)),
         ("Blaizzy/mlx-vlm#309", config(eos_token_id=[1, 2])),
         ("mymusise/ChatGLM-Tuning#198, a trainer's checkpoint", TRAINED),
         ("ml-explore/mlx-lm#661", config("tokenizer_config.json", extra_special_tokens=["t3", "t4"])),
@@ -103,10 +98,10 @@ ZERO = holds("latest", "pytorch_model.bin", "rng_state_0.pth", "zero_to_fp32.py"
         ("huggingface/transformers#47110", config("special_tokens_map.json", additional_special_tokens=["t3"])),
     ],
 )
-def test_read(source: str, change: Change, whole: Path, tmp_path: Path) -> None:
-    path = Path(shutil.copytree(whole, tmp_path / "model"))
+def test_read(source: str, change: Change, tiny_hf: Path, tmp_path: Path) -> None:
+    path = Path(shutil.copytree(tiny_hf, tmp_path / "model"))
     change(path)
-    before, after = check_hf_dir(whole), check_hf_dir(path)
+    before, after = check_hf_dir(tiny_hf), check_hf_dir(path)
     assert (after.shapes, after.fingerprint, after.tied) == (before.shapes, before.fingerprint, before.tied), source
     assert after.hf_config().rope_parameters == before.hf_config().rope_parameters
     assert after.tokenizer().get_vocab() == before.tokenizer().get_vocab()
@@ -115,12 +110,7 @@ def test_read(source: str, change: Change, whole: Path, tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("source", "change", "what", "fix"),
     [
-        (
-            "predibase/lorax#51",
-            ADAPTER,
-            "config.json is missing; the directory holds a PEFT adapter",
-            "convert to-hf",
-        ),
+        ("predibase/lorax#51", ADAPTER, "config.json is missing; the directory holds a PEFT adapter", "convert to-hf"),
         ("huggingface/peft#298", ZERO, "DeepSpeed", "zero_to_fp32.py"),
         ("dphnAI/sonar#417", holds("a-Q4_K_M.gguf", without=("/",)), "GGUF", "original checkpoint"),
         ("Lightricks/ComfyUI-LTXVideo#163", holds("gemma.gguf"), "no weights.*GGUF", "original checkpoint"),
@@ -141,7 +131,12 @@ def test_read(source: str, change: Change, whole: Path, tmp_path: Path) -> None:
             "no tokenizer",
             "convert tokenizer.model",
         ),
-        ("meta-llama/llama#1393", holds(without=("tokenizer.json",)), "no tokenizer", "copy the tokenizer files"),
+        (
+            "meta-llama/llama#1393",
+            holds(without=("tokenizer.json",)),
+            "no tokenizer: tokenizer.json or vocab.json",
+            "copy the tokenizer files",
+        ),
         ("ggml-org/llama.cpp#5559", without_a_shard, "1 of 2 shards are missing", "download the missing files"),
         ("safetensors/safetensors#403", named("_orig_mod.{}".format), "'_orig_mod.", "remove '_orig_mod.' from"),
         ("FareedKhan-dev/train-llm-from-scratch#36", named("module.{}".format), "'module.", "remove 'module.' from"),
@@ -167,8 +162,8 @@ def test_read(source: str, change: Change, whole: Path, tmp_path: Path) -> None:
         ("unslothai/unsloth#6200", eight_bits, "quantised (fp8)", "unquantised"),
     ],
 )
-def test_refused(source: str, change: Change, what: str, fix: str, whole: Path, tmp_path: Path) -> None:
-    path = Path(shutil.copytree(whole, tmp_path / "model"))
+def test_refused(source: str, change: Change, what: str, fix: str, tiny_hf: Path, tmp_path: Path) -> None:
+    path = Path(shutil.copytree(tiny_hf, tmp_path / "model"))
     change(path)
     with pytest.raises(UserError) as caught:
         check_hf_dir(path)

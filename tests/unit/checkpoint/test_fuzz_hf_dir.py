@@ -21,11 +21,11 @@ from oblr_megatron.checkpoint.hf_dir import INDEX, SINGLE, check_hf_dir
 from oblr_megatron.checks.layout import check_layout
 from oblr_megatron.checks.lengths import check_positions
 from oblr_megatron.checks.machine import check_head_size
-from oblr_megatron.config import parse_config
 from oblr_megatron.errors import UserError
 from tests.tiny import make_hf_dir, make_moe_hf_dir
+from tests.unit.configs import config_with
 
-CONFIG = parse_config({"run_dir": "run", "model": {"path": "m"}, "data": {"train": "t", "max_prompt_tokens": 64}})
+CONFIG = config_with("data.max_prompt_tokens=64")
 ODD = st.sampled_from(
     [0, 1, -1, 2, 3, 48, 10**6, 10**30, 0.5, 1e308, -0.0, math.nan, math.inf, True, False, None, "", "48"]
 )

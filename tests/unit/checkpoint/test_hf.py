@@ -54,6 +54,7 @@ NORM = "model.layers.1.self_attn.q_norm.weight"
         ({NORM: None, "model.norm.weight": None}, "2 tensors are missing"),
         ({"model.layers.0.mlp.experts.0.weight": torch.zeros(1)}, r"1 tensors .*'model.*experts\.0\.weight'"),
         ({NORM: torch.zeros(8)}, rf"'{NORM}' has shape \[8\], .* \[16\]"),
+        ({"lm_head.weight": None}, r"1 tensors are missing.*'lm_head\.weight'"),
     ],
 )
 def test_a_checkpoint_of_another_model_is_refused(
@@ -64,13 +65,6 @@ def test_a_checkpoint_of_another_model_is_refused(
     with pytest.raises(UserError, match=message) as caught:
         load(path, parallel)
     assert caught.value.where == str(path)
-
-
-def test_an_untied_model_needs_its_output_layer(tmp_path: Path, parallel: Parallel) -> None:
-    path = make_hf_dir(tmp_path)
-    rewrite(path, {"lm_head.weight": None})
-    with pytest.raises(UserError, match=r"missing.*'lm_head\.weight'"):
-        load(path, parallel)
 
 
 def test_an_unsupported_model_is_refused(tmp_path: Path, parallel: Parallel) -> None:

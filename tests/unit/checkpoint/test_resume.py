@@ -15,16 +15,16 @@ import pytest
 from oblr_megatron.checkpoint.hf_dir import check_hf_dir
 from oblr_megatron.checkpoint.resume import HF_CONFIG, Checkpoint, check_fits
 from oblr_megatron.checkpoint.store import Manifest
-from oblr_megatron.config import Config, parse_config
+from oblr_megatron.config import Config
 from oblr_megatron.errors import UserError
 from tests.tiny import LLAMA3_ROPE, SIZES, make_hf_dir, make_moe_hf_dir
+from tests.unit.configs import config_with
 
 ROPE: dict[str, Any] = SIZES["rope_parameters"]
 
 
 def config_of(model: Path, *overrides: str) -> Config:
-    table = {"run_dir": "run", "model": {"path": str(model)}, "data": {"train": "rows.jsonl"}}
-    return parse_config(table, overrides=list(overrides))
+    return config_with(*overrides, model={"path": str(model)})
 
 
 def made_from(model: Path, path: Path, *overrides: str, **facts: Any) -> Checkpoint:

@@ -26,20 +26,7 @@ from oblr_megatron.checks.run_dir import CHECKPOINTS
 from oblr_megatron.config import parse_config
 from oblr_megatron.errors import RunError
 from tests.tiny import make_hf_dir
-
-FILES = {"common.pt": b"\x00\x01state", "__0_0.distcp": bytes(range(64)), "hf/config.json": b'{"a": 1}', "empty": b""}
-STATE = {"seed": 7, "average": 0.1, "rng": [1, 2, 3], "name": "Zürich", "best": None, "nan": float("nan")}
-
-
-def save(run_dir: Path, step: int, state: dict | None = None) -> Path:
-    """Commit a small checkpoint."""
-    target = run_dir / CHECKPOINTS / store.step_name(step)
-    partial = store.begin(target)
-    for name, content in FILES.items():
-        (partial / name).parent.mkdir(exist_ok=True)
-        (partial / name).write_bytes(content)
-    store.commit(partial, target, Manifest(step, store.measure(partial, FILES), STATE if state is None else state))
-    return target
+from tests.unit.checkpoint.small import FILES, STATE, save
 
 
 def whole(directory: Path) -> Manifest:
@@ -73,32 +60,22 @@ def test_the_checksum_is_xxh3_128_of_the_whole_file(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("name", [*FILES, store.MANIFEST])
-def test_every_bit_flip_is_found_and_its_file_named(tmp_path: Path, name: str) -> None:
-    """Exhaustive: each bit of each file, the manifest included."""
+def test_every_bit_flip_and_every_truncation_is_found_and_its_file_named(tmp_path: Path, name: str) -> None:
+    """Exhaustive, for each file, the manifest included. A truncation is found without the file's content."""
     target = save(tmp_path, 3)
     file = target / name
     good = file.read_bytes()
-    for bit in range(8 * len(good)):
-        bad = bytearray(good)
-        bad[bit // 8] ^= 1 << bit % 8
-        file.write_bytes(bad)
+    flips = [
+        (good[:at] + bytes([byte ^ 1 << bit]) + good[at + 1 :]) for at, byte in enumerate(good) for bit in range(8)
+    ]
+    cuts = [good[:size] for size in range(len(good))]
+    for read, damaged in [*((whole, one) for one in flips), *((store.read_manifest, one) for one in cuts)]:
+        file.write_bytes(damaged)
         with pytest.raises(CheckpointError) as found:
-            whole(target)
-        assert str(file) in str(found.value), bit
+            read(target)
+        assert str(file) in str(found.value), damaged
     file.write_bytes(good)
     whole(target)
-
-
-@pytest.mark.parametrize("name", ["common.pt", "__0_0.distcp", "hf/config.json", store.MANIFEST])
-def test_every_truncation_is_found_and_its_file_named(tmp_path: Path, name: str) -> None:
-    target = save(tmp_path, 3)
-    file = target / name
-    good = file.read_bytes()
-    for size in range(len(good)):
-        file.write_bytes(good[:size])
-        with pytest.raises(CheckpointError) as found:
-            store.read_manifest(target)
-        assert str(file) in str(found.value)
 
 
 @settings(max_examples=60, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
@@ -170,18 +147,12 @@ def test_an_unlisted_file_is_harmless_but_cannot_be_checked(tmp_path: Path) -> N
     assert found.value.where == str(target / "note.txt")
 
 
-def test_a_checkpoint_is_replaced_at_once(tmp_path: Path) -> None:
-    """A run resumed from an earlier step saves the same step again."""
+@pytest.mark.parametrize("flag", [store._RENAME_EXCHANGE, 1 << 30])  # the second is one that the kernel does not know
+def test_a_checkpoint_is_replaced(tmp_path: Path, monkeypatch, flag: int) -> None:
+    """A run resumed from an earlier step saves the same step again, also where names cannot be exchanged."""
+    monkeypatch.setattr(store, "_RENAME_EXCHANGE", flag)
     save(tmp_path, 3, {"turn": 1})
     target = save(tmp_path, 3, {"turn": 2})
-    assert whole(target).state == {"turn": 2}
-    assert list(target.parent.iterdir()) == [target]
-
-
-def test_a_checkpoint_is_replaced_where_names_cannot_be_exchanged(tmp_path: Path, monkeypatch) -> None:
-    target = save(tmp_path, 3, {"turn": 1})
-    monkeypatch.setattr(store, "_RENAME_EXCHANGE", 1 << 30)  # a flag that the kernel does not know
-    save(tmp_path, 3, {"turn": 2})
     assert whole(target).state == {"turn": 2}
     assert list(target.parent.iterdir()) == [target]
 
@@ -328,7 +299,7 @@ def test_a_kill_at_any_time_leaves_an_intact_checkpoint(tmp_path: Path) -> None:
     """A process saves, replaces and prunes in a loop; every named checkpoint is intact after the kill."""
     program = (
         "import itertools, sys\nfrom pathlib import Path\n"
-        "from oblr_megatron.checkpoint import store\nfrom tests.unit.checkpoint.test_store import save\n"
+        "from oblr_megatron.checkpoint import store\nfrom tests.unit.checkpoint.small import save\n"
         "run = Path(sys.argv[1])\nprint('go', flush=True)\n"
         "for n in itertools.count():\n"
         "    store.prune(save(run, n // 2 + 1), 1, [])\n"

@@ -5,6 +5,7 @@ Not covered: whether accepted layouts run (tests/distributed/test_moe.py), and e
 
 from __future__ import annotations
 
+from contextlib import nullcontext
 from typing import Any
 
 import pytest
@@ -68,8 +69,7 @@ def test_layouts_that_divide_pass(tp: int, ep: int, etp: int | None, world_size:
 def test_layouts_that_do_not_fit(parallel: dict[str, Any], changes: dict[str, Any], message: str) -> None:
     with pytest.raises(UserError, match=message) as caught:
         check_layout(MODEL | changes, config(**parallel), 24)
-    assert caught.value.where
-    assert caught.value.fix
+    assert caught.value.where and caught.value.fix
 
 
 def test_experts_are_counted_under_either_key() -> None:
@@ -119,48 +119,44 @@ def test_adapters_of_experts(targets: list[str], expert_ranks: int, refused: str
     base: dict[str, Any] = {"run_dir": "r", "data": {"train": "t.jsonl"}}
     base |= {"model": {"path": "m", "lora": {"rank": 8, "targets": targets}}}
     base["parallel"] = {"tensor_model_parallel_size": expert_ranks}
-    if refused:
-        with pytest.raises(UserError, match=refused) as caught:
-            check_adapters(MODEL, parse_config(base))
-        assert caught.value.where == "config: model.lora.targets"
-    else:
+    with pytest.raises(UserError, match=rf"{refused}.*\[config: model.lora.targets\]") if refused else nullcontext():
         check_adapters(MODEL, parse_config(base))
     check_adapters(MODEL | {"num_experts": 0}, parse_config(base))
 
 
+def test_engines_take_no_adapters_of_experts() -> None:
+    base = {"run_dir": "r", "data": {"train": "t.jsonl"}, "model": {"path": "m", "lora": {"rank": 8}}}
+    config = parse_config(base | {"rollout": {"lora": "adapter"}})
+    check_adapters(MODEL | {"num_experts": 0}, config)
+    with pytest.raises(UserError, match=r"no adapters of a mixture \[config: rollout.lora\]"):
+        check_adapters(MODEL, config)
+
+
+IN_FP32 = r"not in float32 \[config: rollout.lora\]"
+TOO_LARGE = r"to 512, not 513 \[config: model.lora.rank\]. Fix: set rollout.lora"
+
+
 @pytest.mark.parametrize(
-    ("dtype", "engine", "pushed", "on_gpu", "works"),
+    ("rank", "dtype", "engine", "pushed", "on_gpu", "refused"),
     [
-        ("float32", "auto", "adapter", True, False),
-        ("bfloat16", "float32", "adapter", True, False),
-        ("float32", "bfloat16", "adapter", True, True),
-        ("bfloat16", "auto", "adapter", True, True),
-        ("float32", "auto", "merged", True, True),
-        ("float32", "auto", "adapter", False, True),
+        (8, "float32", "auto", "adapter", True, IN_FP32),
+        (8, "bfloat16", "float32", "adapter", True, IN_FP32),
+        (8, "float32", "bfloat16", "adapter", True, ""),
+        (8, "bfloat16", "auto", "adapter", True, ""),
+        (8, "float32", "auto", "merged", True, ""),
+        (8, "float32", "auto", "adapter", False, ""),
+        (512, "float32", "auto", "adapter", False, ""),
+        (513, "float32", "auto", "merged", False, ""),
+        (513, "float32", "auto", "adapter", False, TOO_LARGE),
     ],
 )
-def test_slots_on_a_gpu_are_in_bfloat16(dtype: str, engine: str, pushed: str, on_gpu: bool, works: bool) -> None:
+def test_slots_on_a_gpu_are_in_bfloat16_and_have_ranks_up_to_512(
+    rank: int, dtype: str, engine: str, pushed: str, on_gpu: bool, refused: str
+) -> None:
     base: dict[str, Any] = {"run_dir": "r", "data": {"train": "t.jsonl"}}
-    base |= {"model": {"path": "m", "dtype": dtype, "lora": {"rank": 8}}, "rollout": {"lora": pushed, "dtype": engine}}
-    if works:
-        check_pushable(MODEL, parse_config(base), on_gpu=on_gpu)
-    else:
-        with pytest.raises(UserError, match="not in float32") as caught:
-            check_pushable(MODEL, parse_config(base), on_gpu=on_gpu)
-        assert caught.value.where == "config: rollout.lora"
-
-
-@pytest.mark.parametrize(
-    ("rank", "pushed", "works"), [(512, "adapter", True), (513, "merged", True), (513, "adapter", False)]
-)
-def test_slots_have_ranks_up_to_512(rank: int, pushed: str, works: bool) -> None:
-    base = {"run_dir": "r", "data": {"train": "t.jsonl"}, "model": {"path": "m", "lora": {"rank": rank}}}
-    config = parse_config(base | {"rollout": {"lora": pushed}})
-    if works:
-        check_pushable(MODEL, config, on_gpu=False)
-    else:
-        with pytest.raises(UserError, match=r"to 512, not 513 \[config: model.lora.rank\]. Fix: set rollout.lora"):
-            check_pushable(MODEL, config, on_gpu=False)
+    base |= {"model": {"path": "m", "dtype": dtype, "lora": {"rank": rank}}}
+    with pytest.raises(UserError, match=refused) if refused else nullcontext():
+        check_pushable(MODEL, parse_config(base | {"rollout": {"lora": pushed, "dtype": engine}}), on_gpu=on_gpu)
 
 
 VERIFY = {"weights": {"verify": True}}

@@ -23,40 +23,27 @@ from oblr_megatron.data.sources import kind_of
 from oblr_megatron.errors import UserError
 from oblr_megatron.model.published import published
 from oblr_megatron.rewards.registry import REWARDS, check_reward
-from tests.unit.config.test_config import MINIMAL, keys
+from tests.unit.config.test_config import COMMAND_LINE, HERE, MINIMAL, keys, refused
 
-HERE, COMMAND_LINE = "c.toml", "command line"
 BAD_FILE = {**MINIMAL, "num_steps": "abc", "optimizer": {"lr": -1}}
 HUGE = f"0x{'f' * 6000}"  # Python writes no decimal integer of this length
-
-
-def refused(overrides: list[str], table: dict[str, Any] = MINIMAL) -> UserError:
-    before = json.dumps(table)
-    with pytest.raises(UserError) as caught:
-        parse_config(table, HERE, overrides)
-    assert json.dumps(table) == before, "the table was changed"
-    return caught.value
 
 
 @pytest.mark.parametrize(
     ("overrides", "table", "where"),
     [
-        (["num_steps=abc"], MINIMAL, COMMAND_LINE),
         (["seed=1"], BAD_FILE, HERE),
         (["num_steps=5"], BAD_FILE, HERE),
-        (["algo.baselin=rloo"], MINIMAL, COMMAND_LINE),
         (["seed=1"], {**MINIMAL, "algo": {"baselin": "rloo"}}, HERE),
-        (["model=5"], MINIMAL, COMMAND_LINE),
         (["seed=1"], {**MINIMAL, "run_dir": 5}, HERE),
         (["num_prompts=6"], MINIMAL, COMMAND_LINE),  # not a multiple of algo.snr.num_folds
         (["algo.snr.num_folds=3"], MINIMAL, COMMAND_LINE),
         (["seed=1"], {**MINIMAL, "num_prompts": 6}, HERE),
         (["algo.baseline=rloo"], {**MINIMAL, "group_size": 1}, COMMAND_LINE),
-        (["seed"], MINIMAL, COMMAND_LINE),
-        (["run_dir.x=5"], MINIMAL, COMMAND_LINE),
     ],
 )
 def test_where_a_wrong_value_came_from(overrides: list[str], table: dict[str, Any], where: str) -> None:
+    """One wrong value on the command line: test_bad_values."""
     assert refused(overrides, table).where == where
 
 
@@ -107,7 +94,7 @@ def test_a_recipe_does_not_hide_a_wrong_section() -> None:
 
 
 def test_the_config_of_a_run_is_read_again(tmp_path: Path) -> None:
-    config = parse_config(MINIMAL, overrides=["seed=3", "evaluate.data.a=a.jsonl"])
+    config = parse_config(MINIMAL, overrides=["seed=3", "evaluate.data.gsm8k=a.jsonl"])
     file = tmp_path / "config.json"
     file.write_text(json.dumps(config.model_dump(mode="json")))
     assert load_config(file) == config and load_config(file, ["seed=4"]).seed == 4
@@ -124,21 +111,8 @@ names = st.one_of(
 ODD = [
     *("", " ", "true", "0", "-1", "1.5", "nan", "inf", "1e999", "2026-01-01", "12:30:00", HUGE, "9" * 5000),
     *("[]", "{}", "[[]]", "[" * 3000, '["a", 1]', "{path = 1}", "[{path = 'a'}]", "[{name = 'math'}]", "[{}]"),
-    *(
-        "a" * 5000,
-        "/" * 5000,
-        '"\\u0000"',
-        "\\",
-        "'\\ud800'",
-        "../..",
-        "~",
-        "*",
-        "**",
-        "[ab]*",
-        "newest",
-        "gsm8k",
-        "a/b",
-    ),
+    *("a" * 5000, "/" * 5000, '"\\u0000"', "\\", "'\\ud800'"),
+    *("../..", "~", "*", "**", "[ab]*", "newest", "gsm8k", "a/b"),
     *("no:such", "os:system", ":", "http://", "http://[", "eval/a/accuracy", *REWARDS),
 ]
 plain = st.one_of(st.text(max_size=60), st.integers().map(str), st.floats().map(str), st.sampled_from(ODD))

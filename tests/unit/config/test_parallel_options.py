@@ -100,8 +100,7 @@ def test_recomputed_modules_reach_megatron_core() -> None:
 
 
 @pytest.mark.parametrize(
-    ("hf_config", "module", "instead"),
-    [({}, "moe", "mlp"), ({}, "moe_act", "mlp"), ({"num_experts": 4}, "mlp", "moe")],
+    ("hf_config", "module", "instead"), [({}, "moe", "mlp"), ({}, "moe_act", "mlp"), ({"num_experts": 4}, "mlp", "moe")]
 )
 def test_a_module_that_the_model_does_not_have(hf_config: dict[str, Any], module: str, instead: str) -> None:
     with pytest.raises(UserError, match=f"'{module}'") as caught:

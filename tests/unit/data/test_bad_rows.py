@@ -156,10 +156,7 @@ def test_a_text_that_the_tokenizer_refuses(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("name", TOKENIZERS)
-@given(
-    parts=st.lists(st.tuples(PIECES, st.integers(1, 400)), min_size=1, max_size=6),
-    most=st.integers(1, 12),
-)
+@given(parts=st.lists(st.tuples(PIECES, st.integers(1, 400)), min_size=1, max_size=6), most=st.integers(1, 12))
 def test_a_prompt_that_fits_is_never_dropped(name: str, parts: list[tuple[str, int]], most: int) -> None:
     tokenizer = TOKENIZERS[name]
     text = "".join(piece * count for piece, count in parts)

@@ -82,25 +82,16 @@ def test_gold_readers_do_not_change_a_bare_answer(name: str) -> None:
 @pytest.mark.parametrize(
     ("name", "value", "answer"),
     [
-        ("gsm8k", "#### $70,000", "70000"),
-        ("gsm8k", "a #### 1\n#### -5 ", "-5"),
-        ("aime24", 33, "33"),
-        ("aime24", "000", "0"),
-        ("amc23", "3.50", "3.50"),
-        ("amc23", -2.0, "-2"),
-        ("olympiadbench", ["$1$", "$x=2$"], "1, x=2"),
-        ("olympiadbench", r"costs \$5", r"costs \$5"),
-        ("math", r"\boxed{\boxed{1}", "1"),
-        ("math", r"Not $\boxed 3$. Thus $x=\boxed 2$. Done.", "2"),
+        ("gsm8k", "#### $70,000", "70000"), ("gsm8k", "a #### 1\n#### -5 ", "-5"), ("aime24", 33, "33"),
+        ("aime24", "000", "0"), ("amc23", "3.50", "3.50"), ("amc23", -2.0, "-2"),
+        ("olympiadbench", ["$1$", "$x=2$"], "1, x=2"), ("olympiadbench", r"costs \$5", r"costs \$5"),
+        ("math", r"\boxed{\boxed{1}", "1"), ("math", r"Not $\boxed 3$. Thus $x=\boxed 2$. Done.", "2"),
         ("math", r"\[x = \boxed \frac{1}{2} \] as \boxedly said", r"\frac{1}{2}"),
-        ("math", r"so $\fbox{7}$, not 8", "7"),
-        ("math", r"$\boxed{3}$ and \fbox{a note}", "3"),
-        ("math", r"cut: $\boxed {5$", r"cut: $\boxed {5$"),
-        ("dapo", None, ""),
-        ("olympiadbench", None, ""),
+        ("math", r"so $\fbox{7}$, not 8", "7"), ("math", r"$\boxed{3}$ and \fbox{a note}", "3"),
+        ("math", r"cut: $\boxed {5$", r"cut: $\boxed {5$"), ("dapo", None, ""), ("olympiadbench", None, ""),
         ("math", ["1"], ""),
     ],
-)
+)  # fmt: skip
 def test_gold_answers(name: str, value: object, answer: str) -> None:
     assert CONVENTIONS[name].gold(value) == answer
 

@@ -108,8 +108,7 @@ def test_rows_of_one_id_are_told_apart(tokenizer: PreTrainedTokenizerFast, tmp_p
     """What a run learns of a prompt is kept by its source and id. A row that is there twice is one prompt."""
     table = [("7", "1+1"), ("7", "2+2"), ("7", "1+1"), ("8", "3+3"), ("7", "4+4")]
     path = write_rows(
-        tmp_path / "a.jsonl",
-        ({"id": name, "source": "math", "question": text, "answer": "1"} for name, text in table),
+        tmp_path / "a.jsonl", ({"id": name, "source": "math", "question": text, "answer": "1"} for name, text in table)
     )
     prompts = stream(tokenizer, [str(path)], deduplicate=False)
     found = sorted({(prompt.text, prompt.id) for prompt in prompts.next_prompts(5)})

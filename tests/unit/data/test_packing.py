@@ -68,15 +68,6 @@ def unpack(batch: MicroBatch) -> dict[int, tuple[tuple[int, ...], tuple[int, ...
     return found
 
 
-def test_the_docstring_example_of_microbatch() -> None:
-    [batch] = pack([Sample(0, (5, 9), (7, 1), (-0.1, -0.02), "", "stop", 0)], [0], max_tokens=100)
-    assert batch.input_ids.tolist() == [[5, 9, 7]]
-    assert batch.labels.tolist() == [[9, 7, 1]]
-    assert batch.mask.tolist() == [[False, True, True]]
-    torch.testing.assert_close(batch.rollout_logprobs, torch.tensor([[0, -0.1, -0.02]]))
-    assert batch.sample_index.tolist() == [0]
-
-
 @given(
     st.lists(st.tuples(st.integers(1, 6), st.integers(0, 8)), max_size=12),
     st.integers(1, 40),
@@ -144,13 +135,6 @@ def test_routes_lie_next_to_their_tokens(packed: bool) -> None:
 def test_routes_have_a_row_for_each_token() -> None:
     with pytest.raises(AssertionError, match="routes"):
         pack([replace(sample(2, 3), routes=np.zeros((4, 1, 1), dtype=np.int16))], [0], max_tokens=9)
-
-
-def test_order_of_equal_lengths_and_a_sample_longer_than_the_budget() -> None:
-    samples = [sample(1, length) for length in (3, 8, 3, 2)]
-    batches = pack(samples, [0, 1, 2, 3], max_tokens=8)
-    assert [batch.sample_index.tolist() for batch in batches] == [[1], [0, 2], [3]]
-    assert [tuple(batch.input_ids.shape) for batch in batches] == [(1, 8), (2, 3), (1, 2)]
 
 
 def test_one_per_microbatch_keeps_the_order() -> None:

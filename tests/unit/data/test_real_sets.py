@@ -30,10 +30,7 @@ ROWS = {  # convention, rows without a lost backslash, rows that training uses
 }
 BENCHMARKS = ("gsm8k_test", "math500", "olympiadbench")
 
-pytestmark = [
-    pytest.mark.slow,
-    pytest.mark.skipif(not SHARED.is_dir(), reason=f"the sets are not in {SHARED}"),
-]
+pytestmark = [pytest.mark.slow, pytest.mark.skipif(not SHARED.is_dir(), reason=f"the sets are not in {SHARED}")]
 
 
 def raw(name: str) -> list[dict[str, object]]:

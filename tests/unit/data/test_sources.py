@@ -190,6 +190,9 @@ def test_a_file_has_no_parts_to_choose_from(tmp_path: Path, key: str) -> None:
 def test_unreadable_sources(tmp_path: Path) -> None:
     (tmp_path / "bad.parquet").write_text("not parquet at all")
     assert "Parquet magic bytes" in refusal(tmp_path / "bad.parquet").what
+    (tmp_path / "lines").mkdir()
+    (tmp_path / "lines" / "rows.jsonl").write_text('{"question": "1+1=", "answer": 2}\n{"question": \n')
+    refusal(tmp_path / "lines")  # `datasets` refuses the whole file, of which this package would skip one line
     (tmp_path / "empty").mkdir()
     assert "doesn't contain any data files" in refusal(tmp_path / "empty").what
     (tmp_path / "saved").mkdir()
@@ -258,14 +261,6 @@ def test_arguments_without_path_or_name(text: str) -> None:
     with pytest.raises(UserError) as error:
         named_source(text)
     assert error.value.where == "--data" and repr(text) in error.value.what
-
-
-def test_a_malformed_line_costs_only_that_line(tmp_path: Path, tokenizer) -> None:
-    path = tmp_path / "rows.jsonl"
-    path.write_text('{"question": "1+1=", "answer": 2}\n{"question": \n{"question": "2+2=", "answer": [4]}\n\n{}\n')
-    refusal(tmp_path)  # `datasets` refuses the whole file
-    data = config(path)
-    assert [prompt.text for prompt in read_prompts(data.train[0], data, tokenizer)] == ["1+1="]
 
 
 def test_other_libraries_do_not_repeat_the_error_on_the_console(

@@ -13,7 +13,6 @@ import numpy as np
 import pytest
 
 from oblr_megatron.checks.vllm_options import check_routes
-from oblr_megatron.config import parse_config
 from oblr_megatron.engine import http_messages as http
 from oblr_megatron.engine.arguments import vllm_arguments
 from oblr_megatron.engine.protocol import EngineSpec, PromptRequest, SamplingRequest
@@ -21,6 +20,7 @@ from oblr_megatron.engine.routes import WORKER, allow_on_cpu, routes_of
 from oblr_megatron.engine.serve_command import spec_of
 from oblr_megatron.errors import RunError, UserError
 from oblr_megatron.types import Sample
+from tests.unit.configs import config_with
 from tests.unit.engine.test_serve_command import serve_options
 
 MIXTURE = {"num_experts": 8}
@@ -106,7 +106,7 @@ def test_engines_that_cannot(
 
 
 def test_environments_are_refused() -> None:
-    table = {"run_dir": "r", "model": {"path": "m", "moe_routing_replay": True}, "data": {"train": "t"}}
-    parse_config(table)
+    replay, played = "model.moe_routing_replay=true", "rollout.environment=tests.e2e.environments:calculator"
+    config_with(replay)
     with pytest.raises(UserError, match=r"rollout.environment with model.moe_routing_replay"):
-        parse_config(table | {"rollout": {"environment": "tests.e2e.environments:calculator"}})
+        config_with(replay, played)

@@ -9,7 +9,6 @@ from __future__ import annotations
 import asyncio
 import json
 import sys
-import time
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -32,7 +31,7 @@ sys.path.insert(0, str(ROOT / "examples" / "tools_cpu"))
 from products import EOS, build_tokenizer  # noqa: E402
 
 CALCULATE = f"{ROOT}/examples/tools_cpu/calculator.py:calculate"
-HERE = "tests.unit.environments.test_tools"
+HERE = "tests.unit.environments.tools"
 QWEN3 = """\
 {%- for message in messages %}{% if message.role == 'tool' %}\
 {% if loop.first or messages[loop.index0 - 1].role != 'tool' %}<|im_start|>user{% endif %}
@@ -54,74 +53,6 @@ QWEN3 = """\
 
 {% endif %}{% endif %}"""
 """Qwen3's treatment of tools and of thinking: a turn is rendered otherwise when it is the last."""
-
-
-def add(first: int, second: int = 1) -> int:
-    """Add two numbers.
-
-    Args:
-        first: one of them
-        second: the other
-    """
-    return first + second
-
-
-def sleeps(seconds: float) -> str:
-    """Sleep.
-
-    Args:
-        seconds: how long
-    """
-    time.sleep(seconds)
-    return "awake"
-
-
-def meets(place: str, own: str) -> str:
-    """Wait for another call.
-
-    Args:
-        place: directory of the calls' files
-        own: the file of this one
-    """
-    Path(place, own).touch()
-    while len(list(Path(place).iterdir())) < 2:
-        time.sleep(0.01)
-    return "met"
-
-
-async def patient(seconds: float) -> str:
-    """Wait.
-
-    Args:
-        seconds: how long
-    """
-    await asyncio.sleep(seconds)
-    return "waited"
-
-
-class Tools:
-    @staticmethod
-    def total(first: int, second: int) -> int:
-        """Add two numbers.
-
-        Args:
-            first: one number.
-            second: the other one.
-        """
-        return first + second
-
-
-plus = add
-
-
-def talks(count: int) -> str:
-    """Say much."""
-    return "x" * count
-
-
-def untyped(first):
-    """Nobody knows."""
-    return first
 
 
 @pytest.fixture(scope="module")

@@ -113,8 +113,9 @@ def test_a_run_leaves_out_what_no_scored_response_tells(
 
 
 def test_a_service_that_is_down_does_not_end_a_run(caplog: pytest.LogCaptureFixture) -> None:
+    """Each of five requests fails at once, and is repeated until its deadline."""
     with serving(score_batch) as service:
-        options = {"name": service.url, "num_workers": 1, "timeout_s": 20.0}
+        options = {"name": service.url, "num_workers": 1, "timeout_s": 1.0}
         reward = build_reward(RewardConfig.model_validate(options), max_response_tokens=16)
     with caplog.at_level(logging.WARNING), reward:
         found = in_training(reward)

@@ -191,7 +191,7 @@ def test_sampled_accuracy_is_the_model_s_probability() -> None:
     assert measured == accuracy(model, tokenizer, [row], samples=count, seed=0, max_new_tokens=len(answer))
 
 
-@pytest.mark.parametrize(("tp", "pp", "ranks"), [(1, 1, 2), (2, 2, 4), (2, 1, 2), (1, 2, 2)])
+@pytest.mark.parametrize(("tp", "pp", "ranks"), [(1, 1, 2), (2, 2, 4)])
 def test_tiny_model_fits_the_layouts(prepared: Path, tp: int, pp: int, ranks: int) -> None:
     overrides = [f"parallel.tensor_model_parallel_size={tp}", f"parallel.pipeline_model_parallel_size={pp}"]
     config = load_config(ROOT / CONFIGS[0], overrides)

@@ -1,11 +1,13 @@
-"""The command lines of `plan`, `quantize` and `study`: mistakes end before torch is imported, every option has help."""
+"""The command lines of `plan`, `quantize` and `study`: mistakes end before torch is imported.
+
+tests/unit/test_cli.py checks that their options have help.
+"""
 
 from __future__ import annotations
 
 from pathlib import Path
 
-from oblr_megatron.cli import make_parser
-from tests.unit.test_cli import end_in_one_line, options
+from tests.unit.test_cli import end_in_one_line
 
 MISTAKES: dict[str, tuple[list[str], str]] = {
     "plan without a length": (["plan", "--model", "Qwen3-8B", "--gpus", "8"], "--sequence-length 8192"),
@@ -20,10 +22,3 @@ MISTAKES: dict[str, tuple[list[str], str]] = {
 
 def test_mistakes_end_in_one_line_before_torch_is_imported(tmp_path: Path) -> None:
     end_in_one_line(MISTAKES, tmp_path)
-
-
-def test_every_option_has_help() -> None:
-    found = dict(options(make_parser(), "oblr-megatron"))
-    own = [name for name in found if name.split()[1] in ("plan", "quantize", "study")]
-    assert len(own) > 45
-    assert [name for name in own if not found[name].help] == []

@@ -41,11 +41,8 @@ def test_mlflow_files_hold_the_run(offline: Path, monkeypatch: pytest.MonkeyPatc
         wanted = [(record[STEP], record[name]) for record in of_file(config.run_dir)]
         found = client.get_metric_history(run.info.run_id, name.replace("@", "_at_"))
         assert [(metric.step, metric.value) for metric in found] == wanted
-    assert {item.path for item in client.list_artifacts(run.info.run_id)} == {
-        "config.json",
-        "evaluations",
-        "report.html",
-    }
+    paths = {item.path for item in client.list_artifacts(run.info.run_id)}
+    assert paths == {"config.json", "evaluations", "report.html"}
     table = Path(client.download_artifacts(run.info.run_id, "evaluations/sums/step_000002.json"))
     assert json.loads(table.read_text()) == {"columns": list(COLUMNS), "data": [list(row) for row in ROWS]}
 

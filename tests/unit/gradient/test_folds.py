@@ -119,11 +119,7 @@ def test_inactive_groups_are_left_out_and_move_nobody() -> None:
 
 
 def test_an_estimator_without_folds_makes_one_sum() -> None:
-    config = step_config(
-        8,
-        prompts=Q,
-        algo={"snr": {"estimator": "momentum", "num_folds": 4}},
-    )
+    config = step_config(8, prompts=Q, algo={"snr": {"estimator": "momentum", "num_folds": 4}})
     parallel: Any = SimpleNamespace(block_size=1, dp_rank=0, dp_size=1)
     sharing = Sharing(parallel, config)
     samples = [sample for sample in samples_at(list(range(Q)))[::G] for _ in range(config.group_size)]

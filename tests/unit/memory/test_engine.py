@@ -18,24 +18,18 @@ from vllm.utils.torch_utils import STR_DTYPE_TO_TORCH_DTYPE
 from vllm.v1.kv_cache_interface import FullAttentionSpec
 
 from oblr_megatron.checks.vllm_options import CACHE_BYTES
-from oblr_megatron.config import Config, parse_config
+from oblr_megatron.config import Config
 from oblr_megatron.config.data import EvaluateConfig
 from oblr_megatron.memory.engine import LARGE_DEVICE, STEP_TOKENS, VOCABULARY_MULTIPLE, EngineMemory, engine_bytes
 from oblr_megatron.model.published import published
 from oblr_megatron.model.transformer_config import hf_config_of
+from tests.unit.configs import config_with
 
 GPU = 80 * 10**9
 
 
 def run(**rollout: Any) -> Config:
-    return parse_config(
-        {
-            "run_dir": "unused",
-            "model": {"path": "unused", "dtype": "bfloat16"},
-            "data": {"train": "unused"},
-            "rollout": rollout,
-        }
-    )
+    return config_with(model={"dtype": "bfloat16"}, rollout=rollout)
 
 
 def whole_model(name: str) -> dict[str, int]:

@@ -13,22 +13,15 @@ from oblr_megatron.model.policy import build_policy
 from oblr_megatron.norms.rules import classify
 from oblr_megatron.norms.two_pass import rules_need_single_samples
 from tests.tiny import DENSE, tiny_config_of, tiny_moe_config
+from tests.unit.configs import config_with
 
 PROMPTS, GROUP = 12, 4
 
 
 def config_of(folds: int, estimator: str = "folds", **gradnorm: Any) -> Config:
-    return parse_config(
-        {
-            "run_dir": "unused",
-            "num_prompts": PROMPTS,
-            "group_size": GROUP,
-            "model": {"path": "unused"},
-            "data": {"train": "unused"},
-            "algo": {"snr": {"num_folds": folds, "estimator": estimator}},
-            "gradnorm": {"mode": "two_pass"} | gradnorm,
-        }
-    )
+    snr = {"num_folds": folds, "estimator": estimator}
+    gradnorm = {"mode": "two_pass"} | gradnorm
+    return config_with(num_prompts=PROMPTS, group_size=GROUP, algo={"snr": snr}, gradnorm=gradnorm)
 
 
 @pytest.mark.parametrize(

@@ -10,12 +10,13 @@ from typing import Any
 
 import pytest
 
-from oblr_megatron.config import Config, parse_config
+from oblr_megatron.config import Config
 from oblr_megatron.errors import UserError
 from oblr_megatron.memory import select_mode
 from oblr_megatron.memory.engine import outside_training
 from oblr_megatron.memory.select_mode import ModeChoice, cgroup_left, free_memory, resolve, with_mode
 from oblr_megatron.preflight.device_memory import RankDevice, rank_memory
+from tests.unit.configs import config_with
 
 DENSE: dict[str, Any] = {
     "model_type": "qwen3",
@@ -33,16 +34,8 @@ PLENTY = 2**45
 
 
 def config_of(*, response: int = 2000, **sections: dict[str, Any]) -> Config:
-    table: dict[str, Any] = {
-        "run_dir": "unused",
-        "num_prompts": 8,
-        "group_size": 8,
-        "model": {"path": "unused"},
-        "data": {"train": "unused", "max_prompt_tokens": 64},
-        "rollout": {"max_response_tokens": response},
-        "algo": {"baseline": "optimal"},
-    }
-    return parse_config(table | sections)
+    table: dict[str, Any] = {"rollout": {"max_response_tokens": response}, "algo": {"baseline": "optimal"}}
+    return config_with(**{"num_prompts": 8, "group_size": 8, "data": {"max_prompt_tokens": 64}} | table | sections)
 
 
 def choose(config: Config, world_size: int = 1, model: dict[str, Any] = DENSE, **options: Any) -> ModeChoice:
@@ -136,8 +129,7 @@ def test_auto_prefers_filled_pipelines() -> None:
 
 
 @pytest.mark.parametrize(
-    "sections",
-    [{"algo": {"baseline": "rloo"}}, {"gradnorm": {"source": "length"}}, {"gradnorm": {"source": "logit"}}],
+    "sections", [{"algo": {"baseline": "rloo"}}, {"gradnorm": {"source": "length"}}, {"gradnorm": {"source": "logit"}}]
 )
 def test_runs_that_need_no_norms_say_so(sections: dict[str, Any]) -> None:
     assert "unused" in choose(config_of(**sections)).reason

@@ -17,7 +17,7 @@ from oblr_megatron.memory.rank_shapes import RankSizes
 from oblr_megatron.memory.training import MemoryEstimate, estimate, resident_bytes
 from oblr_megatron.model.parallel import Parallel, initialize, shutdown
 from tests.live import WatchedSteps, peak_of_step, step_config
-from tests.tiny import tiny_config, tiny_config_of, tiny_moe_config
+from tests.tiny import tiny_config, tiny_moe_config
 
 TOKENS = 100
 SIZES = {"hidden_size": 64, "intermediate_size": 192, "head_dim": 32, "vocab_size": 128}
@@ -38,47 +38,35 @@ def recompute(granularity: str) -> dict[str, Any]:
 
 
 INLINE = mode("inline") | {"algo": {"baseline": "pooled"}}
-STREAMED = {
-    "prompts": 2,
-    "algo": {"baseline": "pooled", "snr": {"num_folds": 1}},
-    "rollout": {"overlap": "stream"},
-}
-LORA = {"model": {"lora": {"rank": 8}}}
+STREAMED = {"prompts": 2, "algo": {"baseline": "pooled", "snr": {"num_folds": 1}}, "rollout": {"overlap": "stream"}}
+BF16, LORA = {"model": {"dtype": "bfloat16"}}, {"model": {"lora": {"rank": 8}}}
 LORA_BF16 = {"model": {"dtype": "bfloat16", "lora": {"rank": 8, "targets": ["q_proj", "v_proj", "o_proj"]}}}
 LARGE, TIED = {"vocab_size": 2000}, {"vocab_size": 1000, "tie_word_embeddings": True}
+EXPERTS = {"num_experts": 4, "moe_intermediate_size": 96}
 CASES: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
     "no norms": ({"algo": {"baseline": "rloo"}}, {}),
-    "two_pass": (mode("two_pass"), {}),
     "two_pass, rows, folds": (mode("two_pass") | {"rows": 2, "prompts": 2}, {}),
     "two_pass, packed": (mode("two_pass") | {"rows": 2, "parallel": {"packing": "packed"}}, {}),
     "two_pass, tied": (mode("two_pass"), TIED),
-    "inline": (INLINE, {}),
     "inline, rows, folds": (INLINE | {"rows": 2, "prompts": 2}, {}),
     "inline, packed": (INLINE | {"rows": 2, "parallel": {"packing": "packed"}}, {}),
     "inline, tied": (INLINE, TIED),
     "inline, large vocabulary": (INLINE, LARGE),
     "inline, full recomputation": (INLINE | recompute("full"), {"num_hidden_layers": 4}),
-    "inline, weights in bf16": (INLINE | {"model": {"dtype": "bfloat16"}}, LARGE),
-    "inline, experts": (INLINE, {"num_experts": 4, "moe_intermediate_size": 96}),
-    "streamed, folds": (mode("two_pass") | {"prompts": 2, "rollout": {"overlap": "stream"}}, {}),
+    "inline, weights in bf16": (INLINE | BF16, LARGE),
+    "inline, experts": (INLINE, EXPERTS),
     "streamed, inline": (mode("inline") | STREAMED, {}),
     "streamed, stash": (mode("stash") | STREAMED, {}),
-    "bookkeep": (mode("bookkeep"), {}),
     "bookkeep, rows": (mode("bookkeep") | {"rows": 2}, {}),
     "bookkeep, windows": (mode("bookkeep", window_tokens=100) | {"prompts": 2, "algo": {"snr": {"num_folds": 1}}}, {}),
     "bookkeep, large vocabulary": (mode("bookkeep"), LARGE),
     "bookkeep, full recomputation": (mode("bookkeep") | recompute("full"), {"num_hidden_layers": 4}),
-    "stash": (mode("stash"), {}),
     "stash, tempered": (mode("stash") | {"algo": {"baseline": "pooled", "norm_power": 0.25}}, {}),
-    "large vocabulary": (mode("two_pass"), LARGE),
     "full recomputation": (mode("two_pass") | recompute("full"), {}),
     "selective recomputation": (mode("two_pass") | recompute("selective"), {}),
-    "weights in bf16": (mode("two_pass") | {"model": {"dtype": "bfloat16"}}, LARGE),
+    "weights in bf16": (mode("two_pass") | BF16, LARGE),
     "weights in fp64": (mode("stash") | {"model": {"dtype": "float64"}}, {}),
-    "offloaded state": (
-        mode("two_pass") | {"model": {"dtype": "bfloat16"}, "optimizer": {"offload": "sampling"}},
-        LARGE,
-    ),
+    "offloaded state": (mode("two_pass") | BF16 | {"optimizer": {"offload": "sampling"}}, LARGE),
     "a reference": (mode("two_pass") | {"algo": {"kl_coefficient": 0.1}}, LARGE),
     "an average of gradients": (
         mode("two_pass") | {"algo": {"snr": {"estimator": "momentum", "num_folds": 1}}},
@@ -86,26 +74,18 @@ CASES: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
     ),
     "sgd": (mode("two_pass") | {"optimizer": {"name": "sgd"}}, {}),
     "adapters": (mode("two_pass") | LORA | {"algo": {"kl_coefficient": 0.1}}, LARGE),
-    "adapters, inline, bf16": ({"algo": {"baseline": "pooled"}, "gradnorm": {"mode": "inline"}, **LORA_BF16}, TIED),
+    "adapters, inline, bf16": (INLINE | LORA_BF16, TIED),
     "adapters, bookkeep": (mode("bookkeep") | LORA | {"rows": 2}, {}),
-    "adapters, experts": (
-        mode("two_pass") | LORA,
-        {"num_experts": 4, "moe_intermediate_size": 96, "num_hidden_layers": 4},
-    ),
-    "qwen2": (mode("two_pass"), {"family": "qwen2"}),
-    "experts": (mode("two_pass"), {"num_experts": 4, "moe_intermediate_size": 96}),
-    "experts, bookkeep": (mode("bookkeep"), {"num_experts": 4, "moe_intermediate_size": 96}),
+    "adapters, experts": (mode("two_pass") | LORA, EXPERTS | {"num_hidden_layers": 4}),
+    "experts": (mode("two_pass"), EXPERTS),
+    "experts, bookkeep": (mode("bookkeep"), EXPERTS),
 }
 
 
 @pytest.mark.parametrize("case", CASES)
 def test_estimate_is_what_is_alive(case: str, parallel: Parallel) -> None:
     options, sizes = CASES[case]
-    make = tiny_moe_config if "num_experts" in sizes else tiny_config
-    if "family" in sizes:
-        hf_config = tiny_config_of(**{k: v for k, v in (SIZES | sizes).items() if k != "head_dim"})
-    else:
-        hf_config = make(**SIZES | sizes)
+    hf_config = (tiny_moe_config if "num_experts" in sizes else tiny_config)(**SIZES | sizes)
     config = step_config(TOKENS, **options)
     found = estimate(hf_config.to_dict(), config, 1, fixed_bytes=0)
     measured = peak_of_step(hf_config, config, parallel)

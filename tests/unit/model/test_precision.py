@@ -101,13 +101,7 @@ def test_compatible_fields_are_accepted(overrides: list[str]) -> None:
     config_of(*overrides)
 
 
-@pytest.mark.parametrize(
-    ("overrides", "refused"),
-    [
-        ([], {}),
-        (FP8, {"bookkeep": "expose no factors"}),
-    ],
-)
+@pytest.mark.parametrize(("overrides", "refused"), [([], {}), (FP8, {"bookkeep": "expose no factors"})])
 def test_modes_that_measure_norms(overrides: list[str], refused: dict[str, str]) -> None:
     config = config_of(*overrides, "gradnorm.always=true")
     for mode in ("two_pass", "stash", "bookkeep"):

@@ -36,21 +36,15 @@ EVALUATION = {"eval/sums/accuracy": 0.814, "eval/sums/mean_at_k": 0.79, "eval/ot
 LINE = "step 12/150  reward 0.53  len 6.1  lr 8.1e-4  shrink 0.42  crit 310  grad 0.31  diff 2e-6  2.1 s"
 
 
-def test_plain_line():
-    assert step_line(12, 150, STEP) == LINE
-
-
 def test_plain_line_leaves_out_missing_metrics_and_shows_non_finite_ones():
+    assert step_line(12, 150, STEP) == LINE
     assert step_line(3, 9, {"reward/mean": 1.0}) == "step 3/9  reward 1.00"
     assert step_line(3, 9, {"reward/mean": None, "lr": float("nan")}) == "step 3/9  reward –  lr nan"  # noqa: RUF001
 
 
-def test_evaluation_line_counts_unscored_responses_if_there_are_any():
+def test_evaluation_line_names_each_set_once_and_counts_unscored_responses_if_there_are_any():
     values = {"eval/sums/accuracy": 0.5, "eval/sums/unscored": 0, "eval/other/unscored": 12}
     assert evaluation_line(50, values) == "eval at step 50  sums accuracy 0.50  other unscored 12"
-
-
-def test_evaluation_line_names_each_set_once():
     assert evaluation_line(50, EVALUATION) == "eval at step 50  sums accuracy 0.81  mean@k 0.79  other pass@k 0.90"
 
 

@@ -260,7 +260,7 @@ def test_single_nulls_leave_gaps(tmp_path):
 
 
 def test_a_long_run_stays_a_small_file(tmp_path):
-    page = page_of(tmp_path, synthetic_records(10_000, evaluate_every=500), config=CONFIG | {"num_steps": 10_000})
+    page = page_of(tmp_path, synthetic_records(5000, evaluate_every=250), config=CONFIG | {"num_steps": 5000})
     assert len(page.text) < 52_000 * len(page.all("h3")), "bytes a chart"
     assert all(len(path.get("d")) < 25_000 for path in page.all("path"))
 

@@ -22,6 +22,8 @@ from oblr_megatron.observe.trackers.feed import Trackers
 from oblr_megatron.observe.trackers.registry import check_trackers
 from oblr_megatron.runtime.processes import children_of
 from tests.unit.observe.following import ADDRESSES, configured, follow
+from tests.unit.processes.test_pool import is_running
+from tests.unit.waiting import until
 
 pytestmark = pytest.mark.slow  # a process a tracker, which imports its package
 
@@ -94,7 +96,7 @@ def test_a_tracker_that_hangs_is_ended_with_its_children(
         trackers.start()
         for step in range(1, 4):
             trackers.log({"step": step, "lr": 0.5})
-        wait_for(lambda: all((config.run_dir / name).exists() for name in ("children", "step-3")))
+        until(lambda: all((config.run_dir / name).exists() for name in ("children", "step-3")))
     assert time.monotonic() - start < 60
     hanging, raising = [line for line in said if "were lost" in line]
     assert hanging.startswith("tracker hanging: 4 of 5 records were lost")  # log x 3 and close
@@ -102,7 +104,7 @@ def test_a_tracker_that_hangs_is_ended_with_its_children(
     assert raising.startswith("tracker raising: 1 of 5 records were lost") and "No space left" in raising
     children = [int(pid) for pid in (config.run_dir / "children").read_text().split()]
     assert children
-    wait_until_ended(children)
+    until(lambda: not any(map(is_running, children)))
 
 
 def test_a_step_never_waits_for_a_tracker(tmp_path: Path, foreign: None, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -129,11 +131,7 @@ def test_a_tracker_that_dies_loses_its_records_only(tmp_path: Path, foreign: Non
     with Trackers(config, said.append, rank=0, resume_step=None) as trackers:
         trackers.start()
         trackers.log({"step": 1, "lr": 0.5})
-        end = time.monotonic() + 60
-        while not said:
-            assert time.monotonic() < end
-            time.sleep(0.1)
-            trackers.log({"step": 2, "lr": 0.5})
+        until(lambda: trackers.log({"step": 2, "lr": 0.5}) or said)
         assert said[0].startswith("tracker dying: its process has ended; the run goes on, see ")
     assert len(said) == 2 and re.match(r"tracker dying: \d+ of \d+ records were lost: its process has ended;", said[1])
     assert list((config.run_dir / "tensorboard").iterdir())
@@ -206,23 +204,4 @@ with Trackers(config, print, rank=0, resume_step=None) as trackers:
     assert result.returncode == -9, result.stderr
     family = [int(pid) for pid in result.stdout.split()]
     assert len(family) >= 3  # one a tracker, and wandb's service
-    wait_until_ended(family)
-
-
-def wait_until_ended(pids: list[int]) -> None:
-    """A signal takes a moment."""
-    wait_for(lambda: not any(running(pid) for pid in pids))
-
-
-def wait_for(condition: Callable[[], bool]) -> None:
-    end = time.monotonic() + 30
-    while not condition():
-        assert time.monotonic() < end
-        time.sleep(0.1)
-
-
-def running(pid: int) -> bool:
-    try:
-        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
-    except (FileNotFoundError, ProcessLookupError):
-        return False
+    until(lambda: not any(map(is_running, family)))

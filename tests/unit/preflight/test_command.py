@@ -13,12 +13,13 @@ from typing import Any
 import pytest
 
 from oblr_megatron.cli import main
-from oblr_megatron.config import Config, parse_config
+from oblr_megatron.config import Config
 from oblr_megatron.errors import UserError
 from oblr_megatron.model.published import published
 from oblr_megatron.preflight.device_memory import RankDevice, RankMemory, rank_memory
 from oblr_megatron.preflight.examine import check_fits
 from tests.tiny import make_hf_dir
+from tests.unit.configs import config_with
 
 GPU = RankDevice(on_gpu=True, num_bytes=80 * 10**9, transformer_engine=True)
 CONFIG = """
@@ -217,7 +218,6 @@ REFUSED = {
         "KV cache holds 0 tokens",
     ),
     "a model of another name": (["model.path=models/Other-1B"], "no published model is named 'Other-1B'"),
-    "no ranks": (["--nproc-per-node", "0"], "--nproc-per-node"),
 }
 
 
@@ -230,14 +230,8 @@ def test_refused_in_one_line(case: str, config_file: Path, capsys: pytest.Captur
     assert error.startswith("error: ") and expected in error
 
 
-def test_its_flags_need_dry_run(config_file: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["train", str(config_file), "--nnodes", "2"]) == 2
-    assert "--dry-run" in capsys.readouterr().err
-
-
 def run(**sections: Any) -> Config:
-    table = {"run_dir": "unused", "model": {"path": "unused", "dtype": "bfloat16"}, "data": {"train": "unused"}}
-    return parse_config(table | sections)
+    return config_with(**{"model": {"dtype": "bfloat16"}} | sections)
 
 
 def memory(config: Config, world_size: int = 8) -> RankMemory:

@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 
-from oblr_megatron.config import Config, parse_config
+from oblr_megatron.config import Config
 from oblr_megatron.errors import UserError
 from oblr_megatron.memory.pass_plan import longest_sample
 from oblr_megatron.memory.select_mode import resolve, with_mode
@@ -19,6 +19,7 @@ from oblr_megatron.model.published import published
 from oblr_megatron.preflight.device_memory import RankDevice, rank_memory
 from oblr_megatron.preflight.examine import check_fits
 from oblr_megatron.preflight.fitting import USED_SHARE, choices, fitting
+from tests.unit.configs import config_with
 
 SMOLLM2 = {
     **published("Llama-3.1-8B"),
@@ -35,8 +36,7 @@ QWEN = published("Qwen3-0.6B")
 
 
 def first_config(**changes: Any) -> Config:
-    data = {"train": "rows.jsonl", "max_prompt_tokens": 256}
-    return parse_config({"run_dir": "run", "num_prompts": 32, "model": {"path": "model"}, "data": data} | changes)
+    return config_with(num_prompts=32, data={"max_prompt_tokens": 256}, **changes)
 
 
 def cpu(gigabytes: float) -> RankDevice:

@@ -7,13 +7,9 @@ from typing import Any, cast
 
 import pytest
 
-from oblr_megatron.config import Config, parse_config
 from oblr_megatron.memory.select_mode import with_mode
 from oblr_megatron.preflight.inputs import with_saved_mode
-
-
-def configured(*overrides: str) -> Config:
-    return parse_config({"run_dir": "r", "model": {"path": "m"}, "data": {"train": "t.jsonl"}}, "here", overrides)
+from tests.unit.configs import config_with
 
 
 @pytest.mark.parametrize(
@@ -29,7 +25,7 @@ def configured(*overrides: str) -> Config:
     ],
 )
 def test_a_resumed_run_keeps_the_mode_for_the_same_norms(before: list[str], now: list[str], mode: str) -> None:
-    saved = with_mode(configured(*before), "stash").model_dump(mode="json")
+    saved = with_mode(config_with(*before), "stash").model_dump(mode="json")
     checkpoints: list[Any] = [SimpleNamespace(state={"config": saved})]
-    assert with_saved_mode(configured(*now), cast(Any, checkpoints)).gradnorm.mode == mode
-    assert with_saved_mode(configured(*now), []) == configured(*now)
+    assert with_saved_mode(config_with(*now), cast(Any, checkpoints)).gradnorm.mode == mode
+    assert with_saved_mode(config_with(*now), []) == config_with(*now)

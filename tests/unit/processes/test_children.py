@@ -9,7 +9,6 @@ import os
 import signal
 import subprocess
 import sys
-import time
 from contextlib import closing
 from pathlib import Path
 
@@ -18,6 +17,7 @@ import pytest
 from oblr_megatron.processes.pool import Pool
 from oblr_megatron.runtime.processes import children_of
 from tests.unit.processes.test_pool import ROOT, is_running, parent_of, wait_until_gone
+from tests.unit.waiting import until
 
 SCORERS = "tests.unit.processes.scorers_children"
 WAYS = ("program", "fork", "double fork", "daemon", "family")
@@ -88,7 +88,7 @@ pool.close()
     told = tmp_path / "told"
     trainer = subprocess.Popen([sys.executable, "-c", script, str(told)], cwd=ROOT, stdin=subprocess.PIPE)
     try:
-        wait_for_two(told)
+        until(lambda: told.exists() and len(told_in(told)) == 2)
         (supervisor,) = children_of(trainer.pid)
         (server,) = children_of(supervisor)
         (worker,) = (pid for pid in children_of(server) if children_of(pid))
@@ -109,14 +109,4 @@ pool.close()
 
 def wait_for_parent(pid: int, parent: int) -> None:
     """A daemon becomes its subreaper's child when the process that has forked it ends, a moment after it has told."""
-    deadline = time.monotonic() + 30
-    while parent_of(pid) != parent:
-        assert time.monotonic() < deadline, f"{parent_of(pid)} is the parent of {pid}, not {parent}"
-        time.sleep(0.02)
-
-
-def wait_for_two(told: Path) -> None:
-    deadline = time.monotonic() + 30
-    while not told.exists() or len(told.read_text().split()) < 2:
-        assert time.monotonic() < deadline, "the reward function has not started its processes"
-        time.sleep(0.02)
+    until(lambda: parent_of(pid) == parent)

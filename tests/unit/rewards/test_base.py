@@ -30,3 +30,13 @@ def test_the_error_is_reported_once() -> None:
     assert (first.error, second.error, third.error) == ("ValueError: no number", None, None)
     assert second.faults == {1: "failed"} and second.answers == ["2", None] and second.terms["format"] == [0.5, 0.0]
     assert divided(RewardResult([]), 0) == [] and divided(RewardResult([1.0, 2.0]), 2)[1] == RewardResult([2.0])
+
+
+def test_parts_of_unequal_sizes_are_joined_in_order() -> None:
+    parts = [
+        RewardResult([1.0]),
+        RewardResult([]),
+        RewardResult([0.0, 2.0], {1: "late"}),
+        RewardResult([0.5], {0: "failed"}),
+    ]
+    assert joined(parts) == RewardResult([1.0, 0.0, 2.0, 0.5], {2: "late", 3: "failed"})

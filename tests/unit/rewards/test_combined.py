@@ -12,7 +12,7 @@ import pytest
 
 from oblr_megatron.config import RewardConfig
 from oblr_megatron.errors import UserError
-from oblr_megatron.rewards.base import Reward, RewardResult, joined
+from oblr_megatron.rewards.base import Reward, RewardResult
 from oblr_megatron.rewards.combined import CombinedReward, Term
 from oblr_megatron.rewards.format import keeps_to_box
 from oblr_megatron.rewards.overlong import punishment
@@ -91,41 +91,15 @@ def test_answers_are_those_of_the_main_reward() -> None:
     assert first.closed == second.closed == 1
 
 
-def test_parts_are_joined_in_order() -> None:
-    parts = [
-        RewardResult([1.0], answers=["4"], terms={"a": [1.0], "b": [0.0]}),
-        RewardResult([], answers=[], terms={"a": [], "b": []}),
-        RewardResult([0.0, 2.0], {1: "late"}, answers=[None, "5"], terms={"a": [0.0, 2.0], "b": [3.0, 4.0]}),
-        RewardResult([0.5], {0: "failed"}, "first", ["6"], {"a": [0.5], "b": [0.5]}),
-    ]
-    assert joined(parts) == RewardResult(
-        rewards=[1.0, 0.0, 2.0, 0.5],
-        faults={2: "late", 3: "failed"},
-        error="first",
-        answers=["4", None, "5", "6"],
-        terms={"a": [1.0, 0.0, 2.0, 0.5], "b": [0.0, 3.0, 4.0, 0.5]},
-    )
-    assert joined([RewardResult([1.0]), RewardResult([2.0])]) == RewardResult([1.0, 2.0])
-
-
 @pytest.mark.parametrize(
     ("text", "kept"),
     [
-        (r"so \boxed{4}.", True),
-        (r"\boxed{\frac{1}{2}} holds", True),
-        (r"\boxed {4}", True),
-        ("4", False),
-        ("", False),
-        (r"\boxed{4", False),
-        (r"\boxed{4} and \boxed{5", True),
-        (r"\boxed{4} or \boxed{5}", False),
-        (r"\boxed{\boxed{4}}", False),
-        (r"\boxed{}", False),
-        (r"\boxed4", False),
-        (r"\boxedx{4}", False),
+        (r"so \boxed{4}.", True), (r"\boxed{\frac{1}{2}} holds", True), (r"\boxed {4}", True), ("4", False),
+        ("", False), (r"\boxed{4", False), (r"\boxed{4} and \boxed{5", True), (r"\boxed{4} or \boxed{5}", False),
+        (r"\boxed{\boxed{4}}", False), (r"\boxed{}", False), (r"\boxed4", False), (r"\boxedx{4}", False),
         (r"\boxed{" * 10_000, False),
     ],
-)
+)  # fmt: skip
 def test_the_format_is_one_complete_box(text: str, kept: bool) -> None:
     assert keeps_to_box(of_length(1, text)) is kept
     assert not keeps_to_box(of_length(1, text, cut=True)), "a truncated response did not end by itself"

@@ -12,27 +12,14 @@ from oblr_megatron.rewards.verifier.extract import EXTRACTIONS, MAX_ANSWER_CHARS
 @pytest.mark.parametrize(
     ("text", "answer"),
     [
-        (r"so \boxed{42}.", "42"),
-        (r"\boxed{1} no, \boxed{2}", "2"),
-        (r"\boxed{\frac{1}{2}}", r"\frac{1}{2}"),
-        (r"\boxed{3} and then \boxed{4", "3"),
-        (r"\boxed{ {1} and \boxed{2}", "2"),
-        (r"\boxed{\boxed{5}}", r"\boxed{5}"),
-        (r"\boxed {6}", "6"),
-        (r"\boxed{\{1, 2\}}", r"\{1, 2\}"),
-        (r"\boxed{a \} b}", r"a \} b"),
-        (r"} { \boxed{7} } {", "7"),
-        ("\\boxed{8\n9}", "8\n9"),
-        (r"\boxed{}", None),
-        (r"\boxed{  }", None),
-        (r"\boxed 5", None),
-        (r"\boxedsomething{5}", None),
-        (r"\\boxed{5}", None),
-        (r"\fbox{5}", None),
-        ("42", None),
-        ("", None),
+        (r"so \boxed{42}.", "42"), (r"\boxed{1} no, \boxed{2}", "2"), (r"\boxed{\frac{1}{2}}", r"\frac{1}{2}"),
+        (r"\boxed{3} and then \boxed{4", "3"), (r"\boxed{ {1} and \boxed{2}", "2"),
+        (r"\boxed{\boxed{5}}", r"\boxed{5}"), (r"\boxed {6}", "6"), (r"\boxed{\{1, 2\}}", r"\{1, 2\}"),
+        (r"\boxed{a \} b}", r"a \} b"), (r"} { \boxed{7} } {", "7"), ("\\boxed{8\n9}", "8\n9"), (r"\boxed{}", None),
+        (r"\boxed{  }", None), (r"\boxed 5", None), (r"\boxedsomething{5}", None), (r"\\boxed{5}", None),
+        (r"\fbox{5}", None), ("42", None), ("", None),
     ],
-)
+)  # fmt: skip
 def test_boxed(text: str, answer: str | None) -> None:
     assert boxed(text) == answer
 
@@ -40,19 +27,12 @@ def test_boxed(text: str, answer: str | None) -> None:
 @pytest.mark.parametrize(
     ("text", "answer"),
     [
-        ("1 + 1 = 2\n#### 2", "2"),
-        ("#### 3\nwait\n#### 4 apples \nbye", "4 apples"),
-        ("#### \n", None),
-        (r"no marks, \boxed{5}", "5"),
-        ("**Text**\n**#### 5**", "5"),
-        ("#### **5**", "**5**"),
-        ("** \n#### 5**", "5**"),
-        ("#### Final Answer\n\\boxed{42}", "42"),
-        ("#### 7\n\\boxed{5}", "7"),
-        ("#### no\nthe end", "no"),
-        ("nothing", None),
+        ("1 + 1 = 2\n#### 2", "2"), ("#### 3\nwait\n#### 4 apples \nbye", "4 apples"), ("#### \n", None),
+        (r"no marks, \boxed{5}", "5"), ("**Text**\n**#### 5**", "5"), ("#### **5**", "**5**"),
+        ("** \n#### 5**", "5**"), ("#### Final Answer\n\\boxed{42}", "42"), ("#### 7\n\\boxed{5}", "7"),
+        ("#### no\nthe end", "no"), ("nothing", None),
     ],
-)
+)  # fmt: skip
 def test_after_hashes(text: str, answer: str | None) -> None:
     assert after_hashes(text) == answer
 
@@ -60,27 +40,13 @@ def test_after_hashes(text: str, answer: str | None) -> None:
 @pytest.mark.parametrize(
     ("text", "answer"),
     [
-        ("a\nb\n 42 \n\n", "42"),
-        (r"a\nso \boxed{6}", "6"),
-        ("7", "7"),
-        (" \n", None),
-        ("", None),
-        ("The answer is **5**.", "5"),
-        ("The final answer is **5**", "5"),
-        ("**Answer: 5**", "5"),
-        ("**The answer is 5.**", "5."),
-        ("*Answer: 5*", "5"),
-        ("***Answer: 5***", "5"),
-        ("__Answer: 5__", "5"),
-        ("**Answer:** 5", "5"),
-        ("*Answer:* 5", "5"),
-        ("Answer: x*", "x*"),
-        ("**Answer:** x*", "x*"),
-        ("*Answer: 2*3*", "2*3*"),
-        ("The answer is **5** or **6**", "5** or **6**"),
-        ("**Answer:**", "**Answer:**"),
+        ("a\nb\n 42 \n\n", "42"), (r"a\nso \boxed{6}", "6"), ("7", "7"), (" \n", None), ("", None),
+        ("The answer is **5**.", "5"), ("The final answer is **5**", "5"), ("**Answer: 5**", "5"),
+        ("**The answer is 5.**", "5."), ("*Answer: 5*", "5"), ("***Answer: 5***", "5"), ("__Answer: 5__", "5"),
+        ("**Answer:** 5", "5"), ("*Answer:* 5", "5"), ("Answer: x*", "x*"), ("**Answer:** x*", "x*"),
+        ("*Answer: 2*3*", "2*3*"), ("The answer is **5** or **6**", "5** or **6**"), ("**Answer:**", "**Answer:**"),
     ],
-)
+)  # fmt: skip
 def test_last_line(text: str, answer: str | None) -> None:
     assert last_line(text) == answer
 

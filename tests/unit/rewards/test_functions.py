@@ -6,13 +6,16 @@ Not covered: plain functions of one response (test_registry.py, test_pool.py), p
 from __future__ import annotations
 
 import inspect
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack
+from functools import cache
 
 import pytest
 
 from oblr_megatron.config import RewardConfig
 from oblr_megatron.errors import UserError
 from oblr_megatron.processes.calls import BATCH, SINGLE, FunctionKind, kind_of
-from oblr_megatron.rewards.base import RewardResult
+from oblr_megatron.rewards.base import Reward, RewardResult
 from oblr_megatron.rewards.registry import build_reward, takes_rows
 from tests.unit.processes import scorers, scorers_many
 from tests.unit.processes.conftest import unhurried
@@ -32,6 +35,19 @@ def score_batch(name: str, *groups: list[str], **options: object) -> RewardResul
     config = RewardConfig.model_validate({"name": f"{MANY}:{name}", "num_workers": 1, **options})
     with build_reward(config, max_response_tokens=16) as reward:
         return reward.score(*batch([("gold", group) for group in groups]))
+
+
+@pytest.fixture(scope="module")
+def shared() -> Iterator[Callable[..., RewardResult]]:
+    """`score_batch` with functions that stay loaded: what a call does to its worker, the next call must not notice."""
+    with ExitStack() as stack:
+
+        @cache
+        def built(name: str) -> Reward:
+            config = RewardConfig.model_validate({"name": f"{MANY}:{name}", "num_workers": 1, "batch_size": 2})
+            return stack.enter_context(build_reward(config, max_response_tokens=16))
+
+        yield lambda name, *groups: built(name).score(*batch([("gold", group) for group in groups]))
 
 
 @pytest.mark.parametrize(
@@ -102,8 +118,8 @@ def test_a_late_call_does_not_run_into_the_next_request() -> None:
 
 
 @pytest.mark.parametrize("response", ["raise", "exit", "cancels", "nan", "text", "none"])
-def test_a_failing_async_call_affects_no_other_call(response: str) -> None:
-    result = score_batch("slow", ["fine", response, "fine"])
+def test_a_failing_async_call_affects_no_other_call(response: str, shared: Callable[..., RewardResult]) -> None:
+    result = shared("slow", ["fine", response, "fine"])
     assert (result.rewards, result.faults) == ([1, 0, 1], {1: "failed"})
 
 
@@ -139,13 +155,13 @@ def test_a_batch_function_gets_the_whole_group() -> None:
 
 
 @pytest.mark.parametrize("response", ["numpy", "tuple", "generator"])
-def test_a_batch_function_may_return_any_sequence(response: str) -> None:
-    assert score_batch("many", [response, "fine"]).rewards == [1, 1]
+def test_a_batch_function_may_return_any_sequence(response: str, shared: Callable[..., RewardResult]) -> None:
+    assert shared("many", [response, "fine"]).rewards == [1, 1]
 
 
 @pytest.mark.parametrize("name", ["many", "together"])
-def test_a_value_that_is_not_a_number_fails_only_its_sample(name: str) -> None:
-    result = score_batch(name, ["holes", "a", "b", "c", "d", "e"])
+def test_a_value_that_is_not_a_number_fails_only_its_sample(name: str, shared: Callable[..., RewardResult]) -> None:
+    result = shared(name, ["holes", "a", "b", "c", "d", "e"])
     assert (result.rewards, result.failures) == ([0, 0, 0, 0, 1, 1], 4)
     assert "None is not a finite number" in (result.error or "")
 
@@ -167,8 +183,8 @@ def test_a_value_that_is_not_a_number_fails_only_its_sample(name: str) -> None:
         ("crash", "died"),
     ],
 )
-def test_a_failing_batch_affects_no_other_batch(response: str, named: str) -> None:
-    result = score_batch("many", [response, "fine"], ["fine", "fine"], batch_size=2)
+def test_a_failing_batch_affects_no_other_batch(response: str, named: str, shared: Callable[..., RewardResult]) -> None:
+    result = shared("many", [response, "fine"], ["fine", "fine"])
     assert result.rewards == [0, 0, 1, 1]
     assert result.faults == {0: "failed", 1: "failed"}
     assert named in (result.error or "")

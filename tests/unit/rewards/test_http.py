@@ -151,8 +151,11 @@ def test_the_number_of_retries() -> None:
 
 
 @pytest.mark.parametrize("trouble", [drop, cut])
-def test_a_service_that_starts_again_before_the_deadline_costs_no_reward(trouble: Step) -> None:
+def test_a_service_that_starts_again_before_the_deadline_costs_no_reward(
+    trouble: Step, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Its outage is longer than the pauses of RETRIES retries."""
+    monkeypatch.setattr(http, "BACKOFF_S", 0.01)
     result, asked = score(*[trouble] * 6, score_batch)
     assert (result.rewards, result.faults, len(asked)) == (LENGTHS, {}, 7)
 
@@ -229,30 +232,22 @@ def test_the_deadline_is_hard(trouble: Step) -> None:
     assert time.monotonic() - start < 10
 
 
-def test_the_deadline_includes_the_retries(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_deadline_of_each_request_includes_its_retries(monkeypatch: pytest.MonkeyPatch) -> None:
+    """One request hangs, one hangs after an error, which is kept, one has errors without end, one is answered."""
     monkeypatch.setattr(http, "RETRIES", 1000)
+
+    def each(handler: Handler, asked: Asked) -> None:
+        again = sum(one.body == asked.body for one in handler.server.service.asked) > 1
+        steps = {"a": hang, "bb": hang if again else status(500), "ccc": status(500)}
+        steps.get(asked.body["responses"][0], score_batch)(handler, asked)
+
     start = time.monotonic()
-    result, asked = score(status(500), timeout_s=7.0)
-    assert result.failures == 4 and 2 <= len(asked) < 20
+    with serving(each) as service, build(service.url, batch_size=1, num_workers=4, timeout_s=7.0) as reward:
+        result = reward.score(*batch([("", ["a"]), ("", ["bb"]), ("", ["ccc"]), ("", ["dddd"])]))
+    assert (result.rewards, result.faults) == ([0, 0, 0, 4], {0: "late", 1: "failed", 2: "failed"})
+    assert "status 500" in (result.error or "")
+    assert 2 <= sum(one.body["responses"] == ["ccc"] for one in service.asked) < 20
     assert time.monotonic() - start < 60
-
-
-def test_the_deadline_keeps_the_error_of_an_earlier_attempt() -> None:
-    calls = iter([status(500)])
-
-    def fail_and_hang(handler: Handler, asked: Asked) -> None:
-        next(calls, hang)(handler, asked)
-
-    result, _ = score(fail_and_hang, timeout_s=7.0)
-    assert (result.failures, result.timeouts) == (4, 0) and "status 500" in (result.error or "")
-
-
-def test_a_hanging_request_does_not_delay_others() -> None:
-    def hang_once(handler: Handler, asked: Asked) -> None:
-        (hang if "a" in asked.body["responses"] else score_batch)(handler, asked)
-
-    result, _ = score(hang_once, batch_size=1, num_workers=2, timeout_s=7.0)
-    assert (result.rewards, result.faults) == ([0, 0, 3, 0], {0: "late", 1: "late"})
 
 
 def test_a_service_that_stops_does_not_end_the_run() -> None:
@@ -283,17 +278,10 @@ def test_a_missing_or_malformed_token(value: str | None, monkeypatch: pytest.Mon
 @pytest.mark.parametrize(
     "url",
     [
-        "http://",
-        "http:///score",
-        "https://:80",
-        "http://host:notaport/",
-        "http://host:99999/",
-        "http://[::1/",
-        "http://user:pw@host/score",
-        "http://host/score#part",
-        "http://host/\nscore",
+        "http://", "http:///score", "https://:80", "http://host:notaport/", "http://host:99999/", "http://[::1/",
+        "http://user:pw@host/score", "http://host/score#part", "http://host/\nscore",
     ],
-)
+)  # fmt: skip
 def test_malformed_addresses(url: str) -> None:
     with pytest.raises(UserError) as caught:
         check_reward(RewardConfig(name=url), max_response_tokens=16)

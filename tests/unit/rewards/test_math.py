@@ -27,7 +27,7 @@ from tests.unit.rewards.conftest import batch
 from tests.unit.rewards.hard_cases import CASES
 
 
-@pytest.fixture
+@pytest.fixture(scope="module")
 def reward():
     with MathReward(EXTRACTIONS["math"], num_workers=2, deadline_s=DEADLINE_S) as reward:
         yield reward
@@ -39,20 +39,6 @@ def test_hard_cases(rule: str) -> None:
         return [case for case in cases if grade(f"so \\boxed{{{case[0]}}}", case[1]) != case[2]]
 
     assert not wrong(wrong(CASES[rule]))  # again: on a starved machine a comparison may pass its deadline
-
-
-def test_size_and_balance_of_the_hard_cases() -> None:
-    cases = [case for rule in CASES.values() for case in rule]
-    assert len(cases) == len({case[:2] for case in cases}) >= 250
-    assert 0.3 < sum(case[2] for case in cases) / len(cases) < 0.7
-
-
-@pytest.mark.parametrize(
-    ("prediction", "expected"),
-    [(r"\boxed{3} or rather \boxed{4}", True), ("4", False), (r"\boxed{4", False), (r"\boxed{4} no: \boxed{5}", False)],
-)
-def test_only_the_last_complete_box_counts(prediction: str, expected: bool) -> None:
-    assert grade(prediction, "4") is expected
 
 
 PIECES = [*"0123456789xyn+-*/=<>()[]{}|,.;:!^_%&$° ", "\\", "\\\\", r"\frac", r"\sqrt", r"\pm", r"\cup", r"\{", r"\}"]

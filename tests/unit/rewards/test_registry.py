@@ -119,10 +119,7 @@ def test_errors_for_wrong_names(name: str, named: str) -> None:
 
 @pytest.mark.parametrize(
     ("module", "text", "named"),
-    [
-        ("broken_rewards", "1 / 0", "ZeroDivisionError"),
-        ("exiting_rewards", "import sys\nsys.exit(0)", "SystemExit: 0"),
-    ],
+    [("broken_rewards", "1 / 0", "ZeroDivisionError"), ("exiting_rewards", "import sys\nsys.exit(0)", "SystemExit: 0")],
 )
 def test_a_module_that_fails_when_imported(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, module: str, text: str, named: str

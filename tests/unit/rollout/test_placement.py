@@ -13,7 +13,6 @@ import pytest
 import torch
 from vllm.config import SchedulerConfig
 
-from oblr_megatron.config import parse_config
 from oblr_megatron.engine.arguments import vllm_arguments
 from oblr_megatron.engine.handle import child_environment
 from oblr_megatron.engine.protocol import MAX_TEMPERATURE, MIN_TEMPERATURE, EngineSpec, SamplingRequest
@@ -22,6 +21,7 @@ from oblr_megatron.engine.serve_command import check_quantization
 from oblr_megatron.errors import UserError
 from oblr_megatron.rollout.placement import Placement, engine_spec, place
 from oblr_megatron.weights.adapter import AdapterShape
+from tests.unit.configs import config_with
 
 TORCHRUN = (
     "RANK WORLD_SIZE LOCAL_RANK LOCAL_WORLD_SIZE GROUP_RANK GROUP_WORLD_SIZE ROLE_RANK ROLE_NAME ROLE_WORLD_SIZE "
@@ -34,7 +34,7 @@ GPU = EngineSpec("engine 0", Path("/m"), "bfloat16", "cuda", 64, 8, 2**20, num_t
 
 
 def config(**rollout):
-    return parse_config({"run_dir": "r", "model": {"path": "m"}, "data": {"train": "t"}, "rollout": rollout})
+    return config_with(rollout=rollout)
 
 
 @pytest.mark.parametrize(
@@ -56,33 +56,22 @@ def test_owners_are_the_first_ranks_of_their_blocks(rollout, ranks, on_gpu, owne
 
 
 @pytest.mark.parametrize(
-    ("rollout", "ranks", "on_gpu", "numbers"),
+    ("rollout", "nodes", "per_node", "on_gpu", "said"),
     [
-        ({"num_engines": 3}, 2, False, "3.*1.*2"),
-        ({"tensor_parallel_size": 4}, 2, True, "4.*2"),
-        ({"num_engines": 2}, 8, True, "2 engines of 1 GPU leave some of the 8 GPUs"),
-        ({"tensor_parallel_size": 4}, 6, True, "1 engine of 4 GPUs leave some of the 6 GPUs"),
-        ({"tensor_parallel_size": 2}, 4, False, "tensor_parallel_size 2"),
+        ({"num_engines": 3}, 1, 2, False, "3.*1.*2"),
+        ({"tensor_parallel_size": 4}, 1, 2, True, "4.*2"),
+        ({"num_engines": 2}, 1, 8, True, "2 engines of 1 GPU leave some of the 8 GPUs"),
+        ({"tensor_parallel_size": 4}, 1, 6, True, "1 engine of 4 GPUs leave some of the 6 GPUs"),
+        ({"tensor_parallel_size": 2}, 1, 4, False, "tensor_parallel_size 2"),
+        ({"tensor_parallel_size": 16}, 4, 8, True, "ranks 0 to 15"),
+        ({"tensor_parallel_size": 4}, 4, 6, True, "ranks 4 to 7"),
+        ({"tensor_parallel_size": 3}, 4, 6, True, None),
+        ({"tensor_parallel_size": 8}, 4, 8, True, None),
     ],
 )
-def test_engines_that_do_not_fit_are_refused(rollout, ranks, on_gpu, numbers):
-    with pytest.raises(UserError, match=numbers) as error:
-        place(config(**rollout), ranks, ranks, on_gpu=on_gpu)
-    assert error.value.where == "config: rollout"
-
-
-@pytest.mark.parametrize(
-    ("rollout", "per_node", "crossing"),
-    [
-        ({"tensor_parallel_size": 16}, 8, "0 to 15"),
-        ({"tensor_parallel_size": 4}, 6, "4 to 7"),
-        ({"tensor_parallel_size": 3}, 6, None),
-        ({"tensor_parallel_size": 8}, 8, None),
-    ],
-)
-def test_an_engine_that_crosses_nodes_is_refused(rollout, per_node, crossing):
-    with pytest.raises(UserError, match=f"ranks {crossing}") if crossing else nullcontext() as error:
-        place(config(**rollout), 4 * per_node, per_node, on_gpu=True)
+def test_engines_that_do_not_fit_or_cross_nodes_are_refused(rollout, nodes, per_node, on_gpu, said):
+    with pytest.raises(UserError, match=said) if said else nullcontext() as error:
+        place(config(**rollout), nodes * per_node, per_node, on_gpu=on_gpu)
     assert error is None or error.value.where == "config: rollout"
 
 
@@ -152,10 +141,7 @@ def test_an_engine_in_fp8_rounds_what_it_loads_and_what_is_pushed():
     from vllm.model_executor.layers.quantization.online.base import OnlineQuantizationConfig
 
     parallel = SimpleNamespace(device=torch.device("cuda"))
-    run = parse_config(
-        {"run_dir": "r", "model": {"path": "m", "dtype": "bfloat16"}, "data": {"train": "t"}},
-        overrides=["rollout.quantization=fp8"],
-    )
+    run = config_with(model={"dtype": "bfloat16"}, rollout={"quantization": "fp8"})
     spec = engine_spec(run, parallel, 0, Placement((0,), 1))
     assert vllm_arguments(spec, "b")["quantization"] in ONLINE_QUANT_SHORTHAND_NAMES
     ignored = vllm_arguments(spec, "b")["quantization_config"]
@@ -181,8 +167,7 @@ def test_an_engine_in_fp8_rounds_what_it_loads_and_what_is_pushed():
     ],
 )
 def test_logits_of_bf16_weights_are_fp32_by_vllms_own_option(head_dtype, dtype, device, wide):
-    model = {"path": "m", "dtype": dtype, "head_dtype": head_dtype}
-    run = parse_config({"run_dir": "r", "model": model, "data": {"train": "t"}})
+    run = config_with(model={"dtype": dtype, "head_dtype": head_dtype})
     spec = engine_spec(run, SimpleNamespace(device=torch.device(device)), 0, Placement((0,), 1))
     overrides = vllm_arguments(spec, "b").get("hf_overrides")
     assert overrides == ({"head_dtype": "float32"} if wide else None)

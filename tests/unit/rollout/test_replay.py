@@ -17,12 +17,13 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
-from oblr_megatron.config import Config, parse_config
+from oblr_megatron.config import Config
 from oblr_megatron.engine.protocol import SamplingRequest
 from oblr_megatron.errors import BrokenStepError, RunError, UnwrittenError, UserError
 from oblr_megatron.rollout.replay import ReplayEngine, check_replay
 from oblr_megatron.rollout.step_file import SavedStep, read_step, step_path, write_step
 from oblr_megatron.types import RECORDED, Prompt, Sample
+from tests.unit.configs import config_with
 
 if TYPE_CHECKING:
     from numpy.typing import NDArray
@@ -67,17 +68,9 @@ def routes_of(sample: Sample) -> NDArray[np.int16]:
 
 
 def config_of(directory: Path, *overrides: str) -> Config:
-    table = {
-        "run_dir": "run",
-        "num_steps": 2,
-        "num_prompts": 2,
-        "group_size": 2,
-        "model": {"path": "m"},
-        "data": {"train": "t", "max_prompt_tokens": 4},
-        "rollout": {"replay": str(directory), "max_response_tokens": 4},
-        "algo": {"snr": {"num_folds": 2}},
-    }
-    return parse_config(table, overrides=overrides)
+    counts = {"num_steps": 2, "num_prompts": 2, "group_size": 2, "algo": {"snr": {"num_folds": 2}}}
+    rollout = {"replay": str(directory), "max_response_tokens": 4}
+    return config_with(*overrides, **counts, data={"max_prompt_tokens": 4}, rollout=rollout)
 
 
 @pytest.fixture

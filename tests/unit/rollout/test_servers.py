@@ -18,7 +18,7 @@ import pytest
 from vllm import SamplingParams
 from vllm.transformers_utils.config import try_get_generation_config
 
-from oblr_megatron.config import Config, parse_config
+from oblr_megatron.config import Config
 from oblr_megatron.engine.http_messages import PROTOCOL, Holding, Info
 from oblr_megatron.engine.identity import ModelIdentity
 from oblr_megatron.engine.plugin import SERVER_SHM_BACKEND
@@ -28,20 +28,18 @@ from oblr_megatron.rollout.server_checks import check_servers, misfits
 from oblr_megatron.rollout.server_client import ServerLostError, VllmServer
 from oblr_megatron.rollout.servers import _Servers
 from tests.tiny import make_hf_dir
+from tests.unit.configs import config_with
 
 URLS = ["http://127.0.0.1:1", "http://127.0.0.1:2"]
 
 
-@pytest.fixture(scope="module")
-def path(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return make_hf_dir(tmp_path_factory.mktemp("servers") / "model")
+@pytest.fixture
+def path(tiny_hf: Path) -> Path:
+    return tiny_hf
 
 
 def run(path: Path, urls: list[str] = URLS, only: bool = False, **model: Any) -> Config:
-    rollout = {"servers": urls, "only": only}
-    return parse_config(
-        {"run_dir": "r", "model": {"path": str(path)} | model, "data": {"train": "t"}, "rollout": rollout}
-    )
+    return config_with(model={"path": str(path)} | model, rollout={"servers": urls, "only": only})
 
 
 def info_of(path: Path, **changes: Any) -> Info:

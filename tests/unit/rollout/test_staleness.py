@@ -7,7 +7,6 @@ from typing import Any
 
 import pytest
 
-from oblr_megatron.config import parse_config
 from oblr_megatron.errors import RunError
 from oblr_megatron.observe.step_metrics import StepRecord
 from oblr_megatron.rollout.replay import ReplayEngine
@@ -16,6 +15,7 @@ from oblr_megatron.rollout.step_file import SavedStep, write_step
 from oblr_megatron.sampling import Sampling
 from oblr_megatron.timing import PhaseTimer
 from oblr_megatron.types import Prompt, Sample
+from tests.unit.configs import config_with
 
 
 def test_age_of_the_oldest():
@@ -51,9 +51,8 @@ def test_a_step_checks_its_samples(tmp_path: Path, limit: int) -> None:
     prompts = [Prompt(0, "0", "", (3,), "", "")]
     samples = [Sample(0, (3,), (4, 5), (-1.0, -1.0), "", "stop", version=0)]
     write_step(tmp_path, SavedStep(1, 1.0, 0, 0, prompts, samples, [0.0]))
-    table: dict[str, Any] = {"run_dir": "r", "model": {"path": "m"}, "data": {"train": "t"}, "group_size": 1}
-    table |= {"algo": {"baseline": "none"}, "rollout": {"replay": str(tmp_path), "max_staleness": limit}}
-    config = parse_config(table)
+    rollout = {"replay": str(tmp_path), "max_staleness": limit}
+    config = config_with(group_size=1, algo={"baseline": "none"}, rollout=rollout)
     engine = ReplayEngine(config, SimpleNamespace(rank=0))  # type: ignore[arg-type]
     parts: Any = SimpleNamespace(config=config, engines=engine, timer=PhaseTimer(), version=1, ahead=None)
     parts._check_age = partial(Sampling._check_age, parts)

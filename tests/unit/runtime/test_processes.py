@@ -7,6 +7,7 @@ import os
 import subprocess
 import sys
 import time
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -49,23 +50,17 @@ def test_started_at() -> None:
 @pytest.mark.parametrize(
     ("given", "goes_on"),
     [
-        (lambda: identity(os.getpid()), True),
-        (lambda: f"{os.getpid()}:1", False),  # the launcher's id belongs to another process now
-        (lambda: "1:1", False),  # the launcher was killed, and init adopted the rank
-        (lambda: None, True),  # a plain torchrun
+        (lambda: {TORCHRUN: "1", LAUNCHER: identity(os.getpid())}, True),
+        (lambda: {TORCHRUN: "1", LAUNCHER: f"{os.getpid()}:1"}, False),  # its id belongs to another process now
+        (lambda: {TORCHRUN: "1", LAUNCHER: "1:1"}, False),  # it was killed, and init adopted the rank
+        (lambda: {TORCHRUN: "1"}, True),  # a plain torchrun
+        (lambda: {LAUNCHER: "1:1"}, True),  # torchrun did not start this process
     ],
 )
-def test_a_rank_ends_where_its_launcher_has_ended(given: object, goes_on: bool) -> None:
-    value = given()  # type: ignore[operator]
-    environment = os.environ | {TORCHRUN: "1"} | ({} if value is None else {LAUNCHER: value})
-    done = subprocess.run([sys.executable, "-c", RANK], env=environment, capture_output=True, text=True, check=True)
+def test_a_rank_ends_where_its_launcher_has_ended(given: Callable[[], dict[str, str]], goes_on: bool) -> None:
+    kept = {name: value for name, value in os.environ.items() if name not in (TORCHRUN, LAUNCHER)}
+    done = subprocess.run([sys.executable, "-c", RANK], env=kept | given(), capture_output=True, text=True, check=True)
     assert done.stdout == ("on\n" if goes_on else "")
-
-
-def test_a_process_that_torchrun_did_not_start_goes_on() -> None:
-    environment = {name: value for name, value in os.environ.items() if name != TORCHRUN} | {LAUNCHER: "1:1"}
-    done = subprocess.run([sys.executable, "-c", RANK], env=environment, capture_output=True, text=True, check=True)
-    assert done.stdout == "on\n"
 
 
 def test_a_lost_rank_is_missing_among_the_launchers_children(tmp_path: Path) -> None:
@@ -109,9 +104,9 @@ def test_the_current_directory_comes_last(flag: list[str], path: str, tmp_path: 
     assert places.index(str(tmp_path)) == (0 if path == "here" else len(places) - 1)
 
 
-@pytest.mark.parametrize("name", ["token", "random", "json", "signal", "runpy", "socket", "ctypes", "contextlib"])
-def test_a_file_in_the_current_directory_hides_no_module(name: str, tmp_path: Path) -> None:
-    (tmp_path / f"{name}.py").write_text("raise SystemExit('the file of the user')")
+def test_files_in_the_current_directory_hide_no_module(tmp_path: Path) -> None:
+    for name in ("token", "random", "json", "signal", "runpy", "socket", "ctypes", "contextlib"):
+        (tmp_path / f"{name}.py").write_text(f"raise SystemExit('the file {name} of the user')")
     command = [*python_module("oblr_megatron.runtime.rank"), "-m", "platform"]
     done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, check=False)
     assert done.returncode == 0 and "Linux" in done.stdout, done.stderr

@@ -22,7 +22,6 @@ from oblr_megatron.runtime.processes import started_at
 from oblr_megatron.runtime.stopping import (
     ENDING,
     KEY_REPEAT_S,
-    REASONS,
     REPEAT_S,
     SIGNALS,
     SLURM_END,
@@ -85,9 +84,11 @@ sys.exit(guarded(command))
 """
 
 
-@pytest.mark.parametrize("number", ENDING)
-@pytest.mark.parametrize("wait", ["time.sleep(600)", "import threading; threading.Event().wait()", "input()"])
-def test_a_command_that_waits_ends_with_one_line(number: signal.Signals, wait: str) -> None:
+@pytest.mark.parametrize(
+    ("wait", "number"),
+    zip(["time.sleep(600)", "import threading; threading.Event().wait()", "input()"], ENDING, strict=True),
+)
+def test_a_command_that_waits_ends_with_one_line(wait: str, number: signal.Signals) -> None:
     command = [sys.executable, "-c", WAITING.format(wait=wait)]
     with subprocess.Popen(
         command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
@@ -250,7 +251,3 @@ def test_all_ranks_stop_for_the_same_reason() -> None:
     """Rank 0 is near the time limit, rank 2 got a signal, rank 1 has no reason."""
     assert run_ranks(agree, 3, None) == [["the time limit"] * 2, [None, "the time limit"], [None, "the time limit"]]
     assert run_ranks(agree, 3, 2) == [["the time limit", "SIGUSR1"], [None, "SIGUSR1"], ["SIGUSR1", "SIGUSR1"]]
-
-
-def test_the_reasons_are_the_names_of_signals() -> None:
-    assert set(REASONS[2:]) == {number.name for number in SIGNALS}

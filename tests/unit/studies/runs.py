@@ -10,10 +10,14 @@ import json
 import sys
 from collections.abc import Sequence
 from pathlib import Path
+from typing import TYPE_CHECKING, Any
 
 from studies.jobs import Ended, Job, run_jobs, to_do
 from studies.results import ASKED_FILE, Key
 from studies.sweep import Cell
+
+if TYPE_CHECKING:
+    import pytest
 
 WORKER = '''
 """Accuracy is best at lr = 1e-3 and at G = 2. The file $ORDERS, if it exists, says when to fail, die or wait."""
@@ -83,6 +87,28 @@ def run(jobs: list[Job], deadline_s: float = 60.0) -> tuple[list[Ended], list[En
     """(ended runs, failed runs)."""
     ended: list[Ended] = []
     return ended, run_jobs(to_do(jobs), processes=2, deadline_s=deadline_s, report=ended.append)
+
+
+def prompts_asked_of_trl(monkeypatch: pytest.MonkeyPatch) -> list[list[tuple[int, ...]]]:
+    """Token ids of the prompts of each generation, of all trainers of TRL that open from now on."""
+    from studies import trl_backend
+    from studies.trl_trainer import open_trainer
+
+    asked: list[list[tuple[int, ...]]] = []
+
+    def listening(*arguments: Any) -> Any:
+        built = open_trainer(*arguments)
+        generate = built._generate_single_turn
+
+        def told(prompt_ids: list[list[int]], *rest: object) -> Any:
+            asked.append([tuple(ids) for ids in prompt_ids])
+            return generate(prompt_ids, *rest)
+
+        built._generate_single_turn = told
+        return built
+
+    monkeypatch.setattr(trl_backend, "open_trainer", listening)
+    return asked
 
 
 def write_run(out: Path, key: Key, accuracy: Sequence[float], *, cut: bool = False) -> Path:

@@ -19,10 +19,11 @@ from oblr_megatron.algo.user_baseline import check_baseline
 from oblr_megatron.errors import RunError
 from studies import baselines
 from studies.variance import OWN
+from tests.unit.algo import test_unbiased
 from tests.unit.algo.conftest import Toy, make_toy
 from tests.unit.algo.test_baseline import batches, tensor
 from tests.unit.algo.test_snr import fold_estimate, moments
-from tests.unit.algo.test_unbiased import assert_bias_of_a_batch, expectation
+from tests.unit.algo.test_unbiased import expectation
 
 Batch = tuple[Tensor, Tensor, Tensor]
 
@@ -78,15 +79,6 @@ def test_james_stein_is_the_published_formula(batch: Batch) -> None:
     torch.testing.assert_close(baseline_values(named("james_stein"), *batch), want, rtol=1e-7, atol=1e-9)
 
 
-def test_james_stein_pulls_by_how_much_prompts_differ() -> None:
-    """Prompts of equal rates are pooled, and prompts without noise keep their own mean."""
-    alike, apart = tensor([1, 0], [0, 1], [1, 0]), tensor([1, 1], [0, 0], [1, 1])
-    ones = torch.ones_like(alike)
-    found = baseline_values(named("james_stein"), alike, ones, ones)
-    torch.testing.assert_close(found, torch.full_like(alike, 0.5), rtol=0, atol=1e-5)
-    assert baseline_values(named("james_stein"), apart, ones, ones).equal(apart)
-
-
 def test_reinforce_pp_baseline_divides_by_the_deviation_of_the_centred_rewards() -> None:
     rewards = tensor([1, 0], [0, 0])
     got = advantages(named("reinforce_pp_baseline"), rewards, torch.ones_like(rewards), torch.ones_like(rewards))
@@ -119,7 +111,7 @@ def test_leave_one_out_stays_between_the_others_rewards(batch: Batch) -> None:
 @pytest.mark.parametrize("size", [2, 3])
 @pytest.mark.parametrize(("name", "share"), [("optimal_prior", 0), ("james_stein", 0), ("reinforce_pp_baseline", None)])
 def test_a_prior_is_unbiased_and_a_deviation_biases(toy: Toy, name: str, share: int | None, size: int) -> None:
-    assert_bias_of_a_batch(toy, named(name), share, size)
+    test_unbiased.test_baselines_of_the_whole_batch(toy, named(name), share, size)
 
 
 def test_eob_biases_the_gradients_direction(toy: Toy) -> None:

@@ -11,15 +11,12 @@ from pathlib import Path
 import pytest
 
 from studies.collapse import Arm, Curve, trained
-from studies.start import prepare
 
 ARM = Arm("brackets", bits=3, weights="one", centre=False, seed=0)
 
 
 @pytest.mark.nightly
-def test_arms_differ_after_their_first_update(tmp_path: Path) -> None:
-    start = prepare(ARM.task, "high", tmp_path, steps=80)
-
+def test_arms_differ_after_their_first_update(start: Path) -> None:
     def curve(arm: Arm) -> Curve:
         return trained(arm, start, steps=3, num_prompts=8, group_size=4, lr=1e-3)
 

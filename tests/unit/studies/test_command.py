@@ -21,6 +21,7 @@ from oblr_megatron.checks import packages
 from oblr_megatron.cli import main
 from oblr_megatron.config import parse_config
 from oblr_megatron.errors import EXIT_USER, UserError
+from oblr_megatron.metrics import read_metrics
 from studies.curves import Curves, write_summary
 from studies.plan import load_plan
 from studies.results import read_result
@@ -146,26 +147,17 @@ def test_tables_over_the_tasks_of_two_studies(tmp_path: Path, capsys: pytest.Cap
     assert main([*command, *other]) == 2 and "no complete run" in capsys.readouterr().err
     Curves(plan, tmp_path / "other/out", {"chain": tmp_path}, processes=2, worker=worker(tmp_path)).run()
 
-    def overview() -> list[list[str]]:
-        head = (tmp_path / "out/summary.md").read_text().split("\n\n")[3].splitlines()[2:]
-        return [[cell.strip() for cell in line.strip("|").split("|")] for line in head]
-
-    assert main(command) == 0
-    ((task, *_, p, corrected),) = overview()
-    assert task == "sums" and p == corrected == "0.5"
     assert main([*command, *other]) == 0
-    assert [(row[0], row[-2], row[-1]) for row in overview()] == [("sums", "0.5", "1"), ("chain", "0.5", "1")]
+    lines = (tmp_path / "out/summary.md").read_text().split("\n\n")[3].splitlines()[2:]
+    overview = [[cell.strip() for cell in line.strip("|").split("|")] for line in lines]
+    assert [(row[0], row[-2], row[-1]) for row in overview] == [("sums", "0.5", "1"), ("chain", "0.5", "1")]
     plan_at(tmp_path / "other", text.replace('reference = "ours"', 'reference = "rloo"'))
     assert main([*command, *other]) == 2 and "its reference is 'rloo'" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(
     ("options", "named"),
-    [
-        (["--jobs", "0"], "--jobs 0"),
-        (["--only", "grop"], "'grop' [--only]"),
-        (["--summary"], "no complete run"),
-    ],
+    [(["--jobs", "0"], "--jobs 0"), (["--only", "grop"], "'grop' [--only]"), (["--summary"], "no complete run")],
 )
 def test_bad_options_end_in_one_line(
     tmp_path: Path, options: list[str], named: str, capsys: pytest.CaptureFixture[str]
@@ -224,16 +216,11 @@ def test_toy_runs(tmp_path: Path) -> None:
     assert not study.failed, [each.fault for each in study.failed] + logs
     (task,) = summarise(plan, study.out)
     assert [(arm.arm, len(arm.runs)) for arm in task.arms] == [("ours", 1), ("shuffled", 1)]
-    rates = {
-        arm: sorted(
-            json.loads(line)["lr"]
-            for line in (key_of("sums", arm, 1e-3, 0, SHAPE).run_dir(study.out) / "metrics.jsonl")
-            .read_text()
-            .splitlines()[1:]
-        )
+    ours, shuffled = (
+        sorted(record["lr"] for record in read_metrics(key_of("sums", arm, 1e-3, 0, SHAPE).run_dir(study.out))[1:])
         for arm in ("ours", "shuffled")
-    }
-    assert rates["shuffled"] == pytest.approx(rates["ours"]) and len(rates["ours"]) == 2
+    )
+    assert shuffled == pytest.approx(ours) and len(ours) == 2
     study.run()
     assert not study.failed and len(runs_of(study.out)) == 2
 

@@ -48,6 +48,7 @@ def task_of(num_arms: int, spread: float = 0.0) -> TaskSummary:
 
 @pytest.mark.parametrize("num_arms", [2, TOGETHER + 1])
 def test_every_task_gets_its_files(num_arms: int, tmp_path: Path) -> None:
+    """And with the same runs the same ones."""
     paths = write_charts([task_of(num_arms)], tmp_path)
     assert {path.name for path in paths} == {
         f"{n}.{k}" for n in ("curves_sums", "auc_sums", "sweep_sums", "savings") for k in ("svg", "png")
@@ -58,15 +59,10 @@ def test_every_task_gets_its_files(num_arms: int, tmp_path: Path) -> None:
         else:
             pixels = plt.imread(path)
             assert pixels[..., :3].min() < 0.3 and pixels.shape[1] > 1000
-
-
-def test_the_same_runs_give_the_same_file(tmp_path: Path) -> None:
-    texts = []
-    for name in ("a", "b"):
-        (tmp_path / name).mkdir()
-        write_charts([task_of(3)], tmp_path / name)
-        texts.append((tmp_path / name / "curves_sums.svg").read_text())
-    assert texts[0] == texts[1]
+    if num_arms == 2:
+        before = [path.read_bytes() for path in paths]
+        write_charts([task_of(num_arms)], tmp_path)
+        assert [path.read_bytes() for path in paths] == before
 
 
 @pytest.mark.parametrize("spread", [0.0, 0.001, 0.1])

@@ -10,7 +10,6 @@ import os
 import signal
 import subprocess
 import sys
-import time
 from pathlib import Path
 
 import pytest
@@ -21,6 +20,7 @@ from studies.results import is_whole, read_result
 from studies.start import prepare
 from studies.toy_trainer import ToyConfig
 from tests.unit.studies.runs import job_of, key_of, run, write_run
+from tests.unit.waiting import until
 
 ROOT = Path(__file__).parents[3]
 
@@ -144,13 +144,6 @@ def test_an_ended_study_ends_its_runs_and_keeps_the_finished_ones(
     assert [each.job.key.seed for each in ended] == [1] and not failed
 
 
-def until(condition: object, patience_s: float = 30.0) -> None:
-    end = time.monotonic() + patience_s
-    while not condition():  # type: ignore[operator]
-        assert time.monotonic() < end, f"the condition did not hold within {patience_s} s"
-        time.sleep(0.05)
-
-
 def read(path: Path) -> str:
     return path.read_text() if path.exists() else ""
 
@@ -167,19 +160,22 @@ def processes_in(run_dir: Path) -> list[str]:
 
 
 TOY_STUDY = """
+import json
 import sys
 from pathlib import Path
 sys.path.insert(0, sys.argv[1])
-from tests.unit.studies.runs import run
-from tests.unit.studies.test_jobs import toy_job
-run([toy_job(Path(sys.argv[2]), Path(sys.argv[3]), 0, 10_000)])
+from studies.jobs import Job
+from tests.unit.studies.runs import key_of, run
+run([Job(key_of("brackets", "rloo", 1e-3, 0), Path(sys.argv[2]), "toy", json.loads(sys.argv[3]))])
 """
 
 
 def test_a_killed_study_leaves_no_forked_run(tmp_path: Path) -> None:
     start = prepare("brackets", "middle", tmp_path / "starts", steps=2)
-    log = key_of("brackets", "rloo", 1e-3, 0).run_dir(tmp_path) / "log.txt"
-    study = subprocess.Popen([sys.executable, "-c", TOY_STUDY, str(ROOT), str(tmp_path), str(start)])
+    job = toy_job(tmp_path, start, 0, 10_000)
+    log = job.run_dir / "log.txt"
+    words = [str(ROOT), str(job.run_dir), json.dumps(job.config)]
+    study = subprocess.Popen([sys.executable, "-c", TOY_STUDY, *words])
     until(lambda: '"step": 1' in read(log.parent / "metrics.jsonl") and bool(writers(log)), 120)
     study.kill()
     assert study.wait(20) == -signal.SIGKILL

@@ -128,7 +128,7 @@ def test_a_small_study_writes_its_files(start, tmp_path, monkeypatch, capsys):
     monkeypatch.setattr(learning_rate, "prepare", lambda task, skill, directory: start)
     monkeypatch.setattr(learning_rate, "RATES", learning_rate.RATES[::4])
     options = ["--tasks", "brackets", "--points", "0", "2", "--batch-sizes", "2", "--batches", "2"]
-    options += ["--prompts", "384", "--objective", "128", "--repeats", "2", "--out", str(tmp_path)]
+    options += ["--prompts", "64", "--objective", "64", "--repeats", "2", "--out", str(tmp_path)]
     assert main(["study", "learning_rate", *options]) == EXIT_OK
     lines = [Line(**each) for each in json.loads((tmp_path / "learning_rate.json").read_text())]
     left_out = re.findall(r"step (\d): no signal", capsys.readouterr().out)

@@ -13,9 +13,9 @@ import torch
 
 from studies.start import prepare
 from studies.tasks import TASKS
-from studies.toy_trainer import ToyConfig, ToyRun
+from studies.toy_trainer import ToyConfig, ToyRun, score_batch
 
-PROMPTS, RESPONSES, STEPS, Q, G = 256, 16, 60, 32, 4
+PROMPTS, AT_ONCE, RESPONSES, STEPS, Q, G = 256, 16, 16, 60, 32, 4
 
 
 Measured = tuple[float, float]  # a mean and its standard error
@@ -33,17 +33,20 @@ def measured(run: ToyRun) -> tuple[Measured, Measured]:
     """
     generator, policy, task = torch.Generator().manual_seed(99), run.policy, run.task
     signal, second, whole = [], [], []
-    for row in run.train[-PROMPTS:]:
-        samples = policy.sample([policy.encode(row.question)] * RESPONSES, task.max_response_tokens, generator)
-        rewards = torch.tensor([task.reward(policy.decode(sample.tokens), row.answer) for sample in samples])
-        scores = policy.scores(samples)  # [n, P]
-        halves = [_rloo(rewards[half], scores[half]) for half in (slice(None, None, 2), slice(1, None, 2))]
-        signal.append(float(halves[0] @ halves[1]))
-        groups = [_rloo(rewards[at : at + G], scores[at : at + G]) for at in range(0, RESPONSES, G)]
-        second.append(sum(float(group @ group) for group in groups) / len(groups))
-        whole.append(_rloo(rewards, scores))
-    rows = torch.stack(whole).double()
-    mean_sq = float((rows.sum(0).square().sum() - rows.square().sum()) / (PROMPTS * (PROMPTS - 1)))
+    for first in range(-PROMPTS, 0, AT_ONCE):
+        rows = run.train[first : first + AT_ONCE or None]
+        prompts = [policy.encode(row.question) for row in rows]
+        samples = policy.sample(prompts, task.max_response_tokens, generator, copies=RESPONSES)
+        asked = [row for row in rows for _ in range(RESPONSES)]
+        rewards = torch.tensor(score_batch(policy, task, asked, samples)).view(AT_ONCE, RESPONSES)
+        for own, scores in zip(rewards, policy.scores(samples).view(AT_ONCE, RESPONSES, -1), strict=True):  # [n, P]
+            halves = [_rloo(own[half], scores[half]) for half in (slice(None, None, 2), slice(1, None, 2))]
+            signal.append(float(halves[0] @ halves[1]))
+            groups = [_rloo(own[at : at + G], scores[at : at + G]) for at in range(0, RESPONSES, G)]
+            second.append(sum(float(group @ group) for group in groups) / len(groups))
+            whole.append(_rloo(own, scores))
+    found = torch.stack(whole).double()
+    mean_sq = float((found.sum(0).square().sum() - found.square().sum()) / (PROMPTS * (PROMPTS - 1)))
     within = torch.tensor(second) - torch.tensor(signal)
     return mean_of(torch.tensor(signal) - mean_sq), mean_of(within)
 

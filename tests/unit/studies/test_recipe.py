@@ -10,7 +10,6 @@ import json
 import shutil
 from importlib.util import find_spec
 from pathlib import Path
-from typing import Any
 
 import pytest
 
@@ -24,7 +23,7 @@ from studies.recipe import prepare_recipe
 from studies.toy_trainer import ToyConfig
 from studies.train_backend import train_table
 from studies.trl_recipe import check_settings
-from tests.unit.studies.runs import key_of, recipe_plan, write_recipe
+from tests.unit.studies.runs import key_of, prompts_asked_of_trl, recipe_plan, write_recipe
 
 
 def config_of(recipe: Path, tmp_path: Path, arm: str = "trl_grpo", **changes: object) -> ToyConfig:
@@ -92,27 +91,14 @@ def test_trl_trains_on_a_training_runs_prompts(dtype: str, tmp_path: Path, monke
     from transformers import AutoModelForCausalLM, AutoTokenizer
 
     from studies import trl_backend
-    from studies.trl_trainer import open_trainer
 
-    config, asked = config_of(write_recipe(tmp_path, dtype), tmp_path), list[tuple[int, ...]]()
-
-    def listening(*arguments: Any) -> Any:
-        built = open_trainer(*arguments)
-        generate = built._generate_single_turn
-
-        def told(prompt_ids: list[list[int]], *rest: object) -> Any:
-            asked.extend(map(tuple, prompt_ids))
-            return generate(prompt_ids, *rest)
-
-        built._generate_single_turn = told
-        return built
-
-    monkeypatch.setattr(trl_backend, "open_trainer", listening)
+    config, asked = config_of(write_recipe(tmp_path, dtype), tmp_path), prompts_asked_of_trl(monkeypatch)
     trl_backend.run_trl(config, "grpo")
     run, path = parse_config(train_table(config)), config.start_dir / "model"
     tokenizer = AutoTokenizer.from_pretrained(path)
     stream = PromptStream(run.data, tokenizer, seed=config.seed, held_out=run.evaluate.data)
-    assert asked == [prompt.token_ids for prompt in stream.next_prompts(8) for _ in range(4)]
+    wanted = [prompt.token_ids for prompt in stream.next_prompts(8) for _ in range(4)]
+    assert [ids for prompts in asked for ids in prompts] == wanted
     records = read_metrics(config.run_dir)
     assert [record["step"] for record in records] == [0, 1, 2]
     assert all(0 < record["eval/words/mean_at_k"] < 1 for record in records)

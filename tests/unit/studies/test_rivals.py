@@ -19,7 +19,7 @@ from oblr_megatron.metrics import read_metrics
 from studies.plan import Arm
 from studies.policy import Drawn, ToyPolicy
 from studies.rivals import RIVALS, Rival, Spo, Step
-from studies.start import build_model, prepare
+from studies.start import build_model
 from studies.tasks import TASKS
 from studies.toy_trainer import ToyConfig, ToyRun, run_toy
 
@@ -149,11 +149,6 @@ def test_spo_draws_prompts_by_their_uncertainty() -> None:
     assert len(set(rival.prompts(list(range(Q))))) == Q
 
 
-@pytest.fixture(scope="module")
-def start(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return prepare("brackets", "high", tmp_path_factory.mktemp("starts"), steps=80)
-
-
 def config_of(start: Path, run_dir: Path, rival: str, **algo: object) -> ToyConfig:
     alone = RIVALS[rival].groups == "one"
     return ToyConfig(
@@ -161,10 +156,11 @@ def config_of(start: Path, run_dir: Path, rival: str, **algo: object) -> ToyConf
         start_dir=start,
         run_dir=run_dir,
         seed=3,
-        num_steps=3,
+        num_steps=2,
         num_prompts=16 if alone else 4,
         group_size=1 if alone else 4,
-        evaluate_every=3,
+        train_rows=64,  # spo samples eight responses to each of them before its first step
+        evaluate_every=2,
         evaluation_samples=2,
         rival=rival,
         algo=AlgoConfig.model_validate({"baseline": "none", **algo}),
@@ -190,7 +186,7 @@ def test_a_run_of_each_is_reproducible_and_its_own(start: Path, tmp_path: Path, 
 
 def test_spos_offline_pass_is_of_the_first_policy(start: Path, tmp_path: Path) -> None:
     """Its rates are near those of other samples of the same policy, in the mean over 4,096 prompts."""
-    run = ToyRun(config_of(start, tmp_path, "spo"))
+    run = ToyRun(config_of(start, tmp_path, "spo").model_copy(update={"train_rows": None}))
     assert isinstance(run.rival, Spo) and len(run.rival.rates) == len(run.train)
     mean = run.offline_rewards(1).mean()
     assert float(run.rival.rates.mean() - (8 * mean + 0.5) / 9) == pytest.approx(0, abs=0.03)

@@ -12,7 +12,7 @@ import pytest
 from oblr_megatron.cli import main
 from oblr_megatron.errors import UserError
 from studies.curves import Curves
-from studies.plan import Plan, load_plan
+from studies.plan import load_plan
 from studies.results import ASKED_FILE, Result, read_result
 from studies.rows import ROWS_FILE, keep, mend, restore, start_digest
 from studies.start import STEPS, prepare
@@ -50,11 +50,11 @@ def study_at(out: Path, text: str = PLAN) -> Curves:
     return Curves(plan, out, {"sums": out / "start"}, processes=2, worker=worker(out.parent))
 
 
-def moved(study: Curves, to: Path) -> Plan:
+def moved(out: Path, to: Path) -> Path:
     """Copy only rows.jsonl."""
     to.mkdir(parents=True)
-    shutil.copy(study.out / ROWS_FILE, to)
-    return study.plan
+    shutil.copy(out / ROWS_FILE, to)
+    return to
 
 
 def assert_same(found: Result | None, wanted: Result | None) -> None:
@@ -69,8 +69,7 @@ def test_a_clone_continues_where_the_lines_end(tmp_path: Path, capsys: pytest.Ca
     study = study_at(tmp_path / "here/out")
     study.run()
     assert not study.failed
-    clone = tmp_path / "there/out"
-    plan = moved(study, clone)
+    plan, clone = study.plan, moved(study.out, tmp_path / "there/out")
     assert restore(plan, clone) == 4  # two of ours in the sweep, two in the comparison
     for run in ((1e-2, 10), (1e-3, 10), (1e-3, 0), (1e-3, 1)):
         key = key_of("sums", "ours", *run, SHAPE)
@@ -97,8 +96,8 @@ def test_toy_runs_and_a_preset_that_was_overridden(tmp_path: Path) -> None:
     study = Curves(plan, tmp_path / "out", {"sums": start}, processes=2)
     study.run()
     assert not study.failed
-    clone = tmp_path / "clone"
-    assert restore(moved(study, clone), clone) == 2
+    clone = moved(study.out, tmp_path / "clone")
+    assert restore(plan, clone) == 2
     again = Curves(plan, clone, {"sums": start}, processes=2)
     again.check()
     for arm in plan.arms:
@@ -115,9 +114,7 @@ def test_curves_with_an_evaluation_after_every_step_or_without_entropies(tmp_pat
     wanted = read_result(key, tmp_path / "a")
     assert wanted is not None
     keep(key, tmp_path / "a", 1.0)
-    (tmp_path / "b").mkdir()
-    shutil.copy(tmp_path / "a" / ROWS_FILE, tmp_path / "b")
-    restore(plan, tmp_path / "b")
+    restore(plan, moved(tmp_path / "a", tmp_path / "b"))
     assert_same(read_result(key, tmp_path / "b"), wanted)
 
 
@@ -135,9 +132,7 @@ def test_a_run_keeps_its_settings_when_a_default_changes(tmp_path: Path) -> None
     del full["algo"]["keep"]
     asked_path.write_text(json.dumps({**asked, "config": full}))
     keep(key, tmp_path / "a", 1.0)
-    (tmp_path / "b").mkdir()
-    shutil.copy(tmp_path / "a" / ROWS_FILE, tmp_path / "b")
-    assert restore(load_plan(tmp_path / "plan.toml"), tmp_path / "b") == 1
+    assert restore(load_plan(tmp_path / "plan.toml"), moved(tmp_path / "a", tmp_path / "b")) == 1
     config = json.loads((key.run_dir(tmp_path / "b") / ASKED_FILE).read_text())["config"]
     assert (config["algo"]["pool_decay"], config["algo"]["keep"]) == (0.5, 1.0)
 

@@ -73,32 +73,6 @@ def test_the_last_response_left_has_zero_advantage(group):
     assert (otb(*group)[alone] == 0).all()
 
 
-@given(groups(), st.randoms(use_true_random=False))
-def test_permuting_a_group_permutes_its_advantages(group, random):
-    rewards, energies, lengths = group
-    order = list(range(rewards.shape[1]))
-    random.shuffle(order)
-    by_group = (len(rewards), len(order), -1)
-    permuted = otb(rewards[:, order], energies.view(by_group)[:, order].flatten(0, 1), lengths[:, order])
-    want = otb(*group).view(by_group)[:, order].flatten(0, 1)
-    torch.testing.assert_close(permuted, want, rtol=1e-12, atol=1e-12)
-
-
-@given(groups())
-def test_later_energies_do_not_change_earlier_advantages(group):
-    rewards, energies, lengths = group
-    later = energies.clone()
-    later[:, -1] += 1.0
-    assert otb(rewards, later, lengths)[:, :-1].equal(otb(*group)[:, :-1])
-
-
-def test_equal_weights_give_the_mean_of_the_responses_left():
-    rewards, lengths = torch.tensor([[1.0, 0, 0, 4]]), torch.tensor([[2, 2, 1, 0]])
-    found = otb(rewards, torch.ones(4, 2), lengths)
-    want = torch.tensor([[2 / 3, 1 / 2], [-1 / 3, -1 / 2], [-1 / 3, 0], [0, 0]], dtype=torch.float64)
-    torch.testing.assert_close(found, want, rtol=1e-14, atol=1e-14)
-
-
 def test_including_its_own_reward_biases_the_gradients_direction():
     """Exact, over all groups of two. The group mean biases only the scale."""
     toy = make_toy(seed=0)

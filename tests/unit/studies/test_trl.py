@@ -33,6 +33,7 @@ from studies.start import load, prepare
 from studies.tasks import TASKS, Row
 from studies.toy_trainer import ToyConfig, prompt_order, run_toy
 from studies.trl_trainer import VLLM_LEVEL, import_trl, open_trainer, trainer_arguments
+from tests.unit.studies.runs import prompts_asked_of_trl
 
 TASK, Q, G, TEMPERATURE = TASKS["chain"], 6, 4, 0.8
 TRL_STD_EPS = 1e-4
@@ -80,12 +81,12 @@ class Watch(TrainerCallback):
         self.gradient = torch.cat([p.grad.detach().clone().flatten() for p in model.parameters()])
 
 
-def arguments_of(trainer: str, optimizer: OptimizerConfig, output_dir: Path, **own: Any) -> Any:
+def arguments_of(trainer: str, optimizer: OptimizerConfig, output_dir: Path, num_steps: int = 1, **own: Any) -> Any:
     return trainer_arguments(
         trainer,
         output_dir=output_dir,
         seed=0,
-        num_steps=1,
+        num_steps=num_steps,
         num_prompts=Q,
         group_size=G,
         max_response_tokens=TASK.max_response_tokens,
@@ -188,20 +189,7 @@ def run_config(start: Path, run_dir: Path, **more: Any) -> ToyConfig:
 
 @pytest.mark.parametrize("trainer", ["grpo", "rloo"])
 def test_a_run_has_the_prompts_and_records_of_a_toy_run(trainer, start, tmp_path, monkeypatch):
-    config, asked = run_config(start, tmp_path / "trl"), []
-
-    def listening(*arguments: Any) -> Any:
-        built = open_trainer(*arguments)
-        generate = built._generate_single_turn
-
-        def told(prompt_ids: list[list[int]], *rest: object) -> Any:
-            asked.append([tuple(ids) for ids in prompt_ids])
-            return generate(prompt_ids, *rest)
-
-        built._generate_single_turn = told
-        return built
-
-    monkeypatch.setattr(trl_backend, "open_trainer", listening)
+    config, asked = run_config(start, tmp_path / "trl"), prompts_asked_of_trl(monkeypatch)
     trl_backend.run_trl(config, trainer)
     run_toy(config.model_copy(update={"run_dir": tmp_path / "toy"}))
     policy, rows = load(start, TASK), TASK.rows()[0]

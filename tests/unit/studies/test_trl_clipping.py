@@ -25,17 +25,24 @@ from oblr_megatron.algo.loss import sample_coefficients
 from oblr_megatron.config import OptimizerConfig
 from oblr_megatron.config.algo import AlgoConfig
 from studies.policy import Drawn
-from studies.start import load, prepare
-from studies.tasks import TASKS
-from studies.trl_trainer import open_trainer, trainer_arguments
+from studies.start import load
+from studies.trl_trainer import open_trainer
+from tests.unit.studies.test_trl import (
+    TASK,
+    TEMPERATURE,
+    TRL_STD_EPS,
+    G,
+    Q,
+    arguments_of,
+    rewards,
+    rows,
+    samples,
+    start,
+)
 
-TASK, Q, G, TEMPERATURE = TASKS["chain"], 6, 4, 0.8
-TRL_STD_EPS = 1e-4
+__all__ = ["rewards", "rows", "samples", "start"]
 CASES: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {  # TRL's options, the package's
-    "grpo": (
-        {"loss_type": "grpo", "epsilon": 0.2},
-        {"aggregation": "sample_mean", "clip_low": 0.2, "clip_high": 0.2},
-    ),
+    "grpo": ({"loss_type": "grpo", "epsilon": 0.2}, {"aggregation": "sample_mean", "clip_low": 0.2, "clip_high": 0.2}),
     "dapo": (
         {"loss_type": "dapo", "epsilon": 0.2, "epsilon_high": 0.28},
         {"aggregation": "token_mean", "clip_low": 0.2, "clip_high": 0.28},
@@ -67,39 +74,10 @@ class Watch(TrainerCallback):
         self.seen.append(tuple(torch.cat([part.detach().flatten() for part in vector]) for vector in vectors))
 
 
-@pytest.fixture(scope="module")
-def start(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return prepare(TASK.name, "high", tmp_path_factory.mktemp("start"), steps=150)
-
-
-@pytest.fixture(scope="module")
-def samples(start: Path) -> list[Drawn]:
-    policy = load(start, TASK, temperature=TEMPERATURE)
-    prompts = [policy.encode(row.question) for row in TASK.rows()[0][:Q] for _ in range(G)]
-    return policy.sample(prompts, TASK.max_response_tokens, torch.Generator().manual_seed(0))
-
-
-@pytest.fixture(scope="module")
-def rewards() -> Tensor:
-    return torch.rand(Q, G, generator=torch.Generator().manual_seed(1)).round(decimals=1)
-
-
 def trl_updates(start: Path, samples: list[Drawn], rewards: Tensor, directory: Path, own: dict[str, Any]) -> Watch:
     """Two updates of TRL on these samples."""
-    arguments = trainer_arguments(
-        "grpo",
-        output_dir=directory,
-        seed=0,
-        num_steps=2,
-        num_prompts=Q,
-        group_size=G,
-        max_response_tokens=TASK.max_response_tokens,
-        temperature=TEMPERATURE,
-        kl_coefficient=0.0,
-        optimizer=OptimizerConfig(lr=3e-3, clip_grad=0.0),
-        num_iterations=2,
-        **own,
-    )
+    optimizer = OptimizerConfig(lr=3e-3, clip_grad=0.0)
+    arguments = arguments_of("grpo", optimizer, directory, num_steps=2, num_iterations=2, **own)
     watch, found = Watch(), iter(rewards.flatten().tolist())
     built = open_trainer(
         "grpo",

@@ -13,15 +13,7 @@ import torch
 
 from oblr_megatron.families import MATRICES
 from oblr_megatron.model.published import published
-from oblr_megatron.weights.adapter import (
-    PREFIX,
-    A,
-    AdapterShape,
-    AdapterWeights,
-    B,
-    adapter_shapes,
-    adapter_table,
-)
+from oblr_megatron.weights.adapter import PREFIX, A, AdapterShape, AdapterWeights, B, adapter_shapes, adapter_table
 from oblr_megatron.weights.names import ModelShape, table
 from oblr_megatron.weights.verify import worker_part
 

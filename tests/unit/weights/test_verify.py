@@ -3,6 +3,8 @@
 Not covered: vLLM's own parameters (tests/e2e/test_push.py), workers on several GPUs.
 """
 
+from typing import Any
+
 import pytest
 import torch
 
@@ -24,29 +26,23 @@ def numbered(name: str) -> torch.Tensor:
 @pytest.mark.parametrize(
     ("name", "workers", "expected"),
     [
-        (ATTENTION + "q_proj.weight", 4, [range(4), range(4, 8), range(8, 12), range(12, 16)]),
-        (ATTENTION + "k_proj.weight", 2, [range(2), range(2, 4)]),
-        (ATTENTION + "v_proj.weight", 4, [range(2), range(2), range(2, 4), range(2, 4)]),  # two workers a KV group
-        ("model.layers.0.mlp.up_proj.weight", 2, [range(4), range(4, 8)]),
-        ("model.embed_tokens.weight", 2, [range(64), range(64, 100)]),  # 100 rows, padded to 128
-        ("lm_head.weight", 4, [range(32), range(32, 64), range(64, 96), range(96, 100)]),
-        ("model.norm.weight", 2, [range(4), range(4)]),
+        (ATTENTION + "q_proj.weight", 4, [slice(4), slice(4, 8), slice(8, 12), slice(12, 16)]),
+        (ATTENTION + "k_proj.weight", 2, [slice(2), slice(2, 4)]),
+        (ATTENTION + "v_proj.weight", 4, [slice(2), slice(2), slice(2, 4), slice(2, 4)]),  # two workers a KV group
+        (ATTENTION + "o_proj.weight", 2, [(slice(4), slice(8)), (slice(4), slice(8, 16))]),
+        ("model.layers.0.mlp.up_proj.weight", 2, [slice(4), slice(4, 8)]),
+        ("model.layers.0.mlp.down_proj.weight", 2, [(slice(4), slice(4)), (slice(4), slice(4, 8))]),
+        ("model.embed_tokens.weight", 2, [slice(64), slice(64, 100)]),  # 100 rows, padded to 128
+        ("lm_head.weight", 4, [slice(32), slice(32, 64), slice(64, 96), slice(96, 100)]),
+        ("model.norm.weight", 2, [slice(4), slice(4)]),
     ],
 )
-def test_rows_of_each_worker(name: str, workers: int, expected: list[range]) -> None:
+def test_the_part_of_each_worker(name: str, workers: int, expected: list[Any]) -> None:
+    """Rows, and columns of row-parallel layers."""
     item, part = ITEMS[name]
     tensor = numbered(name)
-    for worker, rows in enumerate(expected):
-        assert torch.equal(worker_part(item, part, tensor, SHAPE, worker, workers), tensor[list(rows)])
-
-
-@pytest.mark.parametrize("name", [ATTENTION + "o_proj.weight", "model.layers.0.mlp.down_proj.weight"])
-def test_row_parallel_layers_are_cut_by_columns(name: str) -> None:
-    item, part = ITEMS[name]
-    tensor = numbered(name)
-    parts = [worker_part(item, part, tensor, SHAPE, worker, 2) for worker in range(2)]
-    assert parts[0].shape == (4, tensor.shape[1] // 2)
-    assert torch.equal(torch.cat(parts, dim=1), tensor)
+    for worker, place in enumerate(expected):
+        assert torch.equal(worker_part(item, part, tensor, SHAPE, worker, workers), tensor[place])
 
 
 def test_a_digest_depends_on_the_bytes_in_order() -> None:
@@ -60,9 +56,9 @@ def test_a_digest_depends_on_the_bytes_in_order() -> None:
 def test_the_first_difference_in_the_order_of_the_push_is_named() -> None:
     def found(changed: dict[str, float], workers: int = 1) -> str | None:
         stream = {name: numbered(name) for name in ITEMS}
-        expected = expected_digests(Stream(stream), SHAPE, {workers})[workers]
+        expected = expected_digests(stream.items(), SHAPE, {workers})[workers]
         held = {name: tensor + changed.get(name, 0.0) for name, tensor in stream.items()}
-        return first_difference(expected, expected_digests(Stream(held), SHAPE, {workers})[workers])
+        return first_difference(expected, expected_digests(held.items(), SHAPE, {workers})[workers])
 
     assert found({}) is None and found({}, workers=2) is None
     assert found({"model.norm.weight": 1.0, ATTENTION + "k_proj.weight": 1.0}) == ATTENTION + "k_proj.weight"
@@ -77,17 +73,4 @@ def test_engines_of_any_size_need_one_pass_and_one_table_of_names(monkeypatch: p
     stream = {name: numbered(name) for name in ITEMS}
     together = expected_digests(iter(stream.items()), SHAPE, {1, 2, 4})
     assert built == [SHAPE]
-    assert together == {size: expected_digests(Stream(stream), SHAPE, {size})[size] for size in (1, 2, 4)}
-
-
-class Stream:
-    """Tensors by name, as a source."""
-
-    def __init__(self, tensors: dict[str, torch.Tensor]) -> None:
-        self.tensors = tensors
-
-    def metadata(self):
-        raise AssertionError("not needed")
-
-    def __iter__(self):
-        return iter(self.tensors.items())
+    assert together == {size: expected_digests(stream.items(), SHAPE, {size})[size] for size in (1, 2, 4)}

@@ -11,6 +11,7 @@ import resource
 import socket
 import sys
 import time
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict
 from pathlib import Path
@@ -77,13 +78,23 @@ def test_a_report_survives_json() -> None:
     assert NodeReport.load(json.dumps(asdict(report))) == report
 
 
-def test_gpus_that_are_missing_or_in_use(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """With a fake nvidia-smi, on a machine where torch sees no GPU, and a torch without CUDA, which fits any driver."""
+@pytest.fixture
+def reported(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[..., NodeReport]:
+    """The report of a node with this nvidia-smi."""
+
+    def report(smi: str, gpus: int = 8) -> NodeReport:
+        (tmp_path / "nvidia-smi").write_text(smi)
+        (tmp_path / "nvidia-smi").chmod(0o755)
+        monkeypatch.setenv("PATH", f"{tmp_path}:{os.environ['PATH']}")
+        return examine("a", tmp_path / "none.toml", [], expect_gpus=gpus, ports=())
+
+    return report
+
+
+def test_gpus_that_are_missing_or_in_use(reported: Callable[..., NodeReport], monkeypatch: pytest.MonkeyPatch) -> None:
+    """On a machine where torch sees no GPU, and with a torch without CUDA, which fits any driver."""
     monkeypatch.setattr(torch.version, "cuda", None)
-    (tmp_path / "nvidia-smi").write_text(SMI)
-    (tmp_path / "nvidia-smi").chmod(0o755)
-    monkeypatch.setenv("PATH", f"{tmp_path}:{os.environ['PATH']}")
-    found = examine("a", tmp_path / "none.toml", [], expect_gpus=8, ports=())
+    found = reported(SMI)
     said = [what for what, _ in found.problems]
     assert f"torch sees {torch.cuda.device_count()} GPUs, not 8" in said
     assert "GPUs are in use (GPU 1: 40213 MiB)" in said
@@ -92,36 +103,28 @@ def test_gpus_that_are_missing_or_in_use(tmp_path: Path, monkeypatch: pytest.Mon
     assert found.same["GPU kind"] == "NVIDIA H100 80GB HBM3"
 
 
-def test_gpus_of_other_jobs_are_not_asked_about(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_gpus_of_other_jobs_are_not_asked_about(
+    reported: Callable[..., NodeReport], monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Without ConstrainDevices nvidia-smi sees all GPUs of a node, and SLURM sets CUDA_VISIBLE_DEVICES alone."""
     monkeypatch.setattr(torch.version, "cuda", None)
     one, other = SMI.splitlines()[1:3]
-    (tmp_path / "nvidia-smi").write_text(f'#!/bin/sh\n{one}\ncase "$*" in *--id=0*) ;; *) {other} ;; esac\n')
-    (tmp_path / "nvidia-smi").chmod(0o755)
-    monkeypatch.setenv("PATH", f"{tmp_path}:{os.environ['PATH']}")
     for own, busy in (("0", False), ("", True)):
         monkeypatch.setenv("CUDA_VISIBLE_DEVICES", own)
-        found = examine("a", tmp_path / "none.toml", [], expect_gpus=1, ports=())
+        found = reported(f'#!/bin/sh\n{one}\ncase "$*" in *--id=0*) ;; *) {other} ;; esac\n', gpus=1)
         assert any("GPUs are in use" in what for what, _ in found.problems) == busy
 
 
-def test_a_gpu_that_names_no_memory_is_no_error(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    (tmp_path / "nvidia-smi").write_text('#!/bin/sh\necho "580.65.06, [N/A], [N/A], 12.1, NVIDIA GB10"\n')
-    (tmp_path / "nvidia-smi").chmod(0o755)
-    monkeypatch.setenv("PATH", f"{tmp_path}:{os.environ['PATH']}")
-    found = examine("a", tmp_path / "none.toml", [], expect_gpus=8, ports=())
+def test_a_gpu_that_names_no_memory_is_no_error(reported: Callable[..., NodeReport]) -> None:
+    found = reported('#!/bin/sh\necho "580.65.06, [N/A], [N/A], 12.1, NVIDIA GB10"\n')
     assert found.facts["GPU free"] == "unknown" and found.same["GPU memory, MiB"] == "[N/A]"
     assert not [what for what, _ in found.problems if "in use" in what]
 
 
-def test_an_old_driver_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    (tmp_path / "nvidia-smi").write_text(SMI)
-    (tmp_path / "nvidia-smi").chmod(0o755)
-    monkeypatch.setenv("PATH", f"{tmp_path}:{os.environ['PATH']}")
+def test_an_old_driver_is_named(reported: Callable[..., NodeReport], monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.version, "cuda", "13.0")
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 0)
-    found = examine("a", tmp_path / "none.toml", [], expect_gpus=8, ports=())
-    said = [what for what, _ in found.problems]
+    said = [what for what, _ in reported(SMI).problems]
     assert [what for what in said if "570.86.15" in what and "580" in what and "13.0" in what]
     assert not [what for what in said if "torch sees" in what]
 

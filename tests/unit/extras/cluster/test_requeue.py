@@ -10,6 +10,7 @@ import os
 import subprocess
 from dataclasses import asdict
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -85,8 +86,27 @@ def ended(
     return done.returncode, (directory / "requeue").exists(), done.stdout + done.stderr
 
 
-def test_a_finished_run_is_done(tmp_path: Path) -> None:
-    assert ended(tmp_path, 0, "finished", stopping="USR1")[:2] == (0, False)
+CANCELLED: dict[str, Any] = {"reason": "SIGTERM", "stopping": "TERM", "saved": (7,)}
+FAILED: dict[str, Any] = {"reason": "RunError: no engine", "saved": (7,)}
+ENDS: dict[str, tuple[int, State | None, dict[str, Any], tuple[int, bool]]] = {
+    # status of srun, state of the run, further arguments of `ended`, status of the script and whether it is requeued
+    "finished": (0, "finished", {"stopping": "USR1"}, (0, False)),
+    "cancelled": (0, "stopped", CANCELLED, (0, False)),  # or preempted: SLURM itself requeues such jobs
+    "cancelled, killed": (1, "running", CANCELLED, (1, False)),
+    "wrong input": (2, None, {"stopping": "USR1", "OBLR_REQUEUE_FAILED": "1"}, (2, False)),
+    "a signal before the first step": (138, None, {"stopping": "USR1"}, (0, True)),
+    "rank 0 is killed while it saves": (1, "running", {"stopping": "USR1", "saved": (7,)}, (1, False)),
+    "a failed save": (1, "failed", {"reason": "RunError: no room", "stopping": "USR1"}, (1, False)),
+    "a failure": (1, "failed", FAILED, (1, False)),
+    "a failure, asked": (1, "failed", FAILED | {"OBLR_REQUEUE_FAILED": "1"}, (0, True)),
+    "a failure, off": (1, "failed", FAILED | {"OBLR_REQUEUE_FAILED": "1", "OBLR_REQUEUE": "0"}, (1, False)),
+}
+
+
+@pytest.mark.parametrize("case", ENDS)
+def test_an_attempt_ends_with_a_requeue_or_without(tmp_path: Path, case: str) -> None:
+    status, state, options, expected = ENDS[case]
+    assert ended(tmp_path, status, state, **options)[:2] == expected
 
 
 @pytest.mark.parametrize("reason", ["SIGUSR1", "the time limit"])
@@ -99,26 +119,6 @@ def test_a_stopped_run_is_requeued(tmp_path: Path, reason: str) -> None:
 def test_a_job_without_progress_is_not_requeued(tmp_path: Path) -> None:
     status, requeued, said = ended(tmp_path, 0, "stopped", "SIGUSR1", saved=(10,), before=10)
     assert (status, requeued) == (1, False) and "no progress beyond step 10" in said
-
-
-@pytest.mark.parametrize(("status", "state"), [(0, "stopped"), (1, "running")])
-def test_a_cancelled_job_is_not_requeued(tmp_path: Path, status: int, state: State) -> None:
-    """scancel and preemption; SLURM itself requeues preempted jobs."""
-    assert ended(tmp_path, status, state, "SIGTERM", stopping="TERM", saved=(7,))[1] is False
-
-
-def test_a_job_with_wrong_input_is_never_requeued(tmp_path: Path) -> None:
-    settings = {"OBLR_REQUEUE_FAILED": "1"}
-    assert ended(tmp_path, 2, None, stopping="USR1", **settings)[:2] == (2, False)
-
-
-def test_a_signal_before_the_first_step_is_no_failure(tmp_path: Path) -> None:
-    assert ended(tmp_path, 138, None, stopping="USR1")[:2] == (0, True)
-
-
-def test_a_run_that_dies_after_the_signal_has_failed(tmp_path: Path) -> None:
-    """Rank 0 was killed while it saved, so that its status is still "running"."""
-    assert ended(tmp_path, 1, "running", stopping="USR1", saved=(7,))[:2] == (1, False)
 
 
 def test_a_job_that_gets_its_signal_at_once_is_not_requeued(tmp_path: Path) -> None:
@@ -134,20 +134,6 @@ def test_a_job_that_gets_its_signal_at_once_is_not_requeued(tmp_path: Path) -> N
         )
         assert ending[:2] == expected, ending
         assert ("Fix: sbatch --time" in ending[2]) == (expected[0] == 2)
-
-
-def test_a_failed_run_is_requeued_only_on_request(tmp_path: Path) -> None:
-    for name, settings, expected in (
-        ("plain", {}, (1, False)),
-        ("asked", {"OBLR_REQUEUE_FAILED": "1"}, (0, True)),
-        ("off", {"OBLR_REQUEUE_FAILED": "1", "OBLR_REQUEUE": "0"}, (1, False)),
-    ):
-        (tmp_path / name).mkdir()
-        assert ended(tmp_path / name, 1, "failed", "RunError: no engine", saved=(7,), **settings)[:2] == expected, name
-
-
-def test_a_failed_save_is_a_failure(tmp_path: Path) -> None:
-    assert ended(tmp_path, 1, "failed", "RunError: no room", stopping="USR1")[:2] == (1, False)
 
 
 def test_the_script_reads_the_runs_status(tmp_path: Path) -> None:

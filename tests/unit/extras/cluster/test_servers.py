@@ -2,39 +2,34 @@
 
 from __future__ import annotations
 
-import argparse
 import http.server
+import multiprocessing
 import os
 import signal
 import socket
-import subprocess
 import sys
 import threading
-import time
-from collections.abc import Callable
+from multiprocessing.process import BaseProcess
 from pathlib import Path
 
 import pytest
 
-from oblr_megatron.config import parse_config
-from oblr_megatron.engine import serve_command as serve
 from oblr_megatron.extras.cluster import servers
+from tests.distributed.launch import PRELOAD
 from tests.ports import free_port
+from tests.unit.configs import config_with
+from tests.unit.engine.test_serve_command import serve_options
+from tests.unit.waiting import until
 
 
 def test_each_task_has_its_port_and_its_gpus() -> None:
-    config = parse_config(
-        {
-            "run_dir": "unused",
-            "model": {"path": "models/q", "dtype": "bfloat16", "moe_routing_replay": True},
-            "data": {"train": "unused", "max_prompt_tokens": 100},
-            "rollout": {"max_response_tokens": 400, "max_num_seqs": 7},
-        }
+    config = config_with(
+        model={"dtype": "bfloat16", "moe_routing_replay": True},
+        data={"max_prompt_tokens": 100},
+        rollout={"max_response_tokens": 400, "max_num_seqs": 7},
     )
     environment = {"SLURMD_NODENAME": "gpu-07", "SLURM_LOCALID": "1", "SLURM_GPUS_ON_NODE": "8"}
-    parser = argparse.ArgumentParser()
-    serve.add_arguments(parser)
-    given = parser.parse_args(servers.serve_arguments(config, environment, 12002, 4))
+    given = serve_options(*servers.serve_arguments(config, environment, 12002, 4))
     assert (given.host, given.port, given.tensor_parallel_size) == ("gpu-07", 12003, 4)
     assert given.moe_routing_replay and given.lora is None
     assert (given.dtype, given.max_model_len, given.max_num_seqs) == ("bfloat16", 500, 7)
@@ -46,13 +41,10 @@ def test_each_task_has_its_port_and_its_gpus() -> None:
 
 @pytest.mark.parametrize(("pushed", "lora"), [("adapter", "16:q_proj,o_proj"), ("merged", "None")])
 def test_a_run_that_pushes_adapters_has_servers_that_take_them(pushed: str, lora: str) -> None:
-    model = {"path": "models/q", "dtype": "bfloat16", "lora": {"rank": 16, "targets": ["q_proj", "o_proj"]}}
-    table = {"run_dir": "unused", "model": model, "data": {"train": "unused"}, "rollout": {"lora": pushed}}
-    parser = argparse.ArgumentParser()
-    serve.add_arguments(parser)
+    model = {"dtype": "bfloat16", "lora": {"rank": 16, "targets": ["q_proj", "o_proj"]}}
     environment = {"SLURMD_NODENAME": "gpu-07", "SLURM_LOCALID": "0"}
-    given = parser.parse_args(servers.serve_arguments(parse_config(table), environment, 12002, 1))
-    assert str(given.lora) == lora
+    config = config_with(model=model, rollout={"lora": pushed})
+    assert str(serve_options(*servers.serve_arguments(config, environment, 12002, 1)).lora) == lora
 
 
 @pytest.fixture(autouse=True)
@@ -92,13 +84,6 @@ class Answers(http.server.BaseHTTPRequestHandler):
         self.wfile.write(b'{"silent": %d}' % silent)
 http.server.HTTPServer(("127.0.0.1", int(sys.argv[3])), Answers).serve_forever()
 """
-KEEPER = """
-import sys
-from oblr_megatron.extras.cluster import servers
-servers.PAUSE_S = servers.POLL_S = 0.1
-command, url, start_s = [sys.executable, *sys.argv[1:-1]], f"http://127.0.0.1:{sys.argv[-2]}", float(sys.argv[-1])
-sys.exit(servers.kept(command, url, start_s=start_s, hang_s=10))
-"""
 
 
 def test_a_lost_server_is_started_again_until_a_signal(tmp_path: Path) -> None:
@@ -108,7 +93,7 @@ def test_a_lost_server_is_started_again_until_a_signal(tmp_path: Path) -> None:
     os.kill(int(read(events)[0]), signal.SIGKILL)
     until(lambda: len(starts(events)) == 2 and read(events)[-1] == "asked")
     keeper.terminate()
-    assert keeper.wait(30) == 7 and len(starts(events)) == 2
+    assert status_of(keeper) == 7 and len(starts(events)) == 2
 
 
 def test_a_server_whose_engine_hangs_is_killed_and_started_again(tmp_path: Path) -> None:
@@ -116,24 +101,41 @@ def test_a_server_whose_engine_hangs_is_killed_and_started_again(tmp_path: Path)
     keeper = keep(events, "hangs")
     until(lambda: len(starts(events)) == 2)
     keeper.terminate()
-    keeper.wait(30)
+    status_of(keeper)
     assert read(events)[1:4] == ["asked", "asked", "hung"], "a busy engine is left alone"
 
 
 def test_a_start_has_a_deadline(tmp_path: Path) -> None:
     events = tmp_path / "events"
-    assert keep(events, "starts", start_s=1).wait(60) == 128 + signal.SIGKILL
+    assert status_of(keep(events, "starts", start_s=1)) == 128 + signal.SIGKILL
     assert len(starts(events)) == 1
 
 
 def test_a_server_that_never_was_ready_is_not_started_again(tmp_path: Path) -> None:
     events = tmp_path / "events"
-    assert keep(events, "fails").wait(60) == 1 and len(read(events)) == 1
+    assert status_of(keep(events, "fails")) == 1 and len(read(events)) == 1
 
 
-def keep(events: Path, how: str, *, port: int | None = None, start_s: float = 60) -> subprocess.Popen[bytes]:
-    words = ["-c", KEEPER, "-c", SERVER, str(events), how, str(port or free_port()), str(start_s)]
-    return subprocess.Popen([sys.executable, *words])
+def keep(events: Path, how: str, *, port: int | None = None, start_s: float = 60) -> BaseProcess:
+    """A process that keeps a server, forked from one that has imported torch."""
+    context = multiprocessing.get_context("forkserver")
+    context.set_forkserver_preload(PRELOAD)
+    arguments = (dict(os.environ), str(events), how, port or free_port(), start_s)
+    keeper = context.Process(target=_keep, args=arguments, daemon=True)
+    keeper.start()
+    return keeper
+
+
+def _keep(environment: dict[str, str], events: str, how: str, port: int, start_s: float) -> None:
+    os.environ.update(environment)
+    servers.PAUSE_S = servers.POLL_S = 0.1
+    command = [sys.executable, "-c", SERVER, events, how, str(port)]
+    sys.exit(servers.kept(command, f"http://127.0.0.1:{port}", start_s=start_s, hang_s=10))
+
+
+def status_of(keeper: BaseProcess) -> int | None:
+    keeper.join(60)
+    return keeper.exitcode
 
 
 def starts(events: Path) -> list[str]:
@@ -143,13 +145,6 @@ def starts(events: Path) -> list[str]:
 
 def read(events: Path) -> list[str]:
     return events.read_text().split() if events.exists() else []
-
-
-def until(condition: Callable[[], bool]) -> None:
-    end = time.monotonic() + 60
-    while not condition():
-        assert time.monotonic() < end
-        time.sleep(0.05)
 
 
 def test_servers_are_waited_for_until_the_deadline(capsys: pytest.CaptureFixture[str]) -> None:

@@ -9,9 +9,10 @@ from typing import Any
 
 import pytest
 
-from oblr_megatron.config import Config, parse_config
+from oblr_megatron.config import Config
 from oblr_megatron.errors import UserError
 from oblr_megatron.extras.exact_sums.checks import check_invariant
+from tests.unit.configs import config_with
 
 MODEL: dict[str, Any] = {
     "model_type": "qwen3",
@@ -24,8 +25,7 @@ MODEL: dict[str, Any] = {
 
 
 def config(*overrides: str) -> Config:
-    table = {"run_dir": "run", "model": {"path": "m", "batch_invariant": True}, "data": {"train": "t.jsonl"}}
-    return parse_config(table, overrides=overrides)
+    return config_with("model.batch_invariant=true", *overrides)
 
 
 @pytest.mark.parametrize(
@@ -67,12 +67,10 @@ def test_what_keeps_the_bits_passes() -> None:
 
 
 @pytest.mark.parametrize(
-    "overrides",
-    [["model.dtype=float32"], ["model.transformer_impl=local"], ["parallel.context_parallel_size=2"]],
+    "override", ["model.dtype=float32", "model.transformer_impl=local", "parallel.context_parallel_size=2"]
 )
-def test_gpus_need_flash_attention_and_our_sums(overrides: list[str]) -> None:
+def test_gpus_need_flash_attention_and_our_sums(override: str) -> None:
     check_invariant(MODEL, config("model.dtype=bfloat16"), on_gpu=True)
-    key = overrides[0].partition("=")[0]
     with pytest.raises(UserError) as caught:
-        check_invariant(MODEL, config("model.dtype=bfloat16", *overrides), on_gpu=True)
-    assert caught.value.where == f"config: {key}"
+        check_invariant(MODEL, config("model.dtype=bfloat16", override), on_gpu=True)
+    assert caught.value.where == f"config: {override.partition('=')[0]}"

@@ -138,9 +138,8 @@ def test_generated_rows_are_scored_by_their_tasks_unless_a_reward_is_named() -> 
     assert default.reward.name == "reasoning_gym" and data_for(default).keep_columns
     assert parse_config(default.model_dump(mode="json")) == default
     assert parse_config(table(source, reward={"name": "math"})).reward.name == "math"
-    assert (
-        parse_config(table(source), overrides=["reward.name=reasoning_gym:whole"]).reward.name == "reasoning_gym:whole"
-    )
+    whole = "reasoning_gym:whole"
+    assert parse_config(table(source), overrides=[f"reward.name={whole}"]).reward.name == whole
     assert parse_config(table([source, "rows.jsonl"])).reward.name == "math"
     shaped = parse_config(table(source, reward={"timeout_s": 3.0, "terms": [{"name": "overlong"}]})).reward
     assert (shaped.name, shaped.timeout_s, shaped.terms[0].name) == ("reasoning_gym", 3.0, "overlong")

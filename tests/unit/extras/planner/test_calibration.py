@@ -143,18 +143,21 @@ def test_mistakes(tmp_path: Path) -> None:
     assert main(["plan", "--calibrate", str(tmp_path)]) == 2  # no --out
 
 
-@pytest.mark.parametrize("value", [0, -0.5, math.nan, math.inf, True, "0.5", None, [0.5]])
-def test_constants_are_numbers_above_0(tmp_path: Path, value: object) -> None:
-    (tmp_path / "wrong.json").write_text(json.dumps({"constants": {"product": value}}))
-    with pytest.raises(UserError, match=r"'product' is not a constant with a number above 0 \[.*wrong\.json"):
-        read_constants(tmp_path / "wrong.json")
-
-
-@pytest.mark.parametrize("content", [[1], {"constants": [1]}, {"constants": None}, {}])
-def test_a_file_without_constants(tmp_path: Path, content: object) -> None:
-    (tmp_path / "wrong.json").write_text(json.dumps(content))
-    with pytest.raises(UserError, match="not a file of constants"):
-        read_constants(tmp_path / "wrong.json")
+@pytest.mark.parametrize(
+    ("contents", "said"),
+    [
+        (
+            [{"constants": {"product": value}} for value in (0, -0.5, math.nan, math.inf, True, "0.5", None, [0.5])],
+            r"'product' is not a constant with a number above 0 \[.*wrong\.json",
+        ),
+        ([[1], {"constants": [1]}, {"constants": None}, {}], "not a file of constants"),
+    ],
+)
+def test_constants_are_numbers_above_0(tmp_path: Path, contents: list[object], said: str) -> None:
+    for content in contents:
+        (tmp_path / "wrong.json").write_text(json.dumps(content))
+        with pytest.raises(UserError, match=said):
+            read_constants(tmp_path / "wrong.json")
 
 
 def test_files_may_leave_constants_out(tmp_path: Path) -> None:

@@ -53,21 +53,23 @@ def test_plans_pass_the_checks_of_a_run_and_fit(found: SearchResult) -> None:
 
 
 @pytest.mark.parametrize(
-    ("section", "keys"),
+    "keys",
     [
-        ("optimizer", {"name": "sgd"}),
-        ("parallel", {"account_for_embedding_and_loss": True}),
-        ("parallel", {"pipeline_model_parallel_size": 2, "virtual_pipeline_model_parallel_size": 3}),
-        ("rollout", {"num_engines": 8}),
+        {"optimizer": {"name": "sgd"}, "parallel": {"account_for_embedding_and_loss": True}},
+        {
+            "rollout": {"num_engines": 8},
+            "parallel": {"pipeline_model_parallel_size": 2, "virtual_pipeline_model_parallel_size": 3},
+        },
     ],
+    ids=["optimizer and stages", "engines and virtual stages"],
 )
-def test_keys_of_a_config_leave_the_layouts_that_they_allow(section: str, keys: dict[str, Any]) -> None:
+def test_keys_of_a_config_leave_the_layouts_that_they_allow(keys: dict[str, dict[str, Any]]) -> None:
     asked = request()
-    asked = replace(asked, table=asked.table | {section: asked.table.get(section, {}) | keys})
-    plans = search(asked).plans
+    sections = {name: asked.table.get(name, {}) | more for name, more in keys.items()}
+    plans = search(replace(asked, table=asked.table | sections)).plans
     sizes = {plan.config.parallel.pipeline_model_parallel_size for plan in plans}
     assert {1, 2} <= sizes and any(plan.config.parallel.context_parallel_size > 1 for plan in plans)
-    if section == "rollout":
+    if "rollout" in keys:
         assert {plan.config.rollout.tensor_parallel_size for plan in plans} == {1}
 
 
@@ -124,6 +126,14 @@ def test_powers() -> None:
     assert [powers(most) for most in (1, 2, 7, 8)] == [[1], [1, 2], [1, 2, 4], [1, 2, 4, 8]]
 
 
+RUN = """
+run_dir = "runs/x"
+num_prompts = 8
+group_size = 4
+model = { path = "somewhere", dtype = "bfloat16" }
+data = { train = "train.jsonl", max_prompt_tokens = 100 }
+rollout = { max_response_tokens = 400 }
+"""
 ASK = ["plan", "--model", "Qwen3-0.6B", "--gpus", "2", "--sequence-length", "2048", "--prompts", "16"]
 
 
@@ -142,21 +152,7 @@ def test_command_prints_json_and_writes_sections_of_a_run(tmp_path: Path, capsys
 
 
 def test_command_reads_the_rest_of_a_run_from_a_config(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    text = """
-run_dir = "runs/x"
-num_prompts = 8
-group_size = 4
-algo = { baseline = "rloo", snr = { num_folds = 8 } }
-[model]
-path = "somewhere"
-dtype = "bfloat16"
-[data]
-train = "train.jsonl"
-max_prompt_tokens = 100
-[rollout]
-max_response_tokens = 400
-"""
-    (tmp_path / "run.toml").write_text(text)
+    (tmp_path / "run.toml").write_text(RUN + 'algo = { baseline = "rloo", snr = { num_folds = 8 } }\n')
     command = ["plan", "--model", "Qwen3-0.6B", "--gpus", "2", "--config", str(tmp_path / "run.toml"), "--json"]
     assert main(command) == 0
     plans = json.loads(capsys.readouterr().out)["plans"]
@@ -178,12 +174,7 @@ def test_nodes_have_the_given_number_of_gpus(
     engines: str, widths: set[int], tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """The planner chooses the engines' size, also where the config has one that these nodes do not hold."""
-    (tmp_path / "run.toml").write_text(
-        f"""run_dir = "runs/x"
-        model = {{ path = "somewhere", dtype = "bfloat16" }}
-        data = {{ train = "train.jsonl", max_prompt_tokens = 100 }}
-        rollout = {{ max_response_tokens = 400, {engines} }}"""
-    )
+    (tmp_path / "run.toml").write_text(RUN.replace("= 400", f"= 400, {engines}"))
     sizes = ["--gpus", "4", "--gpus-per-node", "2", "--config", str(tmp_path / "run.toml"), "--top", "10000", "--json"]
     assert main([*ASK[:3], *sizes]) == 0
     sections = [plan["sections"] for plan in json.loads(capsys.readouterr().out)["plans"]]
@@ -192,14 +183,7 @@ def test_nodes_have_the_given_number_of_gpus(
 
 
 def test_given_options_override_the_config(tmp_path: Path) -> None:
-    text = """
-run_dir = "runs/x"
-num_prompts = 8
-group_size = 4
-model = { path = "somewhere", dtype = "float32" }
-data = { train = "train.jsonl", max_prompt_tokens = 100 }
-rollout = { max_response_tokens = 400 }
-"""
+    text = RUN.replace("bfloat16", "float32")
     (tmp_path / "run.toml").write_text(text)
     command = [*ASK[:5], "--config", str(tmp_path / "run.toml")]
 
@@ -215,9 +199,7 @@ rollout = { max_response_tokens = 400 }
     with pytest.raises(UserError, match="--sequence-length 100 leaves no response after 100 tokens"):
         asked("--sequence-length", "100")
     for keys in ('overlap = "stream", sleep_level = 0', 'servers = ["http://a:1"]', 'replay = "runs/y/rollouts"'):
-        (tmp_path / "run.toml").write_text(
-            text.replace("max_response_tokens = 400", f"max_response_tokens = 400, {keys}")
-        )
+        (tmp_path / "run.toml").write_text(text.replace("= 400", f"= 400, {keys}"))
         with pytest.raises(UserError, match="the planner divides the GPUs itself") as caught:
             asked()
         assert "--overlap" in caught.value.fix
@@ -226,11 +208,8 @@ rollout = { max_response_tokens = 400 }
 def test_table_names_phases_and_what_bounds_them(capsys: pytest.CaptureFixture[str]) -> None:
     assert main([*ASK, "--top", "1"]) == 0
     said = " ".join(capsys.readouterr().out.split())
-    assert (
-        "layouts fit" in said
-        and "rollout" in said
-        and "Qwen3-0.6B on 2 x h100, 16 x 8 samples: prompts of 256 tokens, responses of 896 (mean)" in said
-    )
+    assert "layouts fit" in said and "rollout" in said
+    assert "Qwen3-0.6B on 2 x h100, 16 x 8 samples: prompts of 256 tokens, responses of 896 (mean)" in said
 
 
 @pytest.mark.parametrize(

@@ -15,7 +15,7 @@ from safetensors.torch import save_file
 from transformers import AutoModelForCausalLM
 
 from oblr_megatron.cli import main
-from oblr_megatron.config import DataConfig, parse_config
+from oblr_megatron.config import DataConfig
 from oblr_megatron.errors import EXIT_USER, RunError, UserError
 from oblr_megatron.extras.quantize import quantize_command as command
 from oblr_megatron.extras.quantize.accuracy import Accuracy, count_right, transformers_greedy, with_transformers
@@ -25,13 +25,9 @@ from oblr_megatron.extras.quantize.fp8 import Written, check_written, quiet
 from oblr_megatron.rewards.base import Reward, RewardResult
 from oblr_megatron.types import Prompt
 from tests.tiny import VOCAB, make_hf_dir, make_moe_hf_dir, make_tokenizer
+from tests.unit.configs import config_with
 
 ROWS = [(5, 9, 2, 30), (7, 11), (3,), (12, 13, 14, 15, 16)]
-
-
-@pytest.fixture(scope="module")
-def source(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return make_hf_dir(tmp_path_factory.mktemp("quantize") / "model")
 
 
 @given(st.lists(st.integers(1, 9), max_size=20), st.integers(1, 12))
@@ -137,8 +133,8 @@ def test_one_row_is_not_enough(tmp_path):
 
 
 @pytest.mark.parametrize("settings", [{}, {"repetition_penalty": 3.0, "suppress_tokens": [4, 5]}])
-def test_greedy_answers_depend_neither_on_the_batch_nor_on_the_models_settings(source, settings):
-    model = AutoModelForCausalLM.from_pretrained(source)
+def test_greedy_answers_depend_neither_on_the_batch_nor_on_the_models_settings(tiny_hf, settings):
+    model = AutoModelForCausalLM.from_pretrained(tiny_hf)
     model.generation_config.update(**settings)
     tokenizer = make_tokenizer()
     prompts = [Prompt(n, str(n), "", row, "", "") for n, row in enumerate([*ROWS, *((k, 4, k) for k in range(2, 20))])]
@@ -174,17 +170,17 @@ class Late(Reward):
         )
 
 
-def test_responses_without_a_score_are_counted(source):
-    model, tokenizer = AutoModelForCausalLM.from_pretrained(source), make_tokenizer()
+def test_responses_without_a_score_are_counted(tiny_hf):
+    model, tokenizer = AutoModelForCausalLM.from_pretrained(tiny_hf), make_tokenizer()
     prompts = [Prompt(n, str(n), "", row, "", "") for n, row in enumerate(ROWS[:2])]
-    config = parse_config({"run_dir": "run", "model": {"path": source}, "data": {"train": "t"}})
+    config = config_with(model={"path": tiny_hf})
     found = with_transformers(model, tokenizer, {"s": prompts}, Late(1), config)["s"]
     assert (found.right, found.unscored) == (1, 1)
     with pytest.raises(RunError, match=r"'s'.*every response.*reward.timeout_s"):
         with_transformers(model, tokenizer, {"s": prompts}, Late(0, 1), config)
 
 
-def test_both_engines_have_the_evaluations_limit(source):
+def test_both_engines_have_the_evaluations_limit(tiny_hf):
     lengths = []
 
     class Measured(Late):
@@ -192,11 +188,10 @@ def test_both_engines_have_the_evaluations_limit(source):
             lengths.extend(len(sample.response_ids) for sample in samples)
             return super().score(prompts, samples)
 
-    model, tokenizer = AutoModelForCausalLM.from_pretrained(source), make_tokenizer()
+    model, tokenizer = AutoModelForCausalLM.from_pretrained(tiny_hf), make_tokenizer()
     model.generation_config.eos_token_id = tokenizer.eos_token_id
     prompts = [Prompt(n, str(n), "", row, "", "") for n, row in enumerate(ROWS[:4])]
-    table = {"run_dir": "run", "model": {"path": source}, "data": {"train": "t"}}
-    config = parse_config(table | {"rollout": {"max_response_tokens": 3}, "evaluate": {"max_response_tokens": 5}})
+    config = config_with("rollout.max_response_tokens=3", "evaluate.max_response_tokens=5", model={"path": tiny_hf})
     with_transformers(model, tokenizer, {"s": prompts}, Measured(), config)
     assert max(lengths) == 5
 
@@ -222,31 +217,31 @@ def refused(capsys: pytest.CaptureFixture[str], *arguments: object) -> str:
     return lines[0]
 
 
-def test_bad_arguments_are_refused_in_one_line(tmp_path, source, capsys):
+def test_bad_arguments_are_refused_in_one_line(tmp_path, tiny_hf, capsys):
     rows = write_rows(tmp_path / "rows.jsonl", 4)
     out = tmp_path / "out"
     given = ["--calibration", rows]
     assert "does not exist" in refused(capsys, tmp_path / "no", out, *given)
-    assert "argument --format: invalid choice: 'int4'" in refused(capsys, source, out, *given, "--format", "int4")
-    assert "the target exists" in refused(capsys, source, tmp_path, *given)
-    assert "the target cannot be created" in refused(capsys, source, rows / "below", *given)
-    assert "--calibration" in refused(capsys, source, out)
-    assert "cannot read the data set" in refused(capsys, source, out, "--calibration", tmp_path / "no.jsonl")
+    assert "argument --format: invalid choice: 'int4'" in refused(capsys, tiny_hf, out, *given, "--format", "int4")
+    assert "the target exists" in refused(capsys, tiny_hf, tmp_path, *given)
+    assert "the target cannot be created" in refused(capsys, tiny_hf, rows / "below", *given)
+    assert "--calibration" in refused(capsys, tiny_hf, out)
+    assert "cannot read the data set" in refused(capsys, tiny_hf, out, "--calibration", tmp_path / "no.jsonl")
     (tmp_path / "empty.jsonl").touch()
-    assert "the data set is empty" in refused(capsys, source, out, "--calibration", tmp_path / "empty.jsonl")
+    assert "the data set is empty" in refused(capsys, tiny_hf, out, "--calibration", tmp_path / "empty.jsonl")
     (tmp_path / "bad.jsonl").write_text("{\n")
-    assert "no usable row" in refused(capsys, source, out, "--calibration", tmp_path / "bad.jsonl")
-    assert "--num-samples" in refused(capsys, source, out, *given, "--num-samples", 0)
-    assert "--max-tokens" in refused(capsys, source, out, *given, "--max-tokens", 0)
-    assert "no usable row" in refused(capsys, source, out, *given, "--max-tokens", 1)
-    assert "cannot read the data set" in refused(capsys, source, out, *given, "--accuracy", tmp_path / "no.jsonl")
-    assert "unknown reward" in refused(capsys, source, out, "reward.name=no", *given, "--accuracy", rows)
+    assert "no usable row" in refused(capsys, tiny_hf, out, "--calibration", tmp_path / "bad.jsonl")
+    assert "--num-samples" in refused(capsys, tiny_hf, out, *given, "--num-samples", 0)
+    assert "--max-tokens" in refused(capsys, tiny_hf, out, *given, "--max-tokens", 0)
+    assert "no usable row" in refused(capsys, tiny_hf, out, *given, "--max-tokens", 1)
+    assert "cannot read the data set" in refused(capsys, tiny_hf, out, *given, "--accuracy", tmp_path / "no.jsonl")
+    assert "unknown reward" in refused(capsys, tiny_hf, out, "reward.name=no", *given, "--accuracy", rows)
     episodes = "rollout.environment=tests.e2e.environments:play"
-    assert "plays no episodes" in refused(capsys, source, out, episodes, *given, "--accuracy", rows)
+    assert "plays no episodes" in refused(capsys, tiny_hf, out, episodes, *given, "--accuracy", rows)
     assert not out.exists()
 
 
-def test_a_foreign_model_is_refused(tmp_path, source, capsys):
+def test_a_foreign_model_is_refused(tmp_path, tiny_hf, capsys):
     foreign = make_hf_dir(tmp_path / "model")
     config = json.loads((foreign / "config.json").read_text())
     (foreign / "config.json").write_text(json.dumps(config | {"model_type": "gpt2"}))
@@ -254,9 +249,9 @@ def test_a_foreign_model_is_refused(tmp_path, source, capsys):
 
 
 @pytest.mark.parametrize("installed", [None, "0.39.0"])
-def test_another_modelopt_is_refused(tmp_path, source, capsys, monkeypatch, installed):
+def test_another_modelopt_is_refused(tmp_path, tiny_hf, capsys, monkeypatch, installed):
     monkeypatch.setattr(command, "installed_version", {"nvidia-modelopt": installed}.__getitem__)
-    said = refused(capsys, source, tmp_path / "out", "--calibration", "rows.jsonl")
+    said = refused(capsys, tiny_hf, tmp_path / "out", "--calibration", "rows.jsonl")
     assert "pip install" in said
     assert (installed or "not installed") in said
 

@@ -4,14 +4,14 @@ from __future__ import annotations
 
 from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
-from typing import Any
 
 import pytest
 
-from oblr_megatron.config import Config, LogConfig, parse_config
+from oblr_megatron.config import Config, LogConfig
 from oblr_megatron.errors import UserError
 from oblr_megatron.observe.performance.profiler import Profiler, TorchProfile, check_profile, open_profiler
 from oblr_megatron.timing import PhaseTimer
+from tests.unit.configs import config_with
 
 
 class Diary:
@@ -68,8 +68,7 @@ def test_a_run_that_begins_or_ends_among_these_steps_is_recorded_in_part() -> No
 
 
 def config_of(tmp_path: Path, *overrides: str) -> Config:
-    table: dict[str, Any] = {"run_dir": tmp_path, "num_steps": 10, "model": {"path": "m"}, "data": {"train": "t"}}
-    return parse_config(table, overrides=list(overrides))
+    return config_with(*overrides, run_dir=tmp_path, num_steps=10)
 
 
 def test_only_named_ranks_record(tmp_path: Path) -> None:
@@ -90,17 +89,15 @@ def test_a_trace_that_cannot_be_written_does_not_end_the_run(tmp_path: Path) -> 
 
 
 @pytest.mark.parametrize(
-    ("overrides", "says"),
+    ("override", "says"),
     [
-        (("log.profile_step_start=5",), r"profile_step_end 5 .* log.profile_step_start 5"),
-        (("log.profile_step_end=11",), r"profile_step_end 11 .* num_steps 10"),
+        ("log.profile_step_start=5", r"profile_step_end 5 .* log.profile_step_start 5"),
+        ("log.profile_step_end=11", r"profile_step_end 11 .* num_steps 10"),
     ],
 )
-def test_steps_that_are_not_there_are_refused_by_the_config(
-    tmp_path: Path, overrides: tuple[str, ...], says: str
-) -> None:
+def test_steps_that_are_not_there_are_refused_by_the_config(tmp_path: Path, override: str, says: str) -> None:
     with pytest.raises(UserError, match=says):
-        config_of(tmp_path, "log.profile=torch", *overrides)
+        config_of(tmp_path, "log.profile=torch", override)
 
 
 def test_profiles_that_this_machine_cannot_make_are_refused() -> None:

@@ -8,7 +8,6 @@ from __future__ import annotations
 import json
 import mmap
 
-import pytest
 import torch
 
 from oblr_megatron.metrics import describe
@@ -83,10 +82,3 @@ def test_memory_of_this_process_grows_with_what_it_holds() -> None:
 def test_the_probe_takes_longer_for_more() -> None:
     """512 times the work per product and 64 times as many products."""
     assert probe_s(torch.device("cpu"), side=256, repeats=64) > probe_s(torch.device("cpu"), side=32, repeats=1) > 0
-
-
-@pytest.mark.parametrize("phase", ["rollout", "checkpoint"])
-def test_a_phase_keeps_its_name(phase: str) -> None:
-    row = row_of({phase: 2.0}, {phase: 1.0}, (1, 2, 3), 0.5)
-    found = RankTable.of([row])
-    assert found.wall_s == {phase: [2.0]} and found.own_s == {phase: [1.0]} and found.pace_s == [0.5]

@@ -2,17 +2,16 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import pytest
 import torch
 
-from oblr_megatron.config import Config, parse_config
+from oblr_megatron.config import Config
 from oblr_megatron.observe.performance.flops import training_flops
 from oblr_megatron.observe.performance.hardware import device_named
 from oblr_megatron.observe.performance.utilization import Utilization, peak_flops
 from oblr_megatron.types import Sample, Scored
 from tests.tiny import tiny_config
+from tests.unit.configs import config_with
 
 HF = tiny_config().to_dict()
 PEAK = 1e12
@@ -28,9 +27,8 @@ LENGTHS = [5, 7, 6, 9]  # two groups; each prompt has 3 tokens
 
 
 def config_of(*overrides: str) -> Config:
-    table: dict[str, Any] = {"run_dir": "r", "num_prompts": 2, "group_size": 2, "model": {"path": "m"}}
-    table |= {"data": {"train": "t"}, "algo": {"baseline": "optimal", "snr": {"num_folds": 2}}}
-    return parse_config(table, overrides=list(overrides))
+    algo = {"baseline": "optimal", "snr": {"num_folds": 2}}
+    return config_with(*overrides, num_prompts=2, group_size=2, algo=algo)
 
 
 def metrics(*overrides: str, peak: float | None = PEAK, timing: dict[str, float] = TIMING) -> dict[str, float]:
@@ -92,7 +90,6 @@ def test_the_peak_is_that_of_the_training_s_precision() -> None:
     assert peak_flops(config_of(bf16), h100) == pytest.approx(989.4e12)
     assert peak_flops(config_of(), h100) is None, "the table has no float32 peak"
     assert peak_flops(config_of(bf16), None) is None
-    config = config_of(bf16)
-    in_fp8 = config.model_copy(update={"model": config.model.model_copy(update={"fp8": "hybrid"})})
+    in_fp8 = config_of(bf16, "model.fp8=hybrid")
     assert peak_flops(in_fp8, h100) == pytest.approx(1978.9e12)
     assert peak_flops(in_fp8, a100) is None
