@@ -21,7 +21,6 @@ import logging
 import math
 import os
 import shutil
-import threading
 import time
 from collections.abc import Callable, Iterator, Mapping
 from concurrent import futures
@@ -47,6 +46,7 @@ from oblr_megatron.errors import DeadlineError, RunError
 from oblr_megatron.formatting import duration, size
 from oblr_megatron.model.parallel import Parallel
 from oblr_megatron.runtime.collectives import timed_out
+from oblr_megatron.runtime.threads import in_thread
 
 Facts = dict[str, Any]
 """Everything a resumed run needs besides tensors, as plain JSON."""
@@ -151,7 +151,7 @@ class Saver:
             begun = job.begin(self._num_bytes)
             write = self._writer.stage(state, job.partial, copy=background) if begun else None
         if write is not None:
-            self._pending = _in_thread(lambda: job.finish(write, self._options.keep_last), f"checkpoint-{step}")
+            self._pending = in_thread(lambda: job.finish(write, self._options.keep_last), f"checkpoint-{step}")
         else:
             self._pending = Future()
             self._pending.set_result(job.saved())
@@ -360,17 +360,3 @@ def _measure(config: Mapping[str, Any]) -> dict[str, Any]:
     evaluate = {key: value for key, value in config["evaluate"].items() if key != "every_steps"}
     metric = config["checkpoint"]["best_metric"]
     return {"metric": metric, "evaluate": evaluate, "reward": config["reward"]["name"]}
-
-
-def _in_thread(work: Callable[[], Saved], name: str) -> Future[Saved]:
-    """Run `work` in a daemon thread, so that a hanging file system cannot keep the process alive."""
-    future: Future[Saved] = Future()
-
-    def run() -> None:
-        try:
-            future.set_result(work())
-        except BaseException as error:  # noqa: BLE001  raised again by future.result()
-            future.set_exception(error)
-
-    threading.Thread(target=run, name=name, daemon=True).start()
-    return future

@@ -100,7 +100,6 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         metavar="NAME=VALUE",
         help="a further option of vLLM's engine, any number of times; must equal the run's rollout.vllm",
     )
-    number("--seed", _seed, 0, "seed of requests without their own")
     parser.add_argument(
         "--die-with-parent", action="store_true", help="end together with the process that started the server"
     )
@@ -240,7 +239,6 @@ def spec_of(options: argparse.Namespace, device: Literal["cpu", "cuda"]) -> Engi
         head_dtype=options.head_dtype,
         speculation=options.speculation,
         speculation_below=options.speculation_below,
-        seed=options.seed,
         routes=options.moe_routing_replay,
         lora=options.lora,
         server=True,
@@ -266,11 +264,6 @@ def _adapter(text: str) -> AdapterShape:
         return AdapterShape.of(text)
     except ValueError as error:
         raise argparse.ArgumentTypeError(str(error)) from None
-
-
-def _seed(text: str) -> int:
-    """An option's type: a seed, within the range of numpy's generators."""
-    return whole(text, 0, 2**32 - 1)
 
 
 def _share(text: str) -> float:

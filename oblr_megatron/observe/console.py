@@ -22,6 +22,7 @@ import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -80,15 +81,16 @@ def legend(values: Values) -> str:
 
 
 def open_display(num_steps: int, *, rank: int = 0) -> Display:
-    """The run's display; a silent one on ranks other than 0."""
-    return Display(num_steps) if rank else PlainDisplay(num_steps)
+    """The run's display: lines on standard output, flushed, for log files; a silent one on ranks other than 0."""
+    return Display(num_steps, (lambda _: None) if rank else partial(print, flush=True))
 
 
 class Display:
-    """Base class; shows nothing and keeps what the summary needs. Ranks other than 0 use it as it is."""
+    """Says one line per step, and keeps what the summary needs."""
 
-    def __init__(self, num_steps: int) -> None:
+    def __init__(self, num_steps: int, say: Callable[[str], None]) -> None:
         self.num_steps = num_steps
+        self._say = say
         self.last_step = 0
         self.first_evaluation: dict[str, float | None] = {}
         self.last_evaluation: dict[str, float | None] = {}
@@ -103,7 +105,8 @@ class Display:
     @contextmanager
     def waiting(self, what: str) -> Iterator[None]:
         """Say what is waited for inside the block, and for how long; a wait of a few seconds says nothing."""
-        yield
+        with waiting(what, self._say):
+            yield
 
     def step(self, step: int, values: Values) -> None:
         """Show a finished step, or the evaluation before the first step."""
@@ -113,7 +116,8 @@ class Display:
         if line:
             self.message(line)
             self._explained = True
-        self._show_metrics(step, values)
+        if any(metric.name in values for metric in SHOWN):
+            self.message(step_line(step, self.num_steps, values))
         if evaluation:
             self.message(evaluation_line(step, evaluation))
 
@@ -126,6 +130,7 @@ class Display:
 
     def message(self, text: str) -> None:
         """Show a separate line, e.g. an alarm."""
+        self._say(text)
 
     def summary(self) -> str:
         """One line: steps, time, and first and last accuracy of each set."""
@@ -145,25 +150,6 @@ class Display:
         else:
             phase = f"; last phase {self._phase}" if self._phase else ""
             self.message(f"stopped by {kind.__name__} after {self.summary()}{phase}")
-
-    def _show_metrics(self, step: int, values: Values) -> None:
-        """Show the SHOWN metrics of a step; a hook for subclasses."""
-
-
-class PlainDisplay(Display):
-    """One line per step on standard output, flushed, for log files."""
-
-    def message(self, text: str) -> None:
-        print(text, flush=True)
-
-    @contextmanager
-    def waiting(self, what: str) -> Iterator[None]:
-        with waiting(what, self.message):
-            yield
-
-    def _show_metrics(self, step: int, values: Values) -> None:
-        if any(metric.name in values for metric in SHOWN):
-            self.message(step_line(step, self.num_steps, values))
 
 
 def step_line(step: int, num_steps: int, values: Values) -> str:

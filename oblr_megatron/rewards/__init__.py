@@ -1,4 +1,4 @@
-"""Rewards: score responses. `registry` builds a reward from its name; The processes of `processes/` run untrusted code.
+"""Rewards: score responses. `registry` builds a reward from its name; the processes of `processes/` run untrusted code.
 
 registry.py   rewards by name, and "exact_match": base.py (the interface), math.py, format.py, overlong.py,
               function.py (the user's), http.py (a service), combined.py (weighted sum)

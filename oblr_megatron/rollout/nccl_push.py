@@ -10,24 +10,21 @@ from __future__ import annotations
 
 import asyncio
 import socket
-import threading
-from collections.abc import Callable, Sequence
-from concurrent.futures import Future
+from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import TYPE_CHECKING, Any
 from urllib.parse import urlsplit
 
 import torch
 
 from oblr_megatron.rollout.server_client import ServerLostError, ServerRefusedError, VllmServer
+from oblr_megatron.runtime.threads import in_thread
 from oblr_megatron.weights.device_buffer import DeviceBuffer
 from oblr_megatron.weights.manifest import Manifest
 from oblr_megatron.weights.shm import Bucket, bucket_capacity
 
 if TYPE_CHECKING:
     from oblr_megatron.rollout.server_push import OpenPush
-
-Value = TypeVar("Value")
 
 
 @dataclass(slots=True)
@@ -72,7 +69,7 @@ class NcclTransport:
             "master_port": _free_port(),
             "world_size": 1 + server.workers,
         }
-        joined = _in_thread(lambda: _join(rendezvous, self._device))
+        joined = asyncio.wrap_future(in_thread(lambda: _join(rendezvous, self._device), "nccl rendezvous"))
         opened = asyncio.ensure_future(open_push({**rendezvous, "rank_offset": 1, "seconds": self._seconds}))
         try:
             # Shielded: a thread cannot be cancelled, and what it returns later must still be freed.
@@ -118,21 +115,6 @@ def _free(joined: asyncio.Future[Any]) -> None:
     """Abort the communicator of a rendezvous that nobody waits for any more, if it has one."""
     if joined.exception() is None:
         joined.result().destroy()
-
-
-def _in_thread(call: Callable[[], Value]) -> asyncio.Future[Value]:
-    """Run a call in a daemon thread: a failed rendezvous may hang for minutes, and the trainer must be able to end."""
-    outcome: Future[Value] = Future()
-    outcome.set_running_or_notify_cancel()  # from here on it cannot be cancelled, so that a result can always be set
-
-    def run() -> None:
-        try:
-            outcome.set_result(call())
-        except Exception as error:  # noqa: BLE001  raised again where the future is awaited
-            outcome.set_exception(error)
-
-    threading.Thread(target=run, name="nccl rendezvous", daemon=True).start()
-    return asyncio.wrap_future(outcome)
 
 
 def _address_towards(url: str) -> str:

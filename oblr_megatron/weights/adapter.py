@@ -33,11 +33,12 @@ class AdapterShape:
 
     @classmethod
     def of(cls, text: str) -> AdapterShape:
-        """From its `str`; a ValueError if it has another form. Example: "16:q_proj,v_proj"."""
-        rank, _, targets = text.partition(":")
-        if not rank.isdecimal() or int(rank) == 0 or not set(targets.split(",")) <= set(MATRICES):
+        """From its `str`; a ValueError if it has another form. Example: "16:q_proj,v_proj", in any order."""
+        rank, _, names = text.partition(":")
+        targets = names.split(",")
+        if not rank.isdecimal() or int(rank) == 0 or not set(targets) <= set(MATRICES):
             raise ValueError(f"{text!r} is not RANK:TARGETS with targets of {', '.join(MATRICES)}")
-        return cls(int(rank), tuple(targets.split(",")))
+        return cls(int(rank), tuple(target for target in MATRICES if target in targets))  # a run's config sorts alike
 
     def __str__(self) -> str:
         return f"{self.rank}:{','.join(self.targets)}"

@@ -45,7 +45,11 @@ def linear_axis(low: float, high: float, intervals: int, whole: bool = False) ->
 
 
 def log_axis(low: float, high: float, intervals: int) -> Axis:
-    """Ends at 1, 2 or 5 times a power of ten; ticks at powers of ten, on a short axis also at 2 and 5 times them."""
+    """Ends at 1, 2 or 5 times a power of ten; ticks at powers of ten, on a short axis also at 2 and 5 times them.
+
+    Values beyond 1e-300 and 1e300 lie on the ends: their powers of ten would be 0 or infinite.
+    """
+    low, high = (min(max(value, 1e-300), 1e300) for value in (low, high))
     first, last = math.floor(math.log10(low)) - 1, math.ceil(math.log10(high)) + 1
     steps = [factor * 10.0**power for power in range(first, last + 1) for factor in (1, 2, 5)]
     bottom = max(step for step in steps if step <= low * 1.0001)

@@ -120,8 +120,6 @@ def serve_options(*arguments: str) -> argparse.Namespace:
         ("--max-num-seqs", "0"),
         ("--num-threads", "0"),
         ("--tensor-parallel-size", "-2"),
-        ("--seed", "-1"),
-        ("--seed", str(2**32)),
         *[("--speculation-below", value) for value in ("-1", "few", "1.5")],
     ],
 )

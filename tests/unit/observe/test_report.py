@@ -7,6 +7,7 @@ how the page looks, and the values shown under the pointer, which need a browser
 from __future__ import annotations
 
 import json
+import math
 import re
 from html.parser import HTMLParser
 from pathlib import Path
@@ -418,6 +419,14 @@ def test_log_axes_hold_their_data(low, high):
     assert axis.low <= low * 1.001 and high <= axis.high * 1.001
     assert 2 <= len(axis.ticks) <= 7
     assert axis.low <= axis.ticks[0] and axis.ticks[-1] <= axis.high
+    places = axis.place(np.array([low, high]))
+    assert 0 <= places[0] <= places[1] <= 1
+
+
+@pytest.mark.parametrize(("low", "high"), [(5e-324, 1.0), (1.0, 1.7e308), (5e-324, 5e-324), (1.7e308, 1.7e308)])
+def test_a_log_axis_of_extreme_values_is_finite(low, high):
+    axis = log_axis(low, high, 2)
+    assert 0 < axis.low < axis.high < math.inf
     places = axis.place(np.array([low, high]))
     assert 0 <= places[0] <= places[1] <= 1
 

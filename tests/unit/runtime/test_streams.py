@@ -68,12 +68,12 @@ def test_a_reader_that_goes_away_ends_nothing(writer: str, fails: bool, console:
 
 CONSOLE = """
 import subprocess, sys
-from oblr_megatron.observe.console import PlainDisplay, progress
+from oblr_megatron.observe.console import open_display, progress
 from oblr_megatron.runtime.command_line import guarded
 
 def command():
     with open({written!r}, "w") as file:
-        PlainDisplay(3).message("step 1/3  " + "x" * 150 + " \\u2713")
+        open_display(3).message("step 1/3  " + "x" * 150 + " \\u2713")
         with progress("rows", 3) as advance:
             advance(3)
         subprocess.run(["echo", "from a child"])

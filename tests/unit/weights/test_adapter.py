@@ -64,6 +64,10 @@ def test_a_shape_is_read_from_its_text(text: str) -> None:
     assert str(AdapterShape.of(text)) == text
 
 
+def test_targets_have_one_order() -> None:
+    assert str(AdapterShape.of("16:v_proj,q_proj")) == "16:q_proj,v_proj"
+
+
 @pytest.mark.parametrize("text", ["", "16", "16:", "0:q_proj", "x:q_proj", "-1:q_proj", "4:lm_head"])
 def test_other_text_is_refused(text: str) -> None:
     with pytest.raises(ValueError, match="RANK:TARGETS"):
