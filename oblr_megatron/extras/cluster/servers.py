@@ -140,7 +140,6 @@ def serve_arguments(config: Config, environment: Mapping[str, str], port: int, t
         "max-num-seqs": rollout.max_num_seqs,
         "kv-cache-gib": rollout.kv_cache_gib,
         "tensor-parallel-size": tensor_parallel_size,
-        "seed": config.seed,
         "num-threads": rollout.num_threads,
         "speculation-below": rollout.speculation_below,
         "lora": adapter_shape(config),

@@ -18,7 +18,7 @@ from oblr_megatron.engine.transfer import ShmUpdateInfo
 from oblr_megatron.engine.transfer_nccl import CheckedNcclWeightTransferEngine, _tensors
 from oblr_megatron.errors import RunError, WeightError
 from oblr_megatron.rollout import nccl_push
-from oblr_megatron.rollout.nccl_push import NcclTransport, _address_towards, _in_thread
+from oblr_megatron.rollout.nccl_push import NcclTransport, _address_towards
 from oblr_megatron.rollout.server_client import ServerLostError, ServerRefusedError
 from oblr_megatron.weights.device_buffer import DeviceBuffer, device_checksum
 from oblr_megatron.weights.manifest import manifest_of
@@ -88,23 +88,6 @@ def test_a_worker_does_not_wait_for_a_trainer_that_is_gone(monkeypatch, answers)
     with nullcontext() if answers else pytest.raises(RunError, match=r"sent no bucket for 0\.05 s"):
         engine._wait()
     assert bool(aborted) == (not answers) and (engine.model_update_group is None) == (not answers)
-
-
-def test_a_failed_rendezvous_raises_and_a_hanging_one_blocks_nothing():
-    def fails():
-        raise OSError("no answer")
-
-    async def both():
-        never = threading.Event()
-        hanging = _in_thread(never.wait)
-        assert await _in_thread(lambda: 7) == 7
-        with pytest.raises(OSError, match="no answer"):
-            await _in_thread(fails)
-        hanging.cancel()
-        never.set()
-
-    asyncio.run(both())
-    assert all(thread.daemon for thread in threading.enumerate() if thread.name == "nccl rendezvous")
 
 
 SERVER = SimpleNamespace(url="http://127.0.0.1:8000", workers=1, instance="7d3a90")
