@@ -22,6 +22,8 @@ from tests.distributed.launch import run_ranks
 from tests.tiny import VOCAB, make_hf_dir, make_moe_hf_dir
 
 STEPS, PROMPTS, GROUP = 8, 4, 4
+SHORT = ("num_steps=4", "checkpoint.every_steps=2")
+"""Half as many steps; a run still goes on for as many steps as it had before its checkpoint."""
 TIMED = ("timing_s/", "perf/")  # what no two runs have in common
 
 

@@ -20,7 +20,7 @@ from oblr_megatron.checkpoint.store import checkpoints_of
 from oblr_megatron.model.momentum import GradientMomentum
 from tests.distributed.launch import layout, run_ranks
 from tests.distributed.passes import load_policy, make_batches, reduced_gradients
-from tests.distributed.replayed import certain, config_of, exported, make_inputs, stored, train
+from tests.distributed.replayed import SHORT, certain, config_of, exported, make_inputs, stored, train
 from tests.distributed.test_resume import assert_equal, beginning_of
 from tests.tiny import make_hf_dir, make_moe_hf_dir
 
@@ -109,9 +109,9 @@ def signals(run_dir: Path) -> list[float]:
 def test_a_resumed_run_goes_on_exactly(tmp_path: Path) -> None:
     """In bf16, where the averages have another precision than the weights; test_optimizer_offload.py has fp32."""
     inputs, whole, parts = make_inputs(tmp_path), tmp_path / "whole", tmp_path / "parts"
-    overrides = (*OVERRIDES, "model.dtype=bfloat16")
+    overrides = (*OVERRIDES, "model.dtype=bfloat16", *SHORT)
     train(config_of(inputs, whole, *overrides))
-    assert "snr/signal_sq" not in certain(whole)[0] and len(signals(whole)) == 7
+    assert "snr/signal_sq" not in certain(whole)[0] and len(signals(whole)) == 3
     train(config_of(inputs, beginning_of(whole, parts), "checkpoint.resume=newest", *overrides))
     assert certain(parts) == certain(whole)
     assert_equal(exported(parts), exported(whole))
@@ -125,8 +125,8 @@ def test_another_layout_goes_on_within_rounding(tmp_path: Path) -> None:
     """From four ranks to one, in fp64."""
     inputs, whole, parts = make_inputs(tmp_path, tied=True), tmp_path / "whole", tmp_path / "parts"
     overrides = (*OVERRIDES, "model.dtype=float64")
-    train(config_of(inputs, whole, *overrides))
-    train(config_of(inputs, parts, "num_steps=4", *overrides, *TP2, *PP2), 4)
-    train(config_of(inputs, parts, "checkpoint.resume=newest", *overrides))
+    train(config_of(inputs, whole, *overrides, *SHORT))
+    train(config_of(inputs, parts, "num_steps=2", *overrides, *TP2, *PP2), 4)
+    train(config_of(inputs, parts, "checkpoint.resume=newest", *overrides, *SHORT))
     assert signals(parts) == pytest.approx(signals(whole), rel=1e-6)  # the engine's log-probs are fp32
     assert_equal(stored(checkpoints_of(parts)[0]), stored(checkpoints_of(whole)[0]), 1e-10)

@@ -114,9 +114,14 @@ def sources(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
     return {"dense": make_hf_dir(root / "dense", tied=True), "mixture": make_moe_hf_dir(root / "mixture")}
 
 
-@pytest.mark.parametrize("backend", ["nccl", "gloo"])
-@pytest.mark.parametrize("world_size", [2, 4])
-@pytest.mark.parametrize("model", ["dense", "mixture"])
+@pytest.mark.parametrize(
+    ("model", "world_size", "backend"),
+    [
+        *((model, size, "nccl") for model in LAYOUTS for size in (2, 4)),
+        *(("dense", 2, "gloo"), ("dense", 4, "gloo"), ("mixture", 2, "gloo")),
+        pytest.param("mixture", 4, "gloo", marks=pytest.mark.nightly),
+    ],
+)
 def test_few_messages_bring_the_same_bits(model: str, world_size: int, backend: str, sources: dict[str, Path]) -> None:
     source = sources[model]
     stored = read(source)

@@ -29,7 +29,7 @@ from oblr_megatron.preflight.inputs import Inputs, preflight
 from oblr_megatron.rollout.replay import ReplayEngine
 from oblr_megatron.runtime.run_lock import run_lock
 from tests.distributed.launch import run_ranks
-from tests.distributed.replayed import certain, config_of, exported, make_inputs, stored, train, train_here
+from tests.distributed.replayed import SHORT, certain, config_of, exported, make_inputs, stored, train, train_here
 from tests.tiny import make_hf_dir
 
 TP2 = ("parallel.tensor_model_parallel_size=2", "parallel.sequence_parallel=true")
@@ -50,8 +50,8 @@ def unbroken(inputs: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def beginning_of(run_dir: Path, copy: Path) -> Path:
-    """The run as it was after 4 steps; the metrics still hold the later steps."""
-    shutil.copytree(run_dir, copy, ignore=shutil.ignore_patterns("step_00000008"))
+    """The run as it was at its last but one checkpoint; the metrics still hold the later steps."""
+    shutil.copytree(run_dir, copy, ignore=shutil.ignore_patterns(checkpoints_of(run_dir)[0].name))
     shutil.rmtree(copy / "hf")
     return copy
 
@@ -67,8 +67,7 @@ def assert_equal(found: dict[str, torch.Tensor], expected: dict[str, torch.Tenso
     [
         (),
         ("model.lora.rank=2", "algo.kl_coefficient=0.1", "gradnorm.mode=two_pass", "model.dtype=bfloat16"),
-        ("optimizer.name=sgd", "optimizer.sgd_momentum=0.9", "algo.schedule=cosine"),
-        ("checkpoint.async_save=false",),
+        ("optimizer.name=sgd", "optimizer.sgd_momentum=0.9", "algo.schedule=cosine", "checkpoint.async_save=false"),
         ("algo.kl_coefficient=0.1", "gradnorm.mode=two_pass"),
         ("algo.baseline=pooled", "gradnorm.mode=auto", "gradnorm.sample_fraction=0.5"),
         ("algo.baseline=optimal_pooled",),
@@ -76,18 +75,18 @@ def assert_equal(found: dict[str, torch.Tensor], expected: dict[str, torch.Tenso
         ("algo.baseline=pooled", "gradnorm.mode=inline", "algo.keep=0.5"),
         ("algo.preset=dapo", "algo.updates_per_batch=2", "algo.schedule=cosine", "gradnorm.mode=two_pass"),
     ],
-    ids=["adam", "lora", "sgd", "synchronous", "kl", "subsample", "pull", "tempered", "thinned", "updates"],
+    ids=["adam", "lora", "sgd, synchronous", "kl", "subsample", "pull", "tempered", "thinned", "updates"],
 )
-def test_four_and_four_steps_are_eight(inputs: Path, tmp_path: Path, overrides: tuple[str, ...]) -> None:
+def test_two_and_two_steps_are_four(inputs: Path, tmp_path: Path, overrides: tuple[str, ...]) -> None:
     """Weights, masters, moments, schedule and metrics, bit for bit."""
     whole, parts = tmp_path / "whole", tmp_path / "parts"
-    train(config_of(inputs, whole, *overrides))
-    resume = ("checkpoint.resume=newest", *overrides)
+    train(config_of(inputs, whole, *SHORT, *overrides))
+    resume = ("checkpoint.resume=newest", *SHORT, *overrides)
     train(config_of(inputs, beginning_of(whole, parts), *resume))
-    assert certain(parts) == certain(whole) and len(certain(whole)) == 8
+    assert certain(parts) == certain(whole) and len(certain(whole)) == 4
     assert_equal(exported(parts), exported(whole))
     newest = [checkpoints_of(run_dir)[0] for run_dir in (parts, whole)]
-    assert [path.name for path in newest] == ["step_00000008"] * 2
+    assert [path.name for path in newest] == ["step_00000004"] * 2
     found, expected = map(stored, newest)
     assert_equal(found, expected)
     assert any("optimizer.state" in name for name in found), "moments were compared"
@@ -99,12 +98,12 @@ def test_four_and_four_steps_are_eight(inputs: Path, tmp_path: Path, overrides: 
 
 @pytest.mark.parametrize("optimizer", ["adam", "sgd"])
 def test_saved_before_the_first_gradient(tmp_path: Path, optimizer: str) -> None:
-    """Four steps without a reward: the optimizer has not stepped when the checkpoint is written."""
-    inputs = make_inputs(tmp_path, worthless=4)
+    """Two steps without a reward: the optimizer has not stepped when the checkpoint is written."""
+    inputs = make_inputs(tmp_path, worthless=2)
     whole, parts = tmp_path / "whole", tmp_path / "parts"
-    overrides = (f"optimizer.name={optimizer}", "optimizer.sgd_momentum=0.9")
+    overrides = (f"optimizer.name={optimizer}", "optimizer.sgd_momentum=0.9", *SHORT)
     train(config_of(inputs, whole, *overrides))
-    assert [record["grad_norm"] > 0 for record in certain(whole)] == [False] * 4 + [True] * 4
+    assert [record["grad_norm"] > 0 for record in certain(whole)] == [False] * 2 + [True] * 2
     train(config_of(inputs, beginning_of(whole, parts), "checkpoint.resume=newest", *overrides))
     assert certain(parts) == certain(whole)
     assert_equal(exported(parts), exported(whole))
@@ -123,11 +122,11 @@ def test_another_layout_goes_on_within_rounding(
 
 
 def test_from_several_ranks_to_one(inputs: Path, tmp_path: Path) -> None:
-    """In fp64: in fp32, four steps of Adam on four ranks differ by more than the tolerance."""
-    whole, parts = tmp_path / "whole", tmp_path / "parts"
-    train(config_of(inputs, whole, "model.dtype=float64"))
-    train(config_of(inputs, parts, "model.dtype=float64", "num_steps=4", *TP2, *PP2), 4)
-    train(config_of(inputs, parts, "model.dtype=float64", "checkpoint.resume=newest"))
+    """In fp64: in fp32, steps of Adam on four ranks differ by more than the tolerance."""
+    whole, parts, fp64 = tmp_path / "whole", tmp_path / "parts", "model.dtype=float64"
+    train(config_of(inputs, whole, fp64, *SHORT))
+    train(config_of(inputs, parts, fp64, "num_steps=2", *TP2, *PP2), 4)
+    train(config_of(inputs, parts, fp64, "checkpoint.resume=newest", *SHORT))
     assert_equal(stored(checkpoints_of(parts)[0]), stored(checkpoints_of(whole)[0]), 1e-10)
 
 
@@ -151,8 +150,8 @@ def test_tied_embeddings_over_two_stages(tmp_path: Path) -> None:
     """The last stage's copy of the embedding is saved once."""
     inputs = make_inputs(tmp_path, tied=True)
     whole, parts = tmp_path / "whole", tmp_path / "parts"
-    train(config_of(inputs, whole, *PP2), 2)
-    train(config_of(inputs, beginning_of(whole, parts), "checkpoint.resume=newest", *PP2), 2)
+    train(config_of(inputs, whole, *SHORT, *PP2), 2)
+    train(config_of(inputs, beginning_of(whole, parts), "checkpoint.resume=newest", *SHORT, *PP2), 2)
     assert_equal(exported(parts), exported(whole))
     assert not any("output_layer" in name for name in stored(checkpoints_of(whole)[0]))
 

@@ -14,6 +14,7 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from typing import Any
 
 import psutil
 import pytest
@@ -54,6 +55,13 @@ SIGNALS_ONCE = (
 )
 
 
+def popen_forked(command: list[str], **options: Any) -> subprocess.Popen[str]:
+    """The import takes seconds, and the tests that run alone do without."""
+    from tests.e2e.forked_processes import popen
+
+    return popen(command, **options)
+
+
 @contextmanager
 def launched(directory: Path, fate: str = "saves", *, forked: bool = True) -> Iterator[subprocess.Popen[str]]:
     """Two running ranks of the script; processes left at the end of the block are killed.
@@ -62,10 +70,8 @@ def launched(directory: Path, fate: str = "saves", *, forked: bool = True) -> It
     """
     (directory / "script.py").write_text(RUN)
     command = [sys.executable, "-m", "oblr_megatron.runtime.launch", "--standalone", "--nproc-per-node", "2"]
-    popen: Callable[..., subprocess.Popen[str]] = subprocess.Popen
-    if forked:
-        from tests.e2e.forked_processes import popen
-    job = popen(
+    start: Callable[..., subprocess.Popen[str]] = popen_forked if forked else subprocess.Popen
+    job = start(
         [*command, str(directory / "script.py"), str(directory), fate],
         cwd=ROOT,
         env=environment() | {"PYTHONPATH": str(ROOT)},
@@ -212,6 +218,7 @@ def test_a_master_port_in_use_is_one_line(tmp_path: Path) -> None:
     with socket.create_server(("", 0)) as taken:
         port = ["--master-port", str(taken.getsockname()[1])]
         command = [sys.executable, "-m", "oblr_megatron.runtime.launch", *port, str(tmp_path / "script.py")]
-        done = subprocess.run(command, cwd=ROOT, env=environment(), capture_output=True, text=True, check=False)
-    assert done.returncode == 1 and done.stderr.count("\n") == 1, done.stderr
-    assert done.stderr.startswith("error: the launchers cannot meet: ") and "--master-port" in done.stderr
+        with popen_forked(command, cwd=ROOT, env=environment(), stderr=subprocess.PIPE, text=True) as done:
+            _, errors = done.communicate(timeout=60)
+    assert done.returncode == 1 and errors.count("\n") == 1, errors
+    assert errors.startswith("error: the launchers cannot meet: ") and "--master-port" in errors

@@ -9,16 +9,23 @@ import sys
 from collections.abc import Callable
 from pathlib import Path
 
-from tests.e2e.conftest import ROOT, environment, records, run
+from tests.e2e.conftest import LIMIT_S, ROOT, environment, records
+from tests.e2e.forked_processes import popen
 
 COMMAND = [sys.executable, "-m", "oblr_megatron.cli", "train", "examples/tiny_cpu/config.toml"]
 
 
+def start(keys: list[str], variables: dict[str, str]) -> subprocess.Popen[str]:
+    pipe = subprocess.PIPE
+    return popen([*COMMAND, *keys], cwd=ROOT, env=environment() | variables, stdout=pipe, stderr=pipe, text=True)
+
+
 def test_one_rank_needs_no_rendezvous(tmp_path: Path, overrides: Callable[..., list[str]]) -> None:
     """Every pod of a PyTorchJob has such variables; nobody answers at this address."""
-    words = ["env", "WORLD_SIZE=1", "RANK=0", "MASTER_ADDR=worker-0.svc.invalid", "MASTER_PORT=29511"]
-    result = run([*words, *COMMAND, *overrides(tmp_path / "run")])
-    assert result.returncode == 0 and "socket" not in result.stderr, result.stderr[-3000:]
+    given = {"WORLD_SIZE": "1", "RANK": "0", "MASTER_ADDR": "worker-0.svc.invalid", "MASTER_PORT": "29511"}
+    with start(overrides(tmp_path / "run"), given) as job:
+        _, errors = job.communicate(timeout=LIMIT_S)
+    assert job.returncode == 0 and "socket" not in errors, errors[-3000:]
     assert [record["step"] for record in records(tmp_path / "run")] == [1]
 
 
@@ -27,15 +34,8 @@ def test_a_wait_for_other_ranks_has_a_line_and_ends_with_a_signal(
 ) -> None:
     with socket.create_server(("127.0.0.1", 0)) as free:
         port = free.getsockname()[1]
-    given = {"WORLD_SIZE": "4", "RANK": "0", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
-    with subprocess.Popen(
-        [*COMMAND, *overrides(tmp_path / "run")],
-        cwd=ROOT,
-        env=environment() | given | {"LOCAL_RANK": "0"},
-        stdout=subprocess.PIPE,
-        stderr=subprocess.PIPE,
-        text=True,
-    ) as job:
+    given = {"WORLD_SIZE": "4", "RANK": "0", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "LOCAL_RANK": "0"}
+    with start(overrides(tmp_path / "run"), given) as job:
         try:
             assert job.stdout is not None
             lines = iter(job.stdout.readline, "")

@@ -124,23 +124,20 @@ def test_servers_hand_out_single_prompts(model: Path, whole: list[Sample], monke
 
 
 def test_a_streamed_step_is_the_whole_step(tmp_path: Path, overrides: Callable[..., list[str]]) -> None:
-    """The first step of a run has the same samples, norms and gradient as without streaming, on one and two ranks."""
+    """The first step of a run on two ranks has the same samples, norms and gradient as one rank's without streaming."""
     common = {"algo__baseline": "optimal", "rollout__max_num_seqs": 8}
     stream = {"rollout__overlap": "stream", "rollout__wave_tokens": 16}
     steps, responses = [], []
-    for ranks, more in ((1, {}), (1, stream), (2, stream)):
+    for ranks, more in ((1, {}), (2, stream)):
         run_dir = tmp_path / str(len(steps))
         result = forked(ranks, [*overrides(run_dir, **common, **more), "--save-rollouts"])
         assert result.returncode == 0, result.stderr[-3000:]
         steps += records(run_dir)
         responses.append([one.response_ids for one in read_step(step_path(run_dir / "rollouts", 1)).samples])
-    whole, *streamed = steps
-    assert responses[1] == responses[2] == responses[0]
-    for step in streamed:
-        assert step["rollout/waves"] >= 1  # a trainer on a busy machine finds all responses finished
-        assert {name: step[name] for name in SAME_STEP} == pytest.approx(
-            {name: whole[name] for name in SAME_STEP}, rel=1e-4
-        )
+    whole, streamed = steps
+    assert responses[1] == responses[0]
+    assert streamed["rollout/waves"] >= 1  # a trainer on a busy machine finds all responses finished
+    assert [streamed[name] for name in SAME_STEP] == pytest.approx([whole[name] for name in SAME_STEP], rel=1e-4)
 
 
 def test_groups_of_equal_rewards_wait_for_others_to_replace_them(

@@ -25,7 +25,7 @@ from oblr_megatron.rollout.waves import whole_step
 from oblr_megatron.types import Sample, Scored
 from tests.tiny import tiny_config, tiny_moe_config
 
-PROMPTS, GROUP, STEPS = 2, 2, 3
+PROMPTS, GROUP, STEPS = 2, 2, 2
 SHARDED, OFFLOAD = {"use_distributed_optimizer": True}, {"offload": "sampling"}
 POOLED = {"baseline": "pooled"}
 CASES: dict[str, dict[str, Any]] = {
