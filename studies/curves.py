@@ -251,7 +251,8 @@ class Curves:
 
         plan, recipe = self.plan, None
         if key.task in plan.recipes:
-            recipe = merged(read_recipe(key.task, plan.recipes[key.task]).table, {"model": plan.arms[key.arm].model})
+            model = merged(plan.model, plan.arms[key.arm].model)
+            recipe = merged(read_recipe(key.task, plan.recipes[key.task]).table, {"model": model})
         table = {
             "task": key.task,
             "skill": plan.skill,

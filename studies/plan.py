@@ -138,6 +138,8 @@ class Plan(Section):
     recipes: dict[str, Path] = Field({})
     """Tasks that are the config of a training run: name -> file, relative to the current directory. No backend "toy"
     trains them. The file's own steps, shape, algorithm, optimizer and checkpoints are not used."""
+    model: dict[str, Any] = Field({})
+    """Keys of [model] of every recipe, e.g. dtype = "float32"; an arm's come over them."""
     skill: Literal["low", "middle", "high"] = "middle"
     """Skill of the warm-started model."""
     seeds: Seeds = (0, 1, 2, 3, 4)
@@ -283,6 +285,8 @@ def _check(plan: Plan, where: str) -> None:
         )
     for name in sorted(plan.recipes.keys() - set(plan.tasks)):
         raise UserError(f"recipe {name!r} is not a task of the plan", where=where, fix="add it to the plan's tasks")
+    if plan.model and not plan.recipes:
+        raise UserError(f"model {plan.model} without a recipe", where=where, fix="add [recipes], or leave model out")
     for name, arm in plan.arms.items():
         _check_arm(plan, name, f"{where}: arms.{name}")
         if plan.train_rows and arm.backend != "toy":

@@ -173,6 +173,7 @@ num_steps = 2
 shapes = ["4x4"]
 evaluate_every = 1
 evaluation_samples = 2
+model.make_vocab_size_divisible_by = 4
 reference = "pooled"
 learning_rates = [1e-3]
 [recipes]

@@ -116,6 +116,7 @@ def test_the_example_plans() -> None:
         (HEAD + ARMS + "rival = 'otb'", ["rival 'otb'", "algo.baseline 'rloo'", '"none"']),
         (HEAD + ARMS + "[recipes]\nsums = 'x.toml'", ["backend 'toy' cannot train the recipe 'sums'", "arms.ours"]),
         (HEAD + ARMS + "backend = 'train'\nmodel.lora.rank = 4", ["'rank': 4", "is no recipe", "arms.rloo"]),
+        ("model.dtype = 'float32'\n" + HEAD + ARMS, ["'dtype': 'float32'", "without a recipe"]),
         (HEAD + ARMS + "[recipes]\nother = 'x.toml'", ["recipe 'other' is not a task of the plan"]),
         (HEAD, ["'arms' is missing"]),
         (HEAD.replace("ours", "his") + ARMS, ["reference 'his'", "ours, paper"]),

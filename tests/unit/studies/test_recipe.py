@@ -53,7 +53,8 @@ def test_a_run_needs_the_start_alone(recipe: Path, tmp_path: Path) -> None:
     assert (run.num_steps, run.num_prompts, run.group_size, run.optimizer.lr) == (2, 4, 4, 1e-3)
     assert (run.rollout.max_response_tokens, run.data.max_prompt_tokens, run.evaluate.samples_per_prompt) == (6, 8, 2)
     assert run.reward.name.endswith("reward.py:ones") and not run.checkpoint.export_hf
-    assert (run.model.dtype, run.model.lora.rank) == ("float32", 4)
+    model = run.model  # of the recipe, the plan, the arm
+    assert (model.dtype, model.make_vocab_size_divisible_by, model.lora.rank) == ("float32", 4, 4)
     assert prepare_recipe("words", recipe, start.parent) == start
 
 
