@@ -28,7 +28,7 @@ from oblr_megatron.checks.machine import (
     compiler_problem,
     refuse,
 )
-from oblr_megatron.checks.run_dir import CHECKPOINTS
+from oblr_megatron.checks.run_dir import CHECKPOINTS, check_saved_samples
 from oblr_megatron.checks.vllm_options import check_processor, check_routes, check_speculation, check_vllm_options
 from oblr_megatron.data.sources import convention_of, kind_of
 from oblr_megatron.environments.registry import check_environment
@@ -104,6 +104,11 @@ def check_room(config: Config, model: HFDir) -> None:
         keys = "checkpoint.every_steps, best_metric and exit_before_timeout_s"
         fix = f"choose a run_dir with more space, or leave out {keys} (every_steps = 0)"
         raise UserError(str(error), where="run_dir", fix=fix) from error
+
+
+def _saved_samples(run: Proposed) -> None:
+    if run.config.rollout.replay is not None:  # `_replay` asks again, but it imports torch
+        check_saved_samples(run.config.rollout.replay)
 
 
 def _conventions(run: Proposed) -> None:
@@ -202,6 +207,7 @@ CHECKS: tuple[tuple[str, Callable[[Proposed], None]], ...] = (
     ("here", lambda run: check_trackers(run.config.log.trackers)),
     ("layout", lambda run: check_layout(run.hf_config, run.config, run.world_size)),
     ("here device", _machine),
+    ("here", _saved_samples),
     ("", _conventions),
     ("device", _baseline),
     ("", lambda run: check_rows(run.config.reward, run.scored)),
