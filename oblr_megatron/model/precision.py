@@ -38,7 +38,7 @@ def has_bfloat16_products() -> bool:
 
 
 def slow_bfloat16(config: ModelConfig) -> str | None:
-    """A warning about a bfloat16 model without fast products; on AVX2 they take 48 times as long as in float32."""
+    """A warning if the model is bfloat16 and this machine has no kernel for its products (docs/precision.md)."""
     if config.dtype != "bfloat16" or has_bfloat16_products():
         return None
     return "bfloat16 takes up to 50 times as long as float32 on this processor. Fix: set model.dtype to float32"
