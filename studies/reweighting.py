@@ -32,10 +32,9 @@ from oblr_megatron.config import OptimizerConfig
 from oblr_megatron.config.algo import AlgoConfig
 from oblr_megatron.errors import EXIT_OK
 from studies.policy import ToyPolicy, token_products
-from studies.smoothness import path
 from studies.start import prepare, task_named
 from studies.tasks import Row, Task
-from studies.toy_trainer import ToyConfig, score_batch
+from studies.toy_trainer import ToyConfig, ToyRun, score_batch
 
 POWERS = (0.0, 0.125, 0.25, 0.375, 0.5)
 SHARES = (0.5, 0.25)  # algo.keep
@@ -229,6 +228,16 @@ def point_of(task: Task, step: int, responses: Responses, seed: int) -> Point:
     energy = responses.advantages[0].square() * responses.norms_sq
     top = energy.flatten().topk(max(1, energy.numel() // 100)).values
     return Point(task.name, step, responses.reward, float(top.sum() / energy.sum()), eff, cos, noise, tokens)
+
+
+def path(config: ToyConfig, at: Sequence[int]) -> Iterator[tuple[int, ToyRun]]:
+    """Train a run and yield (step, run) at the given steps; step 0 is before training."""
+    toy, done = ToyRun(config), 0
+    for target in sorted(at):
+        while done < target:
+            toy.step(done)
+            done += 1
+        yield done, toy
 
 
 def run(options: argparse.Namespace) -> int:

@@ -15,8 +15,6 @@ STUDIES = {
     "variance": "variance of the gradient under every baseline, at a fixed policy",
     "bias": "mean score and gradient under truncated sampling, caps and rejection, by enumeration",
     "collapse": "training against an engine of few bits, with and without score centering",
-    "smoothness": "local Lipschitz constant of the score along a training path",
-    "learning_rate": "the rate that Theorem 4 predicts against the best rate of a line search",
     "scaling": "the planner's time and memory predictions against measured steps on this machine's cores",
 }
 """Subcommand -> help text. The module of the same name in this package has `add_arguments(parser)`."""

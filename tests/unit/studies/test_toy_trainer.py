@@ -9,7 +9,6 @@ from oblr_megatron.config import OptimizerConfig
 from oblr_megatron.config.algo import PRESETS, AlgoConfig
 from oblr_megatron.errors import EXIT_USER, UserError
 from oblr_megatron.metrics import read_metrics
-from studies.smoothness import measure, path
 from studies.start import prepare
 from studies.toy_trainer import ToyConfig, ToyRun, main, prompt_order, run_toy
 
@@ -107,14 +106,3 @@ def test_bad_input_is_one_line_and_leaves_nothing(
     error = capsys.readouterr().err
     assert error.startswith("error: ") and said in error and error.count("\n") == 1
     assert not (tmp_path / "run").exists()
-
-
-def test_smoothness_measures_the_constants_of_the_bound(start: Path, tmp_path: Path) -> None:
-    """On the same responses, the score changes along the gradient no faster than its largest curvature allows."""
-    config = config_of(start, tmp_path)
-    points = [measure(toy, step, responses=8, seed=0) for step, toy in path(config, [0, 2])]
-    assert [point.step for point in points] == [0, 2]
-    for point in points:
-        assert 0 < point.lipschitz_along_gradient <= point.lipschitz_max * 1.2
-        assert point.lipschitz_mean <= point.lipschitz_max and point.score_sq > 0
-        assert point.bound_rate == pytest.approx(1 / (point.lipschitz_mean + point.score_sq))
