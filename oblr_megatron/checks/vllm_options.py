@@ -1,6 +1,6 @@
 """The table [rollout.vllm]: options that go to vLLM unchanged, and those that it may not name.
 
-Imports no torch and no vllm. The names that vLLM knows are read from the source of its `EngineArgs`.
+Imports no torch and no vllm. The names and types that vLLM knows are read from the source of its `EngineArgs`.
 """
 
 from __future__ import annotations
@@ -80,19 +80,84 @@ FP8_CACHE_FLAGS = (frozenset({"amx_tile"}), frozenset({"avx512f", "avx512bw", "a
 
 
 @cache
-def known_names() -> frozenset[str]:
-    """Names of vLLM's engine options; empty where vLLM is not installed."""
-    spec = find_spec("vllm")
-    if spec is None or spec.origin is None:
-        return frozenset()
-    tree = ast.parse((Path(spec.origin).parent / "engine" / "arg_utils.py").read_text(encoding="utf-8"))
+def known_options() -> dict[str, ast.expr]:
+    """Name -> type of vLLM's engine options; empty where vLLM is not installed."""
+    folder = _vllm()
+    if folder is None:
+        return {}
+    tree = ast.parse((folder / "engine" / "arg_utils.py").read_text(encoding="utf-8"))
     (fields,) = (node for node in tree.body if isinstance(node, ast.ClassDef) and node.name == "EngineArgs")
-    targets = (node.target for node in fields.body if isinstance(node, ast.AnnAssign))
-    return frozenset(one.id for one in targets if isinstance(one, ast.Name) and not one.id.startswith("_"))
+    known = {
+        node.target.id: node.annotation
+        for node in fields.body
+        if isinstance(node, ast.AnnAssign) and isinstance(node.target, ast.Name)
+    }
+    return {name: kind for name, kind in known.items() if not name.startswith("_")}
+
+
+def _vllm() -> Path | None:
+    spec = find_spec("vllm")
+    return None if spec is None or spec.origin is None else Path(spec.origin).parent
+
+
+@cache
+def _literal(alias: str) -> ast.expr | None:
+    """The `Literal` that a module of vLLM's configs gives this name; None for a class and other kinds of types."""
+    for file in sorted((_vllm() or Path()).glob("config/*.py")):
+        text = file.read_text(encoding="utf-8")
+        for node in ast.parse(text).body if f"\n{alias}" in text else ():
+            target = node.targets[0] if isinstance(node, ast.Assign) else getattr(node, "target", None)
+            if isinstance(target, ast.Name) and target.id == alias and isinstance(node, ast.Assign | ast.AnnAssign):
+                return node.value
+    return None
+
+
+_BUILT_IN: dict[str, tuple[type, ...]] = {
+    "str": (str,),
+    "int": (int,),
+    "float": (int, float),
+    "bool": (bool,),
+    "list": (list,),
+    "set": (list,),
+    "dict": (dict,),
+}
+"""Type of an option -> types of its values in a config."""
+
+
+def _accepts(kind: ast.expr | None, value: Any) -> bool:
+    """Whether a type of vLLM's options takes a value of a config. A type that is not read here takes any value."""
+    accepted = True
+    match kind:
+        case ast.BinOp(left=left, right=right):  # a union
+            accepted = _accepts(left, value) or _accepts(right, value)
+        case ast.Constant(value=None):
+            accepted = False
+        case ast.Name(id=name) if name in _BUILT_IN:
+            accepted = isinstance(value, _BUILT_IN[name]) and (name == "bool" or not isinstance(value, bool))
+        case ast.Name(id=alias):
+            accepted = _accepts(_literal(alias), value)
+        case ast.Subscript(value=ast.Name(id="Literal"), slice=ast.Tuple(elts=members)):
+            accepted = any(not isinstance(each, ast.Constant) or each.value == value for each in members)
+        case ast.Subscript(value=ast.Name(id="list"), slice=item) if isinstance(value, list):
+            accepted = all(_accepts(item, each) for each in value)
+        case ast.Subscript(value=outer):
+            accepted = _accepts(outer, value)
+    return accepted
+
+
+def _described(kind: ast.expr) -> str:
+    """What an option can be set to. Examples: "a value of type int | None", "one of 'auto', 'bfloat16'"."""
+    if isinstance(kind, ast.Name) and kind.id not in _BUILT_IN:
+        kind = _literal(kind.id) or kind
+    if isinstance(kind, ast.Subscript) and ast.unparse(kind.value) == "Literal":
+        return f"one of {ast.unparse(kind.slice).strip('()')}"
+    return f"a value of type {ast.unparse(kind)}"
 
 
 def check_vllm_options(options: Mapping[str, Any], *, on_gpu: bool, where: str = "config: rollout.vllm") -> None:
-    """Refuse options that are ours, and those that the installed vLLM does not have. vLLM itself checks the values.
+    """Refuse options that are ours, and names, types and choices that the installed vLLM does not have.
+
+    What is inside a table, and what values mean together, vLLM itself checks when an engine starts.
 
     Args:
         options: name -> value.
@@ -103,14 +168,18 @@ def check_vllm_options(options: Mapping[str, Any], *, on_gpu: bool, where: str =
         UserError: names the option.
     """
     owned = OWNED if on_gpu else OWNED | OWNED_ON_CPU
-    for name in options:
+    for name, value in options.items():
         if name in owned:
             fix = "leave it out" if "set by" not in owned[name] else "leave it out, and use our option"
             raise UserError(f"{name} cannot be passed on: {owned[name]}", where=where, fix=fix)
-        if known_names() and name not in known_names():
-            close = difflib.get_close_matches(name, known_names() - owned.keys(), 1)
+        known = known_options()
+        if known and name not in known:
+            close = difflib.get_close_matches(name, known.keys() - owned.keys(), 1)
             fix = f"write {close[0]}" if close else "see vLLM's EngineArgs for the names"
             raise UserError(f"the installed vLLM has no engine option {name!r}", where=where, fix=fix)
+        if value is not None and not _accepts(known.get(name), value):
+            what = f"the installed vLLM takes no {name} = {value!r}"
+            raise UserError(what, where=where, fix=f"set it to {_described(known[name])}")
 
 
 def check_processor(options: Mapping[str, Any], *, on_gpu: bool, where: str = "config: rollout.vllm") -> None:

@@ -6,6 +6,7 @@ The oracle for names and flags is the installed vLLM's own parser. Not covered: 
 from __future__ import annotations
 
 import argparse
+import dataclasses
 from typing import Any
 
 import pytest
@@ -15,7 +16,7 @@ from oblr_megatron.checks.vllm_options import (
     OWNED_ON_CPU,
     check_processor,
     check_vllm_options,
-    known_names,
+    known_options,
     processor_flags,
     serve_words,
 )
@@ -35,7 +36,7 @@ OPTIONS: dict[str, Any] = {
 
 
 def test_every_refused_name_is_one_of_vllms() -> None:
-    assert {*OWNED, *OWNED_ON_CPU} <= known_names()
+    assert {*OWNED, *OWNED_ON_CPU} <= known_options().keys()
     check_vllm_options(OPTIONS, on_gpu=False)
 
 
@@ -49,9 +50,39 @@ def test_what_we_set_is_refused_by_name(name: str) -> None:
 
 def test_a_cpu_engine_sets_more() -> None:
     for name in OWNED_ON_CPU:
-        check_vllm_options({name: 1}, on_gpu=True)
+        check_vllm_options({name: None}, on_gpu=True)
         with pytest.raises(UserError):
-            check_vllm_options({name: 1}, on_gpu=False)
+            check_vllm_options({name: None}, on_gpu=False)
+
+
+@pytest.mark.parametrize(
+    ("name", "value", "fix"),
+    [
+        ("block_size", "many", "a value of type int | None"),
+        ("block_size", True, "a value of type int | None"),
+        ("enable_prefix_caching", 1, "a value of type bool | None"),
+        ("cudagraph_capture_sizes", [1, "2"], "a value of type list[int] | None"),
+        ("scheduling_policy", "sjf", "one of 'fcfs', 'priority'"),
+        ("per_request_spec_decode_metrics", "all", "one of 'none', 'summary', 'detailed'"),
+    ],
+)
+def test_a_value_of_another_type_is_refused_with_what_vllm_takes(name: str, value: Any, fix: str) -> None:
+    with pytest.raises(UserError) as caught:
+        check_vllm_options({name: value}, on_gpu=True)
+    assert caught.value.what == f"the installed vLLM takes no {name} = {value!r}"
+    assert caught.value.fix == f"set it to {fix}"
+
+
+def test_vllms_own_defaults_are_accepted() -> None:
+    """The oracle is `EngineArgs` itself. Defaults that are no values of a config (objects, enums) are left out."""
+    from vllm.engine.arg_utils import EngineArgs
+
+    plain = (str, int, float, bool, list, dict, type(None))
+    defaults = {field.name: getattr(EngineArgs("x"), field.name) for field in dataclasses.fields(EngineArgs)}
+    free = known_options().keys() - OWNED.keys()
+    values = {name: value for name, value in defaults.items() if name in free and type(value) in plain}
+    check_vllm_options(values, on_gpu=True)
+    assert len(values) > 100
 
 
 def test_an_unknown_name_is_refused_with_the_nearest_one() -> None:
