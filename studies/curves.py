@@ -27,8 +27,8 @@ from studies.curve_plots import write_charts
 from studies.jobs import LOG_FILE, WORKER, Ended, Job, last_line, run_jobs, to_do
 from studies.plan import Plan, load_plan, merged
 from studies.recipe import prepare_recipe, read_recipe
-from studies.results import Key, asked_of, cells_on_disk, is_whole, metrics_dir, read_result, selection_of
-from studies.rows import check_starts, keep, mend, restore
+from studies.results import Key, asked_of, is_whole, keys_on_disk, metrics_dir, read_result, selection_of
+from studies.rows import check_starts, keep, keep_all, mend, restore
 from studies.summary import as_json, summarise, write_runs
 from studies.sweep import Cell
 from studies.tables import document
@@ -87,6 +87,7 @@ def study_curves(options: argparse.Namespace) -> int:
             study.check()
         else:
             check_starts(out, starts)
+            keep_all(whole, out)
             runs = plan.fewest_runs()
             print(f"{runs} runs, more if a sweep adds rates; finished ones are kept", flush=True)
             study.run()
@@ -227,14 +228,7 @@ class Curves:
         Raises:
             UserError: a run is complete but belongs to another plan.
         """
-        keys = [
-            Key(task, arm, cell, int(seed.name.removeprefix("seed")))
-            for task in self.plan.tasks
-            for arm in self.plan.arms
-            for cell in cells_on_disk(self.out, task, arm)
-            for seed in (self.out / task / arm / str(cell)).glob("seed*")
-        ]
-        to_do(self.job(key) for key in keys)
+        to_do(self.job(key) for key in keys_on_disk(self.plan, self.out))
 
     def job(self, key: Key) -> Job:
         """The run as a job, with the run that supplies its rates."""
@@ -303,7 +297,7 @@ class Curves:
                 count += 1
                 advance(1)
                 if not ended.fault:
-                    keep(ended.job.key, self.out, ended.seconds)
+                    keep(ended.job.key, self.out)
                 left = duration((time.monotonic() - began) / count * (len(jobs) - count))
                 print(f"{phase} {count}/{len(jobs)}, {left} left  {line_of(ended, self.out)}", flush=True)
 

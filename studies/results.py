@@ -178,6 +178,17 @@ def cells_on_disk(out: Path, task: str, arm: str) -> list[Cell]:
     return sorted(Cell.parse(str(path.relative_to(root))) for path in root.glob("*x*/lr*"))
 
 
+def keys_on_disk(plan: Plan, out: Path) -> list[Key]:
+    """The plan's runs that have a directory, complete or not."""
+    return [
+        Key(task, arm, cell, int(seed.name.removeprefix("seed")))
+        for task in plan.tasks
+        for arm in plan.arms
+        for cell in cells_on_disk(out, task, arm)
+        for seed in sorted((out / task / arm / str(cell)).glob("seed*"))
+    ]
+
+
 def sweep_results(plan: Plan, out: Path, task: str, arm: str) -> dict[Cell, list[Result]]:
     """Complete runs of the sweep's seeds by cell. A cell that was started but has no complete run has an empty list."""
     keys = {cell: [Key(task, arm, cell, seed) for seed in plan.sweep_seeds] for cell in cells_on_disk(out, task, arm)}

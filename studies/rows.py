@@ -5,7 +5,7 @@ are two kinds of lines: settings, each before its first run, and runs with their
 
     {"settings": "1f0c4a", "backend": "toy", "config": {...}}          all settings but those of the run's key
     {"task": "sums", "arm": "tempered", "cell": "64x1/lr0.001", "seed": 100, "made": "1f0c4a", "start": "7d21e0",
-     "date": "2026-11-28", "seconds": 9.3, "curve": {"step": [0, 8, ...], ...}, "costs": {"timing_s/step": 0.1, ...}}
+     "date": "2026-11-28", "curve": {"step": [0, 8, ...], ...}, "costs": {"timing_s/step": 0.1, ...}}
 
 A setting that did not exist when the run was made has today's default, which must therefore change nothing. `start` is
 a digest of the weights that the run began with. Other processors make others (start.py), so that the repository holds
@@ -27,7 +27,7 @@ from typing import Any
 from oblr_megatron.errors import UserError
 from oblr_megatron.metrics import METRICS_FILE, write_whole
 from studies.plan import Plan, merged
-from studies.results import ASKED_FILE, Key, Result, asked_of, metrics_dir, read_result
+from studies.results import ASKED_FILE, Key, Result, asked_of, keys_on_disk, metrics_dir, read_result
 from studies.sweep import Cell
 
 ROWS_FILE = "rows.jsonl"
@@ -35,7 +35,7 @@ OF_THE_KEY = {"task", "seed", "num_prompts", "group_size", "start_dir", "run_dir
 DIGITS = 6  # significant, of every number
 
 
-def keep(key: Key, out: Path, seconds: float) -> None:
+def keep(key: Key, out: Path) -> None:
     """Append the line of a run that has ended; nothing if it is incomplete."""
     result, asked = read_result(key, out), asked_of(key.run_dir(out))
     if result is None or asked is None:
@@ -50,7 +50,6 @@ def keep(key: Key, out: Path, seconds: float) -> None:
         "made": made,
         "start": start_digest(Path(asked["config"]["start_dir"])),
         "date": datetime.now(UTC).date().isoformat(),
-        "seconds": round(seconds, 1),
         "curve": _curve(result),
         "costs": {name: _short(value) for name, value in result.costs.items() if not math.isnan(value)},
     }
@@ -59,6 +58,18 @@ def keep(key: Key, out: Path, seconds: float) -> None:
         lines = [{"settings": made, **settings}, row]
     with path.open("a", encoding="utf-8") as file:
         file.write("".join(json.dumps(line) + "\n" for line in lines))
+
+
+def keep_all(plan: Plan, out: Path) -> int:
+    """Append the lines of complete runs that have none, because the study was stopped at their end; their number."""
+    path, count = out / ROWS_FILE, 0
+    lines = path.read_text(encoding="utf-8").splitlines() if path.exists() else []
+    kept = {(row["task"], row["arm"], row["cell"], row["seed"]) for row in map(json.loads, lines) if "seed" in row}
+    for key in keys_on_disk(plan, out):
+        if (key.task, key.arm, str(key.cell), key.seed) not in kept and read_result(key, out) is not None:
+            keep(key, out)
+            count += 1
+    return count
 
 
 def restore(plan: Plan, out: Path) -> int:

@@ -11,10 +11,11 @@ import pytest
 
 from oblr_megatron.cli import main
 from oblr_megatron.errors import UserError
+from oblr_megatron.metrics import METRICS_FILE
 from studies.curves import Curves
 from studies.plan import load_plan
 from studies.results import ASKED_FILE, Result, read_result
-from studies.rows import ROWS_FILE, keep, mend, restore, start_digest
+from studies.rows import ROWS_FILE, keep, keep_all, mend, restore, start_digest
 from studies.start import STEPS, prepare
 from tests.unit.studies.runs import key_of, worker, write_run
 
@@ -104,7 +105,7 @@ def test_toy_runs_and_a_preset_that_was_overridden(tmp_path: Path) -> None:
         key = key_of("sums", arm, 1e-3, 0, SHAPE)
         assert_same(read_result(key, clone), read_result(key, study.out))
     lines = [json.loads(line) for line in (clone / ROWS_FILE).read_text().splitlines()]
-    assert all(line["seconds"] > 0 if "arm" in line else line["backend"] == "toy" for line in lines) and len(lines) == 4
+    assert all(line["costs"] if "arm" in line else line["backend"] == "toy" for line in lines) and len(lines) == 4
 
 
 def test_curves_with_an_evaluation_after_every_step_or_without_entropies(tmp_path: Path) -> None:
@@ -113,9 +114,25 @@ def test_curves_with_an_evaluation_after_every_step_or_without_entropies(tmp_pat
     plan, key = load_plan(tmp_path / "plan.toml"), key_of("sums", "ours", 1e-2, 0)
     wanted = read_result(key, tmp_path / "a")
     assert wanted is not None
-    keep(key, tmp_path / "a", 1.0)
+    keep(key, tmp_path / "a")
     restore(plan, moved(tmp_path / "a", tmp_path / "b"))
     assert_same(read_result(key, tmp_path / "b"), wanted)
+
+
+def test_a_complete_run_without_a_line_gets_one(tmp_path: Path) -> None:
+    """A study that was stopped just after a run's last record has not written its line."""
+    (tmp_path / "plan.toml").write_text(PLAN)
+    plan, out = load_plan(tmp_path / "plan.toml"), tmp_path / "a"
+    for seed in (0, 1):
+        write_run(out, key_of("sums", "ours", 1e-2, seed), [0.1, 0.2, 0.4])
+    keep(key_of("sums", "ours", 1e-2, 0), out)
+    half = key_of("sums", "ours", 1e-2, 10)
+    write_run(out, half, [0.1, 0.2, 0.4])
+    metrics = half.run_dir(out) / METRICS_FILE
+    metrics.write_text("".join(metrics.read_text().splitlines(keepends=True)[:-1]))
+    assert keep_all(plan, out) == 1 and keep_all(plan, out) == 0
+    assert restore(plan, moved(out, tmp_path / "b")) == 2
+    assert read_result(half, out) is None
 
 
 def test_a_run_keeps_its_settings_when_a_default_changes(tmp_path: Path) -> None:
@@ -131,7 +148,7 @@ def test_a_run_keeps_its_settings_when_a_default_changes(tmp_path: Path) -> None
     full["algo"]["pool_decay"] = 0.5  # the default of that time
     del full["algo"]["keep"]
     asked_path.write_text(json.dumps({**asked, "config": full}))
-    keep(key, tmp_path / "a", 1.0)
+    keep(key, tmp_path / "a")
     assert restore(load_plan(tmp_path / "plan.toml"), moved(tmp_path / "a", tmp_path / "b")) == 1
     config = json.loads((key.run_dir(tmp_path / "b") / ASKED_FILE).read_text())["config"]
     assert (config["algo"]["pool_decay"], config["algo"]["keep"]) == (0.5, 1.0)
@@ -162,7 +179,7 @@ def test_damaged_files(tmp_path: Path) -> None:
     (tmp_path / "plan.toml").write_text(PLAN)
     plan, path = load_plan(tmp_path / "plan.toml"), tmp_path / "b" / ROWS_FILE
     for seed in (0, 1):  # the second is incomplete, and has no line
-        keep(key_of("sums", "ours", 1e-2, seed), tmp_path / "a", 1.0)
+        keep(key_of("sums", "ours", 1e-2, seed), tmp_path / "a")
     line = (tmp_path / "a" / ROWS_FILE).read_text()
     settings, run = line.splitlines(keepends=True)
     path.parent.mkdir()
