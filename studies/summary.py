@@ -79,6 +79,35 @@ class TaskSummary:
     reference: ArmSummary
     target: float  # held-out accuracy
     best_peer: ArmSummary | None  # by samples to the target, then by area; choosing it from the results favours it
+    share: float = math.nan  # of the way from the start to the best final accuracy, where the target is
+
+    @classmethod
+    def of(
+        cls, task: str, arms: list[ArmSummary], reference: ArmSummary, share: float, *, by_peers: bool = False
+    ) -> TaskSummary:
+        """Choose target and best peer. `by_peers`: peers alone set the target."""
+        peers = peers_of(arms)
+        target = target_of(peers if by_peers else arms, share)
+        best = min(peers, key=lambda arm: (arm.samples(target), -float(np.mean(arm.of(area)))), default=None)
+        return cls(task, arms, reference, target, best, share)
+
+    def greedy(self) -> TaskSummary:
+        """The same with greedy accuracy in place of sampled accuracy; arms keep their shapes and rates."""
+        arms = [
+            replace(arm, runs=[replace(run, accuracy=run.greedy) for run in arm.runs])
+            for arm in (*self.arms, self.reference)
+        ]
+        reference = next(arm for arm in arms if arm.arm == self.reference.arm)
+        return self.of(self.task, arms[:-1], reference, self.share)
+
+    @property
+    def rises(self) -> bool:
+        """Whether the target lies above the start, which it does unless every arm ends below it."""
+        return any(self.target > np.mean([run.accuracy[0] for run in arm.runs]) for arm in self.seen)
+
+    def to_the_peers_target(self) -> TaskSummary:
+        """The same with a target that only peers set."""
+        return self.of(self.task, self.arms, self.reference, self.share, by_peers=True)
 
     @property
     def seen(self) -> list[ArmSummary]:
@@ -99,6 +128,17 @@ class TaskSummary:
         interval = found.interval
         return replace(found, interval=Interval(*map(math.exp, (interval.mean, interval.low, interval.high))))
 
+    def lead(self, arm: ArmSummary) -> Difference:
+        """`saving` against the best peer. If the arm is ahead, p is the largest over all peers: it leads each of them.
+
+        Without this, a peer that is nearly as good but varies more would not count.
+        """
+        assert self.best_peer is not None
+        found = self.saving(arm, self.best_peer)
+        if found.interval.mean <= 1:
+            return found
+        return replace(found, p=max(self.saving(arm, peer).p for peer in peers_of(self.arms)))
+
     def bound(self, arm: ArmSummary, other: ArmSummary) -> str:
         """What `saving` is if runs never reach the target.
 
@@ -112,6 +152,11 @@ class TaskSummary:
 def counted(run: Result, target: float) -> float:
     """Samples to the target, at least one step's; the budget if the run never reaches it."""
     return max(run.budget / run.num_steps, min(run.budget, run.samples_to(target)))
+
+
+def peers_of(arms: Sequence[ArmSummary]) -> list[ArmSummary]:
+    """The peers that have runs, without positive controls."""
+    return [arm for arm in arms if arm.peer and not arm.control and arm.runs]
 
 
 def target_of(arms: Sequence[ArmSummary], share: float) -> float:
@@ -139,11 +184,8 @@ def summarise(plan: Plan, out: Path) -> list[TaskSummary]:
     tasks = []
     for task in plan.tasks:
         arms = [_arm(plan, out, task, name) for name in plan.arms]
-        target = target_of(arms, plan.target_share)
-        peers = [arm for arm in arms if arm.peer and not arm.control and arm.runs]
-        best = min(peers, key=lambda arm: (arm.samples(target), -float(np.mean(arm.of(area)))), default=None)
         reference = next((arm for arm in arms if arm.arm == plan.reference), None)
-        tasks.append(TaskSummary(task, arms, reference or _arm(plan, out, task, plan.reference), target, best))
+        tasks.append(TaskSummary.of(task, arms, reference or _arm(plan, out, task, plan.reference), plan.target_share))
     if not any(arm.runs or any(arm.sweep.values()) for task in tasks for arm in task.arms):
         raise UserError("no complete run to summarise", where=str(out), fix="run the study first")
     return tasks

@@ -34,11 +34,27 @@ geometric mean over seeds. A run that never reaches it counts with its whole bud
 then lower bounds (>), upper bounds if it is a run of the reference (<), or neither if both have such runs (~).
 Brackets: 95% intervals over seeds, by Student's t. Comparisons are paired by seed; p is
 two-sided, from sign flips ({seeds} pairs: {2 / 2**seeds:.2g} or more). *Holm*: p corrected over the tasks of that
-table. Other p values are not corrected. A best peer is chosen from the same results, in its favour.
+table. Other p values are not corrected. A best peer is chosen from the same results, in its favour. Where the
+reference is ahead of it, p is the largest over all peers.
 """.lstrip()
-    pairs = [overview(both(tasks, *pair)) for pair in plan.pairs]
-    parts = [overview(compared(tasks)), *pairs, savings(tasks), *map(section, tasks)]
+    greedy = """
+The same by greedy accuracy, with the shapes and rates that were chosen by sampled accuracy. Tasks on which every arm
+ends below the start are left out.
+"""
+    lower = "\nBy sampled accuracy, with a target from the best final accuracy of a peer:\n"
+    parts = [
+        overview(compared(tasks)),
+        _titled(greedy, overview(compared([each for task in tasks if (each := task.greedy()).rises]))),
+        _titled(lower, overview(compared([task.to_the_peers_target() for task in tasks]))),
+        *(overview(both(tasks, *pair)) for pair in plan.pairs),
+        savings(tasks),
+        *map(section, tasks),
+    ]
     return head + "".join(parts)
+
+
+def _titled(title: str, text: str) -> str:
+    return title + text if text else ""
 
 
 def _settings(plan: Plan) -> str:
@@ -50,7 +66,7 @@ responses; {len(plan.seeds)} seeds, skill "{plan.skill}", sweep's seeds {rates}.
 
 def overview(rows: Sequence[Pair]) -> str:
     """Two arms on each task: samples to the target, with Holm's correction over the tasks."""
-    tests = [task.saving(ours, other) for task, ours, other in rows]
+    tests = [task.lead(ours) if other is task.best_peer else task.saving(ours, other) for task, ours, other in rows]
     header = ["task", "target", "arm", "samples", "against", "samples", "times fewer samples", "pairs", "p", "Holm"]
     cells = [
         [

@@ -11,7 +11,6 @@ import pytest
 
 from oblr_megatron.cli import main
 from oblr_megatron.errors import UserError
-from oblr_megatron.metrics import METRICS_FILE
 from studies.curves import Curves
 from studies.plan import load_plan
 from studies.results import ASKED_FILE, Result, read_result
@@ -127,9 +126,7 @@ def test_a_complete_run_without_a_line_gets_one(tmp_path: Path) -> None:
         write_run(out, key_of("sums", "ours", 1e-2, seed), [0.1, 0.2, 0.4])
     keep(key_of("sums", "ours", 1e-2, 0), out)
     half = key_of("sums", "ours", 1e-2, 10)
-    write_run(out, half, [0.1, 0.2, 0.4])
-    metrics = half.run_dir(out) / METRICS_FILE
-    metrics.write_text("".join(metrics.read_text().splitlines(keepends=True)[:-1]))
+    write_run(out, half, [0.1, 0.2, 0.4], cut=True)
     assert keep_all(plan, out) == 1 and keep_all(plan, out) == 0
     assert restore(plan, moved(out, tmp_path / "b")) == 2
     assert read_result(half, out) is None

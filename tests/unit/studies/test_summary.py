@@ -8,6 +8,7 @@ from __future__ import annotations
 import csv
 import json
 import re
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -19,7 +20,7 @@ from studies.plan import Plan
 from studies.results import selection_of
 from studies.summary import area, drop, final, summarise
 from studies.sweep import Cell
-from studies.tables import document
+from studies.tables import compared, document, overview, probability
 from tests.unit.studies.runs import key_of, write_run
 
 RATES = (1e-3, 1e-2, 1e-1)
@@ -169,7 +170,7 @@ def test_a_pair_has_its_own_table_corrected_over_the_tasks_of_both(tmp_path: Pat
                 slope = (0.2 if arm == "good" else 0.15) + 0.001 * seed
                 write_run(tmp_path, key_of(task, arm, 1e-2, seed), rising(slope))
     text = document(plan, summarise(plan, tmp_path))
-    first, own = text.split("| task | target |")[1:]  # no table for the pair without runs
+    first, _greedy, _peers, own = text.split("| task | target |")[1:]  # no table for the pair without runs
     assert [line.split(" | ")[:3] for line in own.split("\n")[2:4]] == [
         ["| sums", "0.654", "good 16x8"],
         ["| walk", "0.654", "good 16x8"],
@@ -225,6 +226,43 @@ def test_a_reference_that_misses_the_target_bounds_ratios_from_above(tmp_path: P
     text = document(plan, [task])
     end = f" [to {saving.high:.2f}]" if bound == "<" else ""
     assert f"| {ratio}{end} | 3 |" in text and f"| good | {ratio} | {ratio} |" in text
+
+
+def test_the_lead_over_the_best_peer_is_a_lead_over_every_peer(tmp_path: Path) -> None:
+    """`near` is the best peer, a little behind with each seed. `far` is behind on the mean, and ahead with one seed."""
+    slopes = {"ours": (0.2,) * 5, "near": (0.18, 0.181, 0.182, 0.183, 0.184), "far": (0.21, 0.15, 0.16, 0.15, 0.14)}
+    plan = plan_of(seeds=5, learning_rates=[1e-2], arms={name: {"peer": name != "ours"} for name in slopes})
+    for name, of_seeds in slopes.items():
+        for seed, slope in enumerate(of_seeds):
+            write_run(tmp_path, key_of("sums", name, 1e-2, seed), rising(slope))
+    (task,) = summarise(plan.model_copy(update={"target_share": 0.5}), tmp_path)
+    ours, near, far = task.arms
+    assert task.best_peer is near and task.saving(ours, near).p == 2 / 2**5 < task.saving(ours, far).p
+    assert task.lead(ours) == replace(task.saving(ours, near), p=task.saving(ours, far).p)
+    assert task.lead(far) == task.saving(far, near), "an arm that is behind has no lead"
+    header, _, row, *_ = overview(compared([task])).strip().splitlines()
+    cells = dict(zip(header.split(" | "), row.split(" | "), strict=True))
+    assert cells["p"] == probability(task.saving(ours, far).p)
+
+
+def test_greedy_accuracy_and_targets_of_peers_are_compared_too(tmp_path: Path) -> None:
+    """Sampled accuracy rises faster for `ours`, which sets the target, and greedy accuracy for `good`."""
+    plan = plan_of(learning_rates=[1e-2], arms={"ours": {}, "good": {"peer": True}})
+    for seed in range(3):
+        for name, slope, of_greedy in (("ours", 0.2, 0.1), ("good", 0.1, 0.2)):
+            path = write_run(tmp_path, key_of("sums", name, 1e-2, seed), rising(slope)) / "metrics.jsonl"
+            records = [json.loads(line) for line in path.read_text().splitlines()]
+            for record in records:
+                record["eval/sums/accuracy"] = 0.1 + of_greedy * record["step"]
+            path.write_text("".join(json.dumps(record) + "\n" for record in records))
+    (task,) = summarise(plan.model_copy(update={"target_share": 0.5}), tmp_path)
+    lower, greedy = task.to_the_peers_target(), task.greedy()
+    assert (task.target, lower.target, greedy.target) == pytest.approx((0.4, 0.2, 0.5)) and greedy.rises
+    assert task.saving(*task.arms).interval.mean == pytest.approx(2)
+    assert greedy.saving(*greedy.arms).interval.mean == pytest.approx(0.5)
+    text = document(plan, [task])
+    assert text.index("| sums | 0.400 |") < text.index("greedy accuracy, with") < text.index("| sums | 0.500 |")
+    assert text.index("from the best final accuracy of a peer") < text.index("| sums | 0.200 |")
 
 
 def test_the_best_shape_is_chosen_then_its_rates_are_refined(tmp_path: Path) -> None:
