@@ -174,10 +174,10 @@ def prepared(plan: Plan, out: Path) -> dict[str, Path]:
     with progress("starts", len(plan.tasks)) as advance:
         starts = {}
         for task in plan.tasks:
-            recipe = plan.recipes.get(task)
-            starts[task] = (
-                prepare_recipe(task, recipe, out / "start") if recipe else prepare(task, plan.skill, out / "start")
-            )
+            if recipe := plan.recipes.get(task):
+                starts[task] = prepare_recipe(task, recipe, out / "start")
+            else:
+                starts[task] = prepare(task, plan.skill, out / "start", seed=plan.start_seed)
             advance(1)
     return starts
 

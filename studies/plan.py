@@ -142,6 +142,8 @@ class Plan(Section):
     """Keys of [model] of every recipe, e.g. dtype = "float32"; an arm's come over them."""
     skill: Literal["low", "middle", "high"] = "middle"
     """Skill of the warm-started model."""
+    start_seed: int = 0
+    """Seed of that model, which all runs of a task begin with: its first weights, and what it saw."""
     seeds: Seeds = (0, 1, 2, 3, 4)
     """Seeds of the compared runs: a list, or a count from 0."""
     sweep_seeds: Annotated[tuple[int, ...], Field(min_length=1)] = (1000, 1001)

@@ -57,7 +57,7 @@ def plain_task(name: str, backend: str) -> Task:
     return task
 
 
-def prepare(task_name: str, skill: Skill, directory: Path, *, steps: int = STEPS) -> Path:
+def prepare(task_name: str, skill: Skill, directory: Path, *, steps: int = STEPS, seed: int = WEIGHT_SEED) -> Path:
     """Return DIRECTORY/TASK-SKILL; make it unless it is complete with these settings (about 20 s on one core).
 
     Raises:
@@ -65,6 +65,8 @@ def prepare(task_name: str, skill: Skill, directory: Path, *, steps: int = STEPS
     """
     task = task_named(task_name)
     made_from = {"task": task.name, "skill": skill, "hidden": HIDDEN, "layers": LAYERS, "steps": steps}
+    if seed != WEIGHT_SEED:
+        made_from["seed"] = seed
     target = directory / f"{task.name}-{skill}"
     stamp = target / "start.json"
     if stamp.exists() and json.loads(stamp.read_text(encoding="utf-8")) == made_from:
@@ -74,8 +76,8 @@ def prepare(task_name: str, skill: Skill, directory: Path, *, steps: int = STEPS
     shutil.rmtree(target, ignore_errors=True)
     target.mkdir(parents=True)
     train = _write_rows(task, target)
-    model = build_model(task)
-    warm_start(model, task, train, skill, steps)
+    model = build_model(task, seed)
+    warm_start(model, task, train, skill, steps, seed)
     transformers_logging.disable_progress_bar()
     model.save_pretrained(target / "model")
     character_tokenizer(task.characters, task.max_positions).save_pretrained(target / "model")
@@ -105,9 +107,9 @@ def load(start: Path, task: Task, *, temperature: float = 1.0, dtype: torch.dtyp
     return ToyPolicy(model, task.characters, temperature=temperature)
 
 
-def build_model(task: Task) -> Qwen3ForCausalLM:
+def build_model(task: Task, seed: int = WEIGHT_SEED) -> Qwen3ForCausalLM:
     """A randomly initialised Qwen3 in fp32: grouped-query attention, tied embeddings as in the small Qwen3 models."""
-    torch.manual_seed(WEIGHT_SEED)
+    torch.manual_seed(seed)
     config = Qwen3Config(
         vocab_size=FIRST_CHARACTER + len(task.characters),
         hidden_size=HIDDEN,
@@ -131,9 +133,11 @@ def build_model(task: Task) -> Qwen3ForCausalLM:
     return model
 
 
-def warm_start(model: Qwen3ForCausalLM, task: Task, rows: Sequence[Row], skill: Skill, steps: int) -> None:
+def warm_start(
+    model: Qwen3ForCausalLM, task: Task, rows: Sequence[Row], skill: Skill, steps: int, seed: int = WEIGHT_SEED
+) -> None:
     """Train on right answers, then on the teacher's mixed ones, so that RL starts from a policy that errs."""
-    generator, policy = random.Random(WEIGHT_SEED), ToyPolicy(model, task.characters)
+    generator, policy = random.Random(seed), ToyPolicy(model, task.characters)
 
     def batch_of(step: int) -> tuple[torch.Tensor, torch.Tensor]:
         share_right = 1.0 if step < SHARE_LEARNING * steps else task.skills[skill]

@@ -60,7 +60,7 @@ def _titled(title: str, text: str) -> str:
 def _settings(plan: Plan) -> str:
     samples, rates = plan.num_steps * plan.samples_per_step, ", ".join(map(str, plan.sweep_seeds))
     return f"""{", ".join(plan.tasks)}: {samples:,} samples per run, {plan.num_steps} steps of {plan.samples_per_step}
-responses; {len(plan.seeds)} seeds, skill "{plan.skill}", sweep's seeds {rates}.
+responses; {len(plan.seeds)} seeds, skill "{plan.skill}", start {plan.start_seed}, sweep's seeds {rates}.
 """
 
 

@@ -80,6 +80,9 @@ def test_a_start_is_reused_unless_its_settings_differ(tmp_path: Path) -> None:
     assert (first / "model" / "model.safetensors").stat().st_mtime_ns == stamp
     prepare("sums", "low", tmp_path, steps=3)
     assert (first / "model" / "model.safetensors").stat().st_mtime_ns != stamp
+    weights = (first / "model" / "model.safetensors").read_bytes()
+    prepare("sums", "low", tmp_path, steps=3, seed=1)
+    assert (first / "model" / "model.safetensors").read_bytes() != weights
     with pytest.raises(UserError, match=r"'sum' \[task\]"):
         prepare("sum", "low", tmp_path)
 
