@@ -40,7 +40,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         direction.add_argument(
             "--base", type=Path, metavar="DIR", help="base model; SRC is then a LoRA adapter (PEFT), which is merged"
         )
-        direction.add_argument("target", type=Path, metavar="DST", help="directory to write; must not exist")
+        direction.add_argument("target", type=Path, metavar="DST", help="directory to write; absent or empty")
         direction.add_argument("--dtype", choices=("float32", "bfloat16"), help="by default the source's")
         direction.add_argument(
             "--check", action="store_true", help="load both and compare their logits; takes 12 bytes per parameter"

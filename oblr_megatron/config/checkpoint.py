@@ -23,8 +23,9 @@ class CheckpointConfig(Section):
     async_save: bool = True
     """Copy the state to host memory and write it in a thread while training goes on. false: wait for the files."""
     resume: Annotated[str, AfterValidator(written_out)] = "none"
-    """"none"; "newest" (`--resume`): the newest complete checkpoint of run_dir, or a fresh start without one; or the
-    directory of a checkpoint, from which the run begins while run_dir has none. `--resume` keeps a directory."""
+    """"none"; "newest" (`--resume`): the newest complete checkpoint of run_dir, or a fresh start without one. A
+    directory is the checkpoint where a new run begins; later attempts, also with `--resume`, continue from the run's
+    own."""
     time_limit_s: float | None = Field(None, gt=0)
     """Seconds from the start of the process (or its launcher) until the job is killed. By default SLURM's limit."""
     exit_before_timeout_s: float = Field(0.0, ge=0, le=LONGEST_WAIT_S)

@@ -53,11 +53,11 @@ class RolloutConfig(Section):
     temperature: float = Field(1.0, ge=0.01, le=2)
     """Sampling temperature, up to 2. The trainer's log-probs use the same temperature."""
     top_p: float = Field(1.0, gt=0, le=1)
-    """Nucleus filter. Below 1 it needs a top_k of at most 1,024, or the trainer cannot renormalise its log-probs as the
-    engine does."""
+    """Nucleus filter. Below 1 also set a top_k of at most 1,024. Without it the trainer cannot renormalise its
+    log-probs as the engine does: a run warns, and model.batch_invariant refuses it."""
     min_p: float = Field(0.0, ge=0, le=1)
-    """Leaves out tokens with less than this share of the largest probability, before top_k and top_p. Above 0 it needs
-    a top_k, as top_p does."""
+    """Leaves out tokens with less than this share of the largest probability, before top_k and top_p. Above 0 also
+    set a top_k, as with top_p."""
     top_k: int = Field(-1, ge=-1)
     """Top-k filter, -1 for none. Up to 1,024 samples hold the tokens that each draw could take, in 8 (top_k + 8) bytes
     a token, and the trainer's policy is renormalised over them (docs/samples.md)."""

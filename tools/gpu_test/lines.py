@@ -1,4 +1,4 @@
-"""The table: every line, what it needs, what it expects. The expectations are explained in docs/gpu.md."""
+"""The table: every line, what it needs, what it expects. `python -m tools.gpu_test --list` prints it."""
 
 from __future__ import annotations
 

@@ -20,7 +20,7 @@ MODELOPT = "0.47"
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """The command's options."""
     parser.add_argument("source", type=Path, metavar="SRC", help="Hugging Face directory")
-    parser.add_argument("target", type=Path, metavar="DST", help="directory to write; must not exist")
+    parser.add_argument("target", type=Path, metavar="DST", help="directory to write; absent or empty")
     parser.add_argument("--format", default="fp8", choices=["fp8"], help="format of the weights (default: %(default)s)")
     parser.add_argument(
         "--calibration", metavar="[NAME=]PATH", help="calibration rows; by default the config's data.train"
