@@ -94,7 +94,7 @@ def _write_rows(task: Task, target: Path) -> list[Row]:
     return train
 
 
-def load(start: Path, task: Task, *, temperature: float = 1.0, dtype: torch.dtype = torch.float32) -> ToyPolicy:
+def load(start: Path, task: Task, *, temperature: float = 1.0) -> ToyPolicy:
     """Load the policy that a run starts from.
 
     Raises:
@@ -103,7 +103,7 @@ def load(start: Path, task: Task, *, temperature: float = 1.0, dtype: torch.dtyp
     if not (start / "start.json").exists():
         raise UserError("start.json is missing", where=str(start), fix="make a start with `oblr-megatron study task`")
     transformers_logging.disable_progress_bar()
-    model = Qwen3ForCausalLM.from_pretrained(start / "model", dtype=dtype)
+    model = Qwen3ForCausalLM.from_pretrained(start / "model", dtype=torch.float32)
     return ToyPolicy(model, task.characters, temperature=temperature)
 
 

@@ -167,12 +167,11 @@ def check_vllm_options(options: Mapping[str, Any], *, on_gpu: bool, where: str =
     Raises:
         UserError: names the option.
     """
-    owned = OWNED if on_gpu else OWNED | OWNED_ON_CPU
+    owned, known = OWNED if on_gpu else OWNED | OWNED_ON_CPU, known_options() if options else {}
     for name, value in options.items():
         if name in owned:
             fix = "leave it out" if "set by" not in owned[name] else "leave it out, and use our option"
             raise UserError(f"{name} cannot be passed on: {owned[name]}", where=where, fix=fix)
-        known = known_options()
         if known and name not in known:
             close = difflib.get_close_matches(name, known.keys() - owned.keys(), 1)
             fix = f"write {close[0]}" if close else "see vLLM's EngineArgs for the names"
