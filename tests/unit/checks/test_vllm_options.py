@@ -74,7 +74,7 @@ def test_a_value_of_another_type_is_refused_with_what_vllm_takes(name: str, valu
 
 
 def test_vllms_own_defaults_are_accepted() -> None:
-    """The oracle is the fields of `EngineArgs`. Defaults that are no values of a config (objects, enums) are left out."""
+    """The oracle is `EngineArgs`. Defaults that are no values of a config (objects, enums) are left out."""
     from vllm.engine.arg_utils import EngineArgs
 
     plain = (str, int, float, bool, list, dict, type(None))
