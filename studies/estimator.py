@@ -133,11 +133,12 @@ class Estimator:
     def _coefficients(self, batch: Batch, history: History, step: Step) -> Tensor:
         """Coefficients c [N], or [N, T] for a token-wise rival."""
         algo, weights = self._algo, step.weights
+        tempered = tempering(weights, history.running_mean_norm, algo.norm_power)
         if self._rival is None:
-            values = advantages(algo.baseline, step.rewards, weights, step.lengths, history, algo.norm_power)
+            values = advantages(algo.baseline, step.rewards, weights, step.lengths, history) * tempered
             return self._scaled(values.flatten(), batch)
         values = self._rival.advantages(step)
-        share = self._scaled(tempering(weights, history.running_mean_norm, algo.norm_power).flatten(), batch)
+        share = self._scaled(tempered.flatten(), batch)
         return values.flatten() * share if values.shape == weights.shape else values * share[:, None]
 
     def _kept(self, batch: Batch, coefficients: Tensor, seed: int) -> Tensor:

@@ -27,7 +27,7 @@ from torch import Tensor
 from oblr_megatron.algo.baseline import advantages
 from oblr_megatron.algo.formulas import NO_HISTORY
 from oblr_megatron.algo.thinning import inclusion, sampled_energies
-from oblr_megatron.algo.weighting import sum_of_others
+from oblr_megatron.algo.weighting import sum_of_others, tempering
 from oblr_megatron.config import OptimizerConfig
 from oblr_megatron.config.algo import AlgoConfig
 from oblr_megatron.errors import EXIT_OK
@@ -98,13 +98,13 @@ def draw(policy: ToyPolicy, task: Task, rows: Sequence[Row], size: int, seed: in
     w = own.sum((-2, -1))
     lengths = torch.tensor([[len(sample.tokens) for sample in samples] for samples in drawn])
 
-    def values_of(baseline: str, power: float = 0.0) -> Tensor:
+    def values_of(baseline: str) -> Tensor:
         weights = w if baseline == "pooled" else torch.ones_like(w)
         pooled = sum_of_others((weights * r).sum(-1)) / sum_of_others(weights.sum(-1))
-        history = replace(NO_HISTORY, expected=pooled, running_mean_norm=float(w.mean()))
-        return advantages(baseline, r, w, lengths, history, power)
+        return advantages(baseline, r, w, lengths, replace(NO_HISTORY, expected=pooled))
 
-    values = torch.stack([values_of("pooled", power) for power in POWERS])
+    plain = values_of("pooled")
+    values = torch.stack([plain * tempering(w, float(w.mean()), power) for power in POWERS])
     means = [(values[:, q].float() / size) @ policy.scores(samples) for q, samples in enumerate(drawn)]
     return Responses(
         advantages=values,

@@ -34,7 +34,7 @@ from torch import Tensor
 
 from oblr_megatron.algo.baseline import advantages
 from oblr_megatron.algo.formulas import NO_HISTORY
-from oblr_megatron.algo.weighting import sum_of_others
+from oblr_megatron.algo.weighting import sum_of_others, tempering
 from oblr_megatron.config.baselines import BASELINES, Baseline, facts_of
 from oblr_megatron.errors import EXIT_OK, UserError
 from oblr_megatron.metrics import write_whole
@@ -160,9 +160,9 @@ def token_wise(name: str, group: Group) -> Tensor:
         proxy = PROXIES.get(name)
         norms = {None: group.norms_sq, "logit": group.energies.sum(-1), "length": group.lengths.double()}[proxy]
         baseline = name.partition("[")[0]
-        history = replace(NO_HISTORY, expected=group.pooled.get(name), running_mean_norm=group.mean_norm)
-        power = TEMPERED.get(name, 0.0)
-        values = advantages(OWN.get(baseline, baseline), group.rewards, norms, group.lengths, history, power)
+        history = replace(NO_HISTORY, expected=group.pooled.get(name))
+        values = advantages(OWN.get(baseline, baseline), group.rewards, norms, group.lengths, history)
+        values = values * tempering(norms, group.mean_norm, TEMPERED.get(name, 0.0))
     return values[..., None].expand(shape)
 
 

@@ -16,7 +16,7 @@ from torch import Tensor
 
 from oblr_megatron.algo.formulas import FORMULAS, NO_HISTORY, History
 from oblr_megatron.algo.user_baseline import user_values
-from oblr_megatron.algo.weighting import mean_of_others, tempering
+from oblr_megatron.algo.weighting import mean_of_others
 from oblr_megatron.config.baselines import facts_of
 from oblr_megatron.errors import RunError, UserError
 
@@ -60,22 +60,15 @@ def baseline_values(
         raise RunError(str(error)) from error
 
 
-def advantages(
-    name: str,
-    rewards: Tensor,
-    norms_sq: Tensor,
-    lengths: Tensor,
-    history: History = NO_HISTORY,
-    norm_power: float = 0.0,
-) -> Tensor:
-    """A = (r - b) / divisor [Q, G] fp64, times `weighting.tempering`. Arguments, errors as in `baseline_values`."""
+def advantages(name: str, rewards: Tensor, norms_sq: Tensor, lengths: Tensor, history: History = NO_HISTORY) -> Tensor:
+    """A = (r - b) / divisor [Q, G] fp64. Arguments and errors are those of `baseline_values`."""
     rewards = rewards.to(torch.float64)
     centred = rewards - baseline_values(name, rewards, norms_sq, lengths, history)
     divisors = {"group_std": rewards, "batch_std": rewards.reshape(1, -1), "centred_std": centred.reshape(1, -1)}
     spread = divisors.get(facts_of(name).divisor)
     if spread is not None and spread.shape[1] > 1:  # a single response has no std, and A = 0
         centred = centred / (spread.std(dim=-1, keepdim=True) + STD_EPS)
-    return centred * tempering(sanitize_norms(norms_sq), history.running_mean_norm, norm_power)
+    return centred
 
 
 def active_groups(name: str, rewards: Tensor) -> Tensor:

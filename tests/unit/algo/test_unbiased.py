@@ -13,6 +13,7 @@ from oblr_megatron.algo.baseline import advantages
 from oblr_megatron.algo.formulas import History
 from oblr_megatron.algo.loss import sample_coefficients
 from oblr_megatron.algo.pools import Pools
+from oblr_megatron.algo.weighting import tempering
 from oblr_megatron.config.algo import AlgoConfig
 from oblr_megatron.config.baselines import BASELINES
 from oblr_megatron.types import Prompt, Scored
@@ -26,9 +27,9 @@ MEAN_NORM = 0.7  # of earlier steps
 def group_gradients(toy, name: str, prompt: int, size: int, power: float = 0.0) -> tuple[Tensor, Tensor]:
     """(1/G) sum_i A_i s_i of every group of a prompt [E, D], and the groups' probabilities [E]."""
     picks, probs = toy.groups(prompt, size)
-    values = (tensor[prompt][picks] for tensor in (toy.rewards, toy.norms_sq, toy.lengths))
+    rewards, norms_sq, lengths = (tensor[prompt][picks] for tensor in (toy.rewards, toy.norms_sq, toy.lengths))
     history = History(torch.full((len(picks),), EXPECTED[prompt], dtype=torch.float64), PULL, MEAN_NORM)
-    advantage = advantages(name, *values, history, power)
+    advantage = advantages(name, rewards, norms_sq, lengths, history) * tempering(norms_sq, MEAN_NORM, power)
     return torch.einsum("eg,egd->ed", advantage, toy.scores[prompt][picks]) / size, probs
 
 
