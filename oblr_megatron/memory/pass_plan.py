@@ -56,6 +56,20 @@ def longest_sample(config: Config) -> int:
     return config.data.max_prompt_tokens + config.rollout.max_response_tokens
 
 
+def lengths_that_fill(config: Config) -> list[int]:
+    """Lengths of samples at which a pass may need the most memory, the longest first.
+
+    They are that of the longest sample, and those that put one sample more into a microbatch or one prompt more into a
+    window. Example, samples of at most 9,216 tokens and microbatches of 18,000: [9216, 9000].
+    """
+    longest, bound = longest_sample(config), config.parallel.micro_batch_tokens
+    lengths = [longest, bound // (bound // longest + 1)]
+    if config.gradnorm.mode == "bookkeep":
+        window = config.gradnorm.window_tokens // config.group_size  # for one response of each prompt
+        lengths.append(window // (window // longest + 1))
+    return sorted({length for length in lengths if length > 0}, reverse=True)
+
+
 def num_folds(config: Config) -> int:
     """R, the number of folds: as configured, or one per prompt; 1, over all replicas, if the estimator needs none."""
     if not config.algo.snr.needs_folds:
@@ -113,11 +127,17 @@ def needs_single_samples(hf_config: Mapping[str, Any], *, transformer_engine: bo
 
 
 def passes_of(
-    hf_config: Mapping[str, Any], config: Config, layout: Layout, *, norms: bool, transformer_engine: bool
+    hf_config: Mapping[str, Any],
+    config: Config,
+    layout: Layout,
+    length: int,
+    *,
+    norms: bool,
+    transformer_engine: bool,
 ) -> list[Pass]:
-    """The passes of a step, with `norms` measured or not; mode "auto" counts as "two_pass"."""
+    """The passes of a step over samples of one length; with `norms` they are measured. "auto" counts as "two_pass"."""
     group, mode = config.group_size, config.gradnorm.mode
-    rows = max(1, config.parallel.micro_batch_tokens // longest_sample(config))
+    rows = max(1, config.parallel.micro_batch_tokens // length)
     alone = 1 if needs_single_samples(hf_config, transformer_engine=transformer_engine) else rows
     prompts = prompts_of_a_run(config, layout)
     share = prompts * group
@@ -129,7 +149,7 @@ def passes_of(
     if mode == "stash":
         return [Pass("stash", config.stash_size, 1)]
     if mode == "bookkeep":
-        fit = max(1, config.gradnorm.window_tokens // (group * longest_sample(config)))  # prompts in a window
+        fit = max(1, config.gradnorm.window_tokens // (group * length))  # prompts in a window
         window = min(prompts, fit) * group
         return [Pass("bookkeep", window, min(alone, window))]
     mine = samples_of_a_rank(config, layout)

@@ -175,7 +175,7 @@ def _too_large(config: Config, estimates: Mapping[str, MemoryEstimate], free_byt
 def _cost(hf_config: Mapping[str, Any], config: Config, layout: Layout, mode: str, *, on_gpu: bool) -> float:
     """Expected time of a step, in units of a plain step without a pipeline."""
     tokens = longest_sample(config)
-    run = passes_of(hf_config, config, layout, norms=True, transformer_engine=False)[0]
+    run = passes_of(hf_config, config, layout, tokens, norms=True, transformer_engine=False)[0]
     bubble = (config.parallel.pipeline_model_parallel_size - 1) / run.microbatches
     ratio = norm_over_product(hf_config, tokens)
     moved = BYTES_MOVED * FLOPS_A_BYTE[on_gpu] / (6 * tokens)

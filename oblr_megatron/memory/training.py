@@ -23,7 +23,7 @@ from typing import Any
 
 from oblr_megatron.config import Config
 from oblr_megatron.formatting import size
-from oblr_megatron.memory.pass_plan import Layout, folds_of_a_rank, longest_sample, passes_of
+from oblr_megatron.memory.pass_plan import Layout, folds_of_a_rank, lengths_that_fill, passes_of
 from oblr_megatron.memory.peak import PassOnRank, update_moment
 from oblr_megatron.memory.rank_shapes import ELEMENT_BYTES, RankSizes
 
@@ -119,11 +119,12 @@ def estimate_stage(
     sizes = RankSizes.of(hf_config, config, stage, on_gpu=on_gpu, transformer_engine=transformer_engine)
     updated = updated_elements(sizes, config, world_size)
     moments, gathered = [update_moment(sizes, config, updated, on_gpu=on_gpu)], 0
-    for run in passes_of(hf_config, config, layout, norms=config.measures_norms, transformer_engine=transformer_engine):
-        tokens = sizes.tokens(run.rows, longest_sample(config))
-        on_rank = PassOnRank(sizes, config, run, tokens, stage, on_gpu)
-        moments += [replace(moment, in_folds=run.kind != "norms") for moment in on_rank.moments()]
-        gathered = max(gathered, on_rank.gathered)
+    of_passes = {"norms": config.measures_norms, "transformer_engine": transformer_engine}
+    for length in lengths_that_fill(config):
+        for run in passes_of(hf_config, config, layout, length, **of_passes):
+            on_rank = PassOnRank(sizes, config, run, sizes.tokens(run.rows, length), stage, on_gpu)
+            moments += [replace(moment, in_folds=run.kind != "norms") for moment in on_rank.moments()]
+            gathered = max(gathered, on_rank.gathered)
 
     weights = (sizes.parameters + sizes.adapter_parameters) * sizes.element
     main_grad = sum(sizes.trained) * sizes.wide

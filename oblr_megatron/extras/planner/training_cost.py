@@ -57,9 +57,9 @@ class _Step:
 
     def phases(self) -> dict[str, Phase]:
         """The phases of the step in order."""
-        hf, engine = self.setting.hf_config, self.setting.transformer_engine
+        hf, engine, length = self.setting.hf_config, self.setting.transformer_engine, longest_sample(self.config)
         wanted = self.config.measures_norms
-        passes = passes_of(hf, self.config, self.layout, norms=wanted, transformer_engine=engine)
+        passes = passes_of(hf, self.config, self.layout, length, norms=wanted, transformer_engine=engine)
         gradient = scaled(self.through(passes[-1], self.forward_and_backward), self.config.algo.keep)
         whole = added(gradient, self.forward_only(), self.per_fold(), self.reduced(), self.fixed())
         return {

@@ -178,6 +178,29 @@ def test_the_longest_samples_are_expected() -> None:
     assert 1.9 < long.activations / short.activations < 2.1 and long.weights == short.weights
 
 
+@pytest.mark.parametrize("packing", ["rows", "packed"])
+def test_shorter_samples_that_fill_a_microbatch_are_expected(packing: str) -> None:
+    """A bound one token short of two longest samples admits two of nearly that length."""
+
+    def activations(bound: int) -> int:
+        parallel = {"packing": packing, "micro_batch_tokens": bound}
+        return estimated(algo={"baseline": "rloo"}, parallel=parallel).activations
+
+    one, short, two = (activations(bound) for bound in (TOKENS, 2 * TOKENS - 1, 2 * TOKENS))
+    assert short == pytest.approx(two, rel=0.02) and two > 1.5 * one
+    assert activations(TOKENS // 2) == one, "a longer sample is a microbatch of its own"
+
+
+def test_shorter_samples_that_fill_a_window_are_expected() -> None:
+    group = step_config(TOKENS).group_size
+
+    def norms(tokens: int) -> int:
+        return estimated(prompts=2, algo={"snr": {"num_folds": 1}}, **mode("bookkeep", window_tokens=tokens)).norms
+
+    one, short, two = (norms(tokens) for tokens in (group * TOKENS, 2 * group * TOKENS - 1, 2 * group * TOKENS))
+    assert short == pytest.approx(two, rel=0.02) and two > 1.5 * one
+
+
 def test_buffers_that_are_given_back_are_gone_and_come_back(parallel: Parallel) -> None:
     """The next step allocates them again and gives the same gradient as a step that found them."""
     hf_config, config = tiny_config(**SIZES), step_config(TOKENS, **mode("stash"))
