@@ -76,7 +76,8 @@ class SampleGradients:
         self._model, self._window_tokens = model, window_tokens
         self._rules, self._reducer = classify(model), Reducer(model.parallel)
         self._buffers: list[GradientBuffer] = []
-        self.single = mode == "stash" or rules_need_single_samples(self._rules)
+        shared = model.parallel.block_size > 1  # norms are summed over replicas, which must agree on their number
+        self.single = mode == "stash" or shared or rules_need_single_samples(self._rules)
         """Whether the microbatches of a pass must hold one sample each."""
 
     def release(self) -> None:

@@ -172,10 +172,10 @@ def test_only_the_key_and_only_the_policy_replays(model: str) -> None:
 SHARES = ([True, True, False, True], [False, True, False, False])
 
 
-def of_some_prompts(path: str) -> list[torch.Tensor]:
+def of_some_prompts(path: str, ep: int = 2, lora: dict[str, Any] | None = None) -> list[torch.Tensor]:
     """Norms of the prompts in each share, by replicas that all hold a part of every expert."""
-    with layout(ep=2) as parallel:
-        config = config_of(path, MODES["two_pass"], folds=2)
+    with layout(ep=ep) as parallel:
+        config = config_of(path, MODES["two_pass"], folds=2, lora=lora)
         gradients = StepGradient(policy_of(path, parallel, config), config)
         step = whole_step(Batch([], make_samples(), scored()))
         return [gradients.norms(step, torch.tensor(share)) for share in SHARES]
@@ -190,3 +190,13 @@ def test_norms_of_some_prompts_where_replicas_share_experts(model: str) -> None:
         for norms, share in zip(norms_of, torch.tensor(SHARES), strict=True):
             assert not norms[~share].any() and norms[share].any()
             torch.testing.assert_close(norms[share & active], whole[share & active], rtol=RTOL, atol=0)
+
+
+def test_norms_of_adapters_of_attention_where_replicas_share_experts(model: str) -> None:
+    """The experts are frozen, but replicas still go through them together. The norms are those of one rank."""
+    lora = LORA | {"targets": ["q_proj", "k_proj", "v_proj", "o_proj"]}
+    (whole,) = run_ranks(of_some_prompts, 1, model, 1, lora)
+    for found in run_ranks(of_some_prompts, 2, model, 2, lora):
+        for norms, expected_norms in zip(found, whole, strict=True):
+            assert norms.any()
+            torch.testing.assert_close(norms, expected_norms, rtol=RTOL, atol=0)
