@@ -169,6 +169,7 @@ class EngineServer:
             raise RunError(f"it is asleep ({', '.join(sorted(self._asleep))})")
         self._state.check_usable(holding)
         if not (self.sampling or keep_prefixes):
+            self._settle()
             self._llm.reset_prefix_cache()
         if not asked:
             self._replies.append(Reply([], number=call))
@@ -230,6 +231,7 @@ class EngineServer:
             if self._state.adapts:
                 self._on_models(install)
                 self._lora = lora_request()
+            self._settle()
             check_reset(self._llm.reset_prefix_cache())
             if not self._state.adapts and not self._state.holding.version:  # later pushes have the same tensors
                 self._check_written()
@@ -263,6 +265,7 @@ class EngineServer:
 
     def sleep(self, level: int) -> None:
         """Free GPU memory. Level 1 moves the weights to host memory; level 2 drops them, so a push must follow."""
+        self._settle()
         self._llm.sleep(level=level)
         self._asleep = {"weights", "kv_cache"}
         if level > 1:
@@ -291,6 +294,16 @@ class EngineServer:
     def _on_models(self, function: Callable[[Any], Any]) -> list[Any]:
         """A function of every worker's model."""
         return call_workers(self._llm, "apply_model", fn=function)
+
+    def _settle(self) -> None:
+        """Take the results of steps that vLLM has begun ahead, before the prefix cache is emptied.
+
+        With asynchronous scheduling a step may be under way when the last response ends. Its routes would meet an
+        emptied cache in the next step, where vLLM (0.32, `aux_output_connector.worker`) asserts that none are left.
+        """
+        engine = self._llm.llm_engine
+        while engine.engine_core.engine_core.batch_queue:  # None if steps are not scheduled ahead
+            engine.step()
 
     def _decode(self) -> dict[int, Groups]:
         """One decoding step: the groups that it has completed, by their calls."""

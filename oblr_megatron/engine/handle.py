@@ -332,8 +332,10 @@ class VllmEngine:
         if reply.error is None:
             return reply
         message = f"{self.spec.name} failed while {self.owner} waited for {what}: {reply.error}"
-        if reply.kind is EngineLostError:
+        elsewhere = self.spec.tensor_parallel_size > 1 and not self._ready  # vLLM's error does not say why one failed
+        if reply.kind is EngineLostError or elsewhere:
             message += f"; {self._memory()}{log_tail(self.log)}"
+        if reply.kind is EngineLostError:
             self._lose(message)
         raise reply.kind(message)
 

@@ -182,6 +182,7 @@ def run(spec: EngineSpec, host: str, port: int, key: str) -> int:
     """Start the engine, and serve it until SIGINT, SIGTERM or its end; returns the exit status.
 
     Raises:
+        UserError: the port was taken while the engine started.
         RunError: the engine did not start, or has died.
     """
     channel, process = launch(spec)
@@ -206,7 +207,10 @@ async def _serve(channel: Channel, host: str, port: int, key: str) -> None:
     pings = asyncio.create_task(engine.ping())
     runner = make_runner(Door(engine, key))
     await runner.setup()
-    await web.TCPSite(runner, host, port, backlog=1024).start()
+    try:
+        await web.TCPSite(runner, host, port, backlog=1024).start()
+    except OSError as error:  # another program has come first: engines take minutes to start
+        raise http.cannot_listen(host, port, error) from None
     print(f"listening on http://{host}:{port}", flush=True)
     await asyncio.wait(ends, return_when=asyncio.FIRST_COMPLETED)
     pings.cancel()

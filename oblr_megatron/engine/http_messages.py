@@ -22,7 +22,7 @@ from pydantic import BaseModel, ConfigDict
 
 from oblr_megatron.engine.protocol import PromptRequest
 from oblr_megatron.engine.routes import routes_of
-from oblr_megatron.errors import RunError
+from oblr_megatron.errors import RunError, UserError
 from oblr_megatron.types import RECORDED, Sample
 from oblr_megatron.weights.adapter import AdapterShape
 
@@ -214,6 +214,12 @@ def shapes_digest(shapes: Mapping[str, Sequence[int]]) -> str:
     """A hash of all tensor names and shapes: it differs between architectures."""
     listing = json.dumps(sorted((name, list(shape)) for name, shape in shapes.items()))
     return hashlib.sha256(listing.encode()).hexdigest()[:16]
+
+
+def cannot_listen(host: str, port: int, error: Exception) -> UserError:
+    """What a server says that cannot have its address."""
+    fix = "choose another port or address"
+    return UserError(f"cannot listen on {host}:{port}: {error}", where="--host, --port", fix=fix)
 
 
 def is_loopback(host: str) -> bool:

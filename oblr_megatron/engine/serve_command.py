@@ -173,7 +173,7 @@ def check_exposure(host: str, key: str, variable: str) -> None:
 
 def check_address(host: str, port: int) -> None:
     """Refuse (UserError) a taken port, an address of another machine, and a name that only this machine can reach."""
-    from oblr_megatron.engine.http_messages import is_loopback
+    from oblr_megatron.engine.http_messages import cannot_listen, is_loopback
 
     try:
         family, kind, protocol, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
@@ -181,8 +181,7 @@ def check_address(host: str, port: int) -> None:
             probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
             probe.bind(address)
     except (OSError, OverflowError) as error:
-        what = f"cannot listen on {host}:{port}: {error}"
-        raise UserError(what, where="--host, --port", fix="choose another port or address") from None
+        raise cannot_listen(host, port, error) from None
     if is_loopback(str(address[0])) and not is_loopback(host):
         what = f"{host} is {address[0]} here, which no other machine can reach"
         fix = f"correct the line of {host} in /etc/hosts, or give an interface's address"

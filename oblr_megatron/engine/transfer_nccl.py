@@ -14,11 +14,13 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from vllm.distributed.parallel_state import get_tp_group
 from vllm.distributed.weight_transfer.nccl_common import NCCLWeightTransferInitInfo
 from vllm.distributed.weight_transfer.nccl_engine import NCCLWeightTransferEngine
 
 from oblr_megatron.engine.transfer import RestartableReload, ShmUpdateInfo
 from oblr_megatron.errors import RunError, WeightError
+from oblr_megatron.runtime.collectives import attempt, raise_on_all
 from oblr_megatron.weights.device_buffer import device_checksum
 from oblr_megatron.weights.shm import compare_checksums
 
@@ -52,20 +54,27 @@ class CheckedNcclWeightTransferEngine(RestartableReload, NCCLWeightTransferEngin
     def receive_weights(self, update_info: ShmUpdateInfo) -> None:  # type: ignore[override]
         """Receive a bucket from the trainer, check it, and load its tensors.
 
+        If a worker of the engine cannot use what it received, none loads: a quantized load reduces over all of them.
+
         Raises:
             RunError: they did not come in time. The trainer has given up before, and opens another communicator.
-            DamagedError: the bytes differ from those that were sent.
+            DamagedError: the bytes differ from those that were sent, here or at another worker.
             WeightError: a tensor comes in pieces, which the reload cannot load.
         """
         if self.model_update_group is None:
             raise WeightError("there is no communicator with the trainer")
         received = torch.empty(update_info.used, dtype=torch.uint8, device=self.device)
         self.model_update_group.broadcast(received, src=0, stream=torch.cuda.current_stream())
+        workers = get_tp_group().cpu_group if self.parallel_config.world_size > 1 else None
+        raise_on_all(attempt(lambda: self._complete(received, update_info)), workers)
+        model: Any = self.model
+        model.load_weights(_tensors(update_info, received))
+
+    def _complete(self, received: Tensor, update_info: ShmUpdateInfo) -> None:
+        """Wait for the broadcast, and compare the checksum."""
         self._wait()
         if update_info.checksum is not None:
             compare_checksums(device_checksum(received), update_info.checksum, update_info.bucket().parts)
-        model: Any = self.model
-        model.load_weights(_tensors(update_info, received))
 
     def _wait(self) -> None:
         """Wait for the broadcast. Its kernel never ends if the trainer is gone, unless the communicator is aborted."""

@@ -6,6 +6,8 @@ from collections.abc import Mapping
 from typing import Any
 
 import torch
+import torch._dynamo.config
+import torch._inductor.config
 from megatron.core.transformer.transformer_config import TransformerConfig
 from torch import Tensor, nn
 from transformers import CONFIG_MAPPING, PreTrainedConfig
@@ -109,15 +111,16 @@ def _kernels(device: torch.device, *, transformer_engine: bool) -> dict[str, Any
     """Fused kernels only with CUDA: otherwise megatron-core would compile them with a C++ compiler, or fail.
 
     megatron-core compiles them with torch.compile. Past its limit of 8 forms, torch would run a function uncompiled,
-    with more memory and only a warning (seen on an H200).
+    with more memory and only a warning (seen on an H200). Processes that compile for torch would be ended by the signal
+    that asks a job to save, and the rank would wait for them for ever; so it compiles by itself.
 
     megatron-core's own rotary embedding of packed samples waits for the GPU, for q and for k in each layer. Transformer
     Engine's kernel does not (not yet run on a GPU).
     """
     fused = device.type == "cuda"
     if fused:
-        limits = torch._dynamo.config
-        limits.recompile_limit = max(limits.recompile_limit, COMPILED_FORMS)
+        _set_in_all_threads(torch._dynamo.config, "recompile_limit", COMPILED_FORMS)
+        _set_in_all_threads(torch._inductor.config, "compile_threads", 1)
     return {
         "bias_activation_fusion": fused,
         "bias_dropout_fusion": fused,
@@ -125,6 +128,15 @@ def _kernels(device: torch.device, *, transformer_engine: bool) -> dict[str, Any
         "apply_rope_fusion": transformer_engine,
         "persist_layer_norm": False,
     }
+
+
+def _set_in_all_threads(config: Any, name: str, value: int) -> None:
+    """Change the default of a setting of torch's compiler.
+
+    An assigned value would hold in one thread (torch 2.13). A backward pass on a GPU, with its recomputation, runs in
+    another one.
+    """
+    config._config[name].default = value
 
 
 def _leave_as_is(weight: Tensor) -> None:

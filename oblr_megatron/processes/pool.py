@@ -17,6 +17,8 @@ from __future__ import annotations
 
 import json
 import os
+import socket
+import struct
 import threading
 from collections.abc import Callable, Sequence
 from concurrent.futures import CancelledError, Future, ThreadPoolExecutor
@@ -182,7 +184,11 @@ class Pool:
             self._idle.put(place)
 
     def _send(self, place: _Place, message: bytes) -> Connection:
-        """Send a message to the place's worker, and return its pipe. One that died while idle is replaced once."""
+        """Send a message to the place's worker, and return its pipe.
+
+        A worker that died while idle, or does not read, is replaced once. The latter may have a thread that a call left
+        behind, and that holds the interpreter lock.
+        """
         try:
             pipe = self._pipe(place)
             pipe.send_bytes(message)
@@ -203,6 +209,8 @@ class Pool:
                     target, self._options, what=self._what, owner="the trainer", start_s=START_S
                 )
             worker = self._server.fork()
+            half = divmod(max(1, round(self.limit_s / 2 * 1e6)), 1_000_000)  # two writes wait: one sends a part
+            worker.socket.setsockopt(socket.SOL_SOCKET, socket.SO_SNDTIMEO, struct.pack("ll", *half))  # a timeval
             place.own = worker, Connection(worker.socket.detach())
         return place.own[1]
 

@@ -92,6 +92,15 @@ def raise_first(outcomes: Sequence[Outcome[Any]], own: Outcome[Any]) -> None:
     raise error
 
 
+def raise_on_all(own: Outcome[Any], group: dist.ProcessGroup | None) -> None:
+    """`raise_first` with the outcomes of a CPU group's ranks, within its own timeout; None: of this rank alone."""
+    outcomes: list[Outcome[Any]] = [own]
+    if group is not None:
+        outcomes *= group.size()
+        dist.all_gather_object(outcomes, replace(own, value=None, exception=None), group)
+    raise_first(outcomes, own)
+
+
 def timed_out(error: RuntimeError) -> bool:
     """Whether gloo gave up waiting. Otherwise a rank has died and closed its connection."""
     return "timed out" in str(error).lower()

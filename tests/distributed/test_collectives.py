@@ -5,6 +5,7 @@ Not covered: engines (tests/e2e/test_recovery.py), NCCL.
 
 from __future__ import annotations
 
+from contextlib import nullcontext
 from datetime import timedelta
 from typing import Any
 
@@ -21,7 +22,7 @@ from oblr_megatron.errors import (
     UnwrittenError,
 )
 from oblr_megatron.runtime import collectives
-from oblr_megatron.runtime.collectives import Collectives, attempt, raise_first
+from oblr_megatron.runtime.collectives import Collectives, attempt, raise_on_all
 from tests.distributed.launch import run_ranks
 
 RANKS = 3
@@ -60,8 +61,11 @@ def one_case(exchange: Collectives, rank: int, failure: BaseException | None) ->
 
     own = attempt(call)
     outcomes = exchange.gather(own, what="a case", seconds=60)
+    alone = nullcontext() if failure is None else pytest.raises(type(failure))
+    with alone:
+        raise_on_all(own, None)
     try:
-        raise_first(outcomes, own)
+        raise_on_all(own, dist.group.WORLD)
     except Exception as error:  # noqa: BLE001  whatever it is, the test wants to know
         assert getattr(error, "raised_on_all_ranks", False), "the ranks go on alike, and save the state"
         return [outcome.value for outcome in outcomes], type(error)

@@ -33,9 +33,13 @@ class Vllm:
 
     def __init__(self, tokens: dict[str, int], error: Exception | None = None) -> None:
         self.tokens, self.error, self.aborted = tokens, error, list[str]()
-        self.llm_engine = self
+        self.llm_engine = self.engine_core = self
+        self.batch_queue: list[str] | None = None  # steps begun ahead
+        self.left_at_resets = list[int]()
 
     def step(self) -> list[Any]:
+        if self.batch_queue:
+            self.batch_queue.pop()
         if self.error is not None:
             raise self.error
         return [self.output(name, token) for name, token in self.tokens.items()]
@@ -55,6 +59,10 @@ class Vllm:
 
     def sleep(self, level: int) -> None:
         raise RuntimeError("CUDA error")
+
+    def reset_prefix_cache(self) -> bool:
+        self.left_at_resets.append(len(self.batch_queue or ()))
+        return True
 
 
 class Server(EngineServer):
@@ -98,6 +106,17 @@ def test_responses_of_one_step_go_to_their_calls() -> None:
     server = Server(Vllm(dict.fromkeys(CALLS, 3)), CALLS)
     found = {reply.number: [number for number, _ in reply.value] for reply in server.step()}
     assert found == {1: [0, 1], 2: [2], 3: [3]} and not server.sampling
+
+
+def test_the_cache_is_emptied_after_the_steps_that_were_begun_ahead() -> None:
+    """Routes of a step under way would be lost in the middle of vLLM's books, which ends the engine."""
+    vllm = Vllm({})
+    server = Server(vllm, {})
+    for vllm.batch_queue in (["ahead", "last"], [], None):
+        assert [reply.error for reply in server.answer(Call("sample", {"asked": []}))] == [None]
+    vllm.batch_queue = ["ahead"]
+    assert "CUDA error" in (server.answer(Call("sleep", {"level": 1}))[0].error or "") and not vllm.batch_queue
+    assert vllm.left_at_resets == [0, 0, 0]
 
 
 def test_a_response_that_max_model_len_could_cut_is_refused() -> None:

@@ -9,8 +9,9 @@ from types import SimpleNamespace
 
 import pytest
 
+from oblr_megatron.engine.channel import Reply
 from oblr_megatron.engine.handle import GRACE_SECONDS, VllmEngine
-from oblr_megatron.errors import EngineLostError
+from oblr_megatron.errors import EngineLostError, RunError
 from oblr_megatron.formatting import log_tail
 
 NO_PROCESS = 2**22 + 1  # above the largest process id
@@ -46,6 +47,22 @@ def test_a_log_that_is_gone_does_not_hide_the_loss(tmp_path: Path) -> None:
     error = engine._died("64 samples")
     assert isinstance(error, EngineLostError) and "waited for 64 samples" in str(error)
     assert "removed.log cannot be read" in str(error)
+
+
+@pytest.mark.parametrize(("ranks", "ready", "shown"), [(2, False, True), (2, True, False), (1, False, False)])
+def test_the_log_is_shown_where_another_process_knows_why_a_start_failed(
+    ranks: int, ready: bool, shown: bool, tmp_path: Path
+) -> None:
+    log = tmp_path / "engine-0.log"
+    log.write_text("ValueError: 3 GiB are free\n")
+    engine, _ = unkillable(log)
+    reply = Reply(error="Exception: see stack trace for root cause", kind=RunError, number=1)
+    channel = SimpleNamespace(receive=lambda deadline, alive: reply)
+    spec = SimpleNamespace(name="engine 0", device="cpu", tensor_parallel_size=ranks)
+    vars(engine).update(_ready=ready, _number=1, _channel=channel, spec=spec)
+    with pytest.raises(RunError, match="waited for the start: Exception: see stack trace") as caught:
+        engine._receive("the start", 0.0, 60.0)
+    assert ("3 GiB are free" in str(caught.value)) == shown
 
 
 def test_only_the_end_of_a_log_is_read(tmp_path: Path) -> None:

@@ -22,6 +22,7 @@ from oblr_megatron.engine import http_messages as http
 from oblr_megatron.engine.channel import Call, Channel, Reply
 from oblr_megatron.engine.http_door import Door, Refused, check_access, make_runner
 from oblr_megatron.engine.protocol import PromptRequest, SamplingRequest
+from oblr_megatron.errors import UserError
 from oblr_megatron.weights.manifest import TensorSpec
 
 HEAD = b"POST %s HTTP/1.1\r\nHost: 127.0.0.1\r\n"
@@ -226,6 +227,16 @@ def answer(connection: socket.socket) -> bytes:
 def post(port: int, body: bytes, path: str = http.PATHS["sample"]) -> bytes:
     head = HEAD % path.encode() + b"Connection: close\r\nContent-Length: %d\r\n\r\n" % len(body)
     return answers(connect(port, head + body))
+
+
+def test_a_port_that_was_taken_while_the_engine_started(app: App, port: int) -> None:
+    ours, theirs = socket.socketpair()
+    with (
+        ours,
+        theirs,
+        pytest.raises(UserError, match=rf"cannot listen on 127\.0\.0\.1:{port}: .*in use.*--host, --port"),
+    ):
+        asyncio.run(http_door._serve(Channel(ours), "127.0.0.1", port, ""))
 
 
 def test_half_sent_requests_are_closed(app: App, port: int) -> None:

@@ -133,6 +133,16 @@ def test_a_killed_worker_or_fork_server_is_replaced() -> None:
         assert third is not None and third not in (first, second)
 
 
+def test_a_worker_that_does_not_read_is_replaced() -> None:
+    """It may be held by a thread that an earlier call has left. The message is larger than a socket's buffer."""
+    with make("process_id", num_workers=1, deadline_s=1.0) as pool:
+        first = pool.ask("", "", "").value
+        assert first is not None
+        os.kill(int(first), signal.SIGSTOP)
+        second = pool.ask("x" * 2**21, "", "").value
+        assert second is not None and second != first and not is_running(int(first))
+
+
 def test_workers_ignore_the_signals_that_stop_a_run() -> None:
     """SLURM sends the signal to every process of the job, but the current step must still be scored."""
     with make("process_id", num_workers=1) as pool:
