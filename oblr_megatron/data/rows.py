@@ -20,6 +20,7 @@ MOST_DIGITS = 50
 
 NO_TEXT = "is no text and no number but"
 KINDS = {list: "a list", dict: "a table", bool: "a truth value"}
+FALSE = ("false", "0", "no", "n", "f", "none", "null", "nan")  # texts, as a conversion from CSV leaves them
 LOST_BACKSLASH = "a control character in place of a LaTeX command's backslash"
 _LOST_BACKSLASH = re.compile(
     r"[\x00-\x08\x0b\x0e-\x1f](?=[A-Za-z])|\x0c(?=[a-z])|\r(?:ight|ho|m|angle|floor|ceil)(?![a-z])"
@@ -141,7 +142,8 @@ def _row(
     if not (answer or unanswered):
         unboxed = [name for name in answers if name in convention.solutions and text(_field(values, name)).strip()]
         raise _UnusableError(f"no \\boxed in {unboxed[0]!r}") if unboxed else _no_answer(values, answers)
-    if training and values.get("overlaps_benchmark"):
+    flag = values.get("overlaps_benchmark")
+    if training and flag and str(flag).strip().casefold() not in ("", *FALSE):
         raise _UnusableError("flagged overlaps_benchmark")
     row = Row(
         row=record.number,

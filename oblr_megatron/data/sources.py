@@ -38,6 +38,7 @@ BATCH_ROWS = 1024  # rows per read
 _REPEATED = ("huggingface_hub.utils._http", "datasets.packaged_modules.parquet.parquet")
 """Loggers of failed requests and damaged files. Our own error says the same once."""
 ONE_PER_LINE = "write one JSON object per line, instead of one array"
+NOT_JSON = "not JSON"
 LONE_BACKSLASH = "not JSON: a backslash that is not doubled"
 _CANNOT = "cannot read the data set"
 
@@ -243,7 +244,7 @@ def _json_lines(path: Path) -> Iterator[Record]:
                 line = stored.removeprefix(b"\xef\xbb\xbf") if number == 0 else stored  # a byte-order mark
                 if not line.strip():
                     continue
-                if line.strip() == b"[" and not begun:
+                if not begun and line.lstrip().startswith(b"[") and _parse(line) == NOT_JSON:
                     raise UserError(f"{_CANNOT}: it begins with '['", where=str(path), fix=ONE_PER_LINE)
                 begun = True
                 yield Record(path.stem, number, _parse(line), str(path))
@@ -265,7 +266,7 @@ def _parse(line: bytes) -> dict[str, Any] | str:
     except UnicodeDecodeError:
         return "not UTF-8"
     except (ValueError, RecursionError) as error:  # deep nesting ends in a RecursionError
-        return LONE_BACKSLASH if str(error).startswith("Invalid \\escape") else "not JSON"
+        return LONE_BACKSLASH if str(error).startswith("Invalid \\escape") else NOT_JSON
     return record if isinstance(record, dict) else "not a JSON object"
 
 

@@ -20,7 +20,7 @@ from oblr_megatron.environments.registry import check_environment
 from oblr_megatron.errors import RunError, UserError
 from oblr_megatron.evaluation.answers import evaluate
 from oblr_megatron.evaluation.items import Item, Sink, append, items_path
-from oblr_megatron.evaluation.setup import config_of, load_sets, named_sets, opened
+from oblr_megatron.evaluation.setup import config_of, load_sets, named_sets, opened, warn_of_golds
 from oblr_megatron.evaluation.summary import SetReport
 from oblr_megatron.metrics import write_whole
 from oblr_megatron.observe.console import progress
@@ -91,7 +91,9 @@ def check(options: argparse.Namespace) -> EvalTask:
         check_slot(config.engine_dtype, on_gpu=on_gpu, where="--adapter", fix=fix)
     if on_gpu:
         refuse(build_problem())
-    sets = load_sets(sources, config, model.tokenizer())
+    tokenizer = model.tokenizer()
+    sets = load_sets(sources, config, tokenizer)
+    warn_of_golds(sets, config, tokenizer)
     if options.out is not None:
         _create(options.out)
     return EvalTask(model, adapter, config, sets, options.out, file)

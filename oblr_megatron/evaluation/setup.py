@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import logging
 import re
 import sys
 from collections.abc import Iterator, Mapping, Sequence
@@ -28,6 +29,9 @@ if TYPE_CHECKING:
     from oblr_megatron.engine.protocol import RolloutEngine
     from oblr_megatron.rewards.base import Reward
     from oblr_megatron.types import Prompt
+
+
+logger = logging.getLogger(__name__)
 
 
 def config_of(options: argparse.Namespace, model: HFDir, given: Mapping[str, Any]) -> Config:
@@ -119,6 +123,15 @@ def load_sets(
         return {}
     limit, data = config.evaluate.num_prompts, data_for(config)
     return {name: list(read_prompts(source, data, tokenizer, limit=limit)) for name, source in sources.items()}
+
+
+def warn_of_golds(sets: Mapping[str, Sequence[Prompt]], config: Config, tokenizer: PreTrainedTokenizerBase) -> None:
+    """One line for each set with golds that no response equals: accuracy would be 0 for reasons of the data."""
+    from oblr_megatron.checks.lengths import longest_evaluated
+    from oblr_megatron.rewards.reachable import doubts
+
+    for line in doubts(sets.items(), config.reward, tokenizer, max_tokens=longest_evaluated(config)):
+        logger.warning(line)
 
 
 @contextmanager

@@ -85,7 +85,7 @@ def _check_data(options: argparse.Namespace, source: HFDir) -> QuantizeTask:
     from oblr_megatron.checks.machine import check_head_size
     from oblr_megatron.config import with_own_scores
     from oblr_megatron.data.sources import named_source
-    from oblr_megatron.evaluation.setup import config_of, load_sets, named_sets
+    from oblr_megatron.evaluation.setup import config_of, load_sets, named_sets, warn_of_golds
     from oblr_megatron.extras.quantize.accuracy import vllm_computes_fp8
     from oblr_megatron.extras.quantize.calibration import read_rows
     from oblr_megatron.extras.quantize.pipeline import QuantizeTask
@@ -105,6 +105,7 @@ def _check_data(options: argparse.Namespace, source: HFDir) -> QuantizeTask:
         check_reward(config.reward, max_response_tokens=config.rollout.max_response_tokens)
         check_rows(config.reward, sources.values())
     sets = load_sets(sources, config, tokenizer)
+    warn_of_golds(sets, config, tokenizer)
     check_space(options.target.parent, source.num_bytes)
     engine = options.accuracy_engine
     if engine == "auto":

@@ -13,7 +13,17 @@ from typing import NoReturn
 
 from oblr_megatron.rewards.verifier.leaf import LETTER, Symbolic, equal_leaves, has_variable, operators
 from oblr_megatron.rewards.verifier.normalize import compact, normalize
-from oblr_megatron.rewards.verifier.structure import GREEK, Group, Leaf, Named, Node, Relation, has_grouping, parse
+from oblr_megatron.rewards.verifier.structure import (
+    GREEK,
+    Group,
+    Leaf,
+    Named,
+    Node,
+    Relation,
+    domains,
+    has_grouping,
+    parse,
+)
 
 MAX_CACHED_CHARS = 200  # longer texts are rare and their parses are large
 MAX_INLINE_ITEMS = 32  # longer lists are compared in a worker, under its deadline
@@ -60,6 +70,9 @@ def equal_answers(prediction: str, gold: str, symbolic: Symbolic) -> bool:
                 others = set(_HEDGED.findall(rest)) - {letter}  # "A. B or C" chooses nothing
                 return choice.group(1) == letter and not others
             prediction = rest or prediction
+    sets, given_sets = domains(normalize(gold)), domains(normalize(prediction))
+    if any(given_sets.get(name, domain) != domain for name, domain in sets.items()):
+        return False
     return _equal_in_some_reading(_read(gold)[1], _read(prediction)[1], symbolic)
 
 

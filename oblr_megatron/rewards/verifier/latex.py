@@ -31,7 +31,11 @@ _FRACTION_TIMES = re.compile(  # 1/2 x and 1/2\pi are x/2 and \pi/2; the grammar
 )
 _TRIGONOMETRIC = re.compile(r"\\(?:sin|cos|tan|cot|sec|csc)")
 _TIMES_BRACKET = re.compile(r"(?<![0-9.])([0-9.]+)\s*\(")  # the grammar reads 2(\frac{1}{2}) as a mixed number
-_GAMMA = re.compile(r"\\gamma(?![A-Za-z])")  # to the grammar a function and Euler's constant; no answer has \varsigma
+_POWER_T = re.compile(r"(?<!matrix\})\^\s*(?:\{\s*T\s*\}|T)")  # the grammar drops it, as the transpose of a scalar
+_LETTER = re.compile(r"\\Gamma(?![A-Za-z])(?!\s*\()|\\[A-Za-z]+|I")
+_OTHER_LETTERS = {r"\gamma": r"\varsigma ", r"\Gamma": r"\varpi ", "I": r"\wp "}
+"""Letters that the grammar reads as Euler's constant, as a function or as the imaginary unit, whose powers and indices
+it drops -> letters that no answer has."""
 _FUNCTION_ARGUMENT = re.compile(rf"({FUNCTIONS})\s*\{{(\([^{{}}]*\))\}}")  # \sin{(x)}^{2} is \sin(x)^{2}
 _WHOLE_AND_FRACTION = re.compile(r"(?<![0-9.])([0-9]+)\s*(\\frac\{\s*([0-9]+)\s*\}\{\s*([0-9]+)\s*\})")
 _ANGLE = re.compile(r"([0-9]+|\\[A-Za-z]+|[A-Za-z])\s*°")
@@ -48,7 +52,8 @@ def read(text: str) -> Any:
     text = _FACTORIAL_POWER.sub(r"(\1!)^", text)
     text = _FRACTION_TIMES.sub(r"\1\\frac{\2\3}{\4\5}", text)
     text = _ANGLE.sub(r"(\\frac{\1 \\pi}{180})", text) if _TRIGONOMETRIC.search(text) else text.replace("°", "")
-    text = _GAMMA.sub(r"\\varsigma", _DECIMAL.sub(_as_fraction, text))
+    text = _LETTER.sub(lambda match: _OTHER_LETTERS.get(match.group(), match.group()), _DECIMAL.sub(_as_fraction, text))
+    text = _POWER_T.sub("^{(T)}", text)
     text = _TIMES_BRACKET.sub(r"\1 \\cdot (", text)
     text = _WHOLE_AND_FRACTION.sub(_mixed_or_product, text)
     text = normalize_latex(text, _NORMALIZATION)
@@ -75,10 +80,11 @@ def _as_fraction(match: re.Match[str]) -> str:
 
 
 def _mixed_or_product(match: re.Match[str]) -> str:
-    """The grammar reads every fraction after a whole number as a mixed number; an improper one makes a product."""
+    """A proper fraction makes a mixed number, also before a factor. Any other, or one after a power, is a factor."""
     whole, fraction, above, below = match.groups()
-    proper = int(above) < int(below)
-    return match.group() if proper else f"{whole} \\cdot {fraction}"
+    if int(above) >= int(below) or match.string[: match.start()].rstrip().endswith(("^", "_")):
+        return f"{whole} \\cdot {fraction}"
+    return f"(\\frac{{{int(whole) * int(below) + int(above)}}}{{{below}}})"
 
 
 def warm_up() -> None:

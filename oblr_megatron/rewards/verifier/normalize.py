@@ -85,6 +85,7 @@ _EXPONENT = re.compile(r"\^\s*([+-]?[0-9]{2,}|[+-][0-9])")  # 10^-19 is read as 
 _FUNCTION_POWER = re.compile(rf"({FUNCTIONS}\s*\^)\s*([2-9])(?=[1-9])")  # \sin^22x has the power 2, as in TeX
 _EMPTY_SET = re.compile(r"\\\{\s*\\\}")
 _APART = re.compile(r"(?<=[0-9}])\s*(?:\\q?quad(?![A-Za-z])|\n)\s*(?=[0-9])")  # two numbers, not one
+_NOT_EQUAL = re.compile(r"\\not\s*=")
 _CURRENCY = re.compile(r"[€£¥₹₽]")
 
 
@@ -95,7 +96,7 @@ def normalize(text: str) -> str:
     r"30^{\circ}" -> "30°";  r"\mbox{ cm}^2" -> r"\text{ cm}^2".
     """
     text = trim(_to_ascii(text))
-    text = _APART.sub(" ; ", text)
+    text = _NOT_EQUAL.sub(r"\\ne ", _APART.sub(" ; ", text))
     text = _CURRENCY.sub("", _DELIMITER.sub("", text))
     text = _GROUP_MARK.sub("", text)
     text = _EMPTY_SET.sub(r"\\emptyset", _DROPPED.sub("", text))

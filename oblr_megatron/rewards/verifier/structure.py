@@ -75,7 +75,7 @@ _NAME = re.compile(
 _MATRIX = re.compile(
     r"\\begin\{([pbvBV]?|small)matrix\}(.*)\\end\{\1matrix\}|\\begin\{(array)\}\{[lcr|]*\}(.*)\\end\{array\}", re.S
 )
-_DOMAIN = re.compile(r"[A-Za-z]\s*\\in\s*\\mathbb\{[A-Z]\}")
+_DOMAIN = re.compile(r"([A-Za-z])\s*\\in\s*\\mathbb\{([A-Z])\}")
 _SUCH_THAT = re.compile(r"[A-Za-z]\s*(?:\\in\s*\\mathbb\{R\}\s*)?(?:\\mid(?![A-Za-z])|\||:)")
 _GROUPED = re.compile(  # group 1: no grouping, since brackets around nothing else make a point or a set
     r"((?:[(\[]|\\\{) ?[-+]? ?[0-9,]+ ?\\?[)\]}])|(?<![0-9.,])[1-9][0-9]{0,2}(?:,[0-9]{3})+(?![0-9]|,[0-9])"
@@ -85,6 +85,11 @@ _GROUPED = re.compile(  # group 1: no grouping, since brackets around nothing el
 def has_grouping(text: str) -> bool:
     """Whether commas between digits may be thousands separators."""
     return any(match.group(1) is None for match in _GROUPED.finditer(text))
+
+
+def domains(text: str) -> dict[str, str]:
+    r"""Variables of a normalized answer with the sets they are in. Example: r"2k\pi, k \in \mathbb{Z}" -> {"k": "Z"}"""
+    return dict(_DOMAIN.findall(text))
 
 
 def parse(text: str, *, grouped: bool = False) -> Node:

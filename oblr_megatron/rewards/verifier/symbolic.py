@@ -22,6 +22,8 @@ from oblr_megatron.rewards.verifier.latex import read
 MAX_LOG10 = 2e5  # expressions that contain numbers with more digits are not evaluated
 DIGITS = 300
 MIN_POINTS = 3
+FAR = ((1, 97, 3), (-1, 1003, 7), (-1, 97, 3))  # signs, numerators and denominators of large test points
+FAR_INTEGERS = (40, 101, 1009)
 _UNREAD = re.compile(r"[^\s']'+|(?<![0-9.])[0-9.]+\s*_\{(?:[^{}]|\{[^{}]*\})*\}")
 """Primes, and indices of numbers: the grammar leaves them out."""
 
@@ -113,7 +115,8 @@ def _equal_scalars(gold: Expr, given: Expr) -> bool:
 def _agree(gold: Expr, given: Expr, symbols: list[Any]) -> bool:
     """Whether two expressions have equal values at all test points where the gold expression is real."""
     compared = 0
-    for values in _points(_integers(symbols, gold, given)):
+    counted = any(value.has(sympy.Mod, sympy.factorial, sympy.binomial) for value in (gold, given))
+    for values in _points(_integers(symbols, gold, given), large=not counted):
         at = dict(zip(symbols, values, strict=True))
         expected, actual = gold.subs(at), given.subs(at)
         if not _is_real_number(expected):
@@ -132,17 +135,23 @@ def _integers(symbols: list[Any], *values: Expr) -> list[bool]:
     return [rounded and symbol.name[0] in "ijklmnpqN" for symbol in symbols]
 
 
-def _points(integers: list[bool]) -> list[list[Rational]]:
-    """Fixed test points: a variable gets fractions of both signs, or small positive integers of both parities."""
+def _points(integers: list[bool], *, large: bool = False) -> list[list[Rational]]:
+    """Fixed test points: a variable gets fractions of both signs, or positive integers of both parities.
+
+    Large ones tell |x - 5| from 5 - x, and n from min(n, 20).
+    """
     count = len(integers)
     positive = [[Rational(7 + 4 * k + 3 * j, 5 + (k + 2 * j) % 7) for j in range(count)] for k in range(4)]
     whole = [[Rational(2 + k + (k + 2) * j) for j in range(count)] for k in range(3)]
     mixed = [[(-1) ** (k >> (j % 2)) * Rational(11 + 3 * k + 5 * j, 6 + j) for j in range(count)] for k in range(4)]
     fractions = positive + whole + mixed
+    far = [[sign * Rational(n + 4 * j, below) for j in range(count)] for sign, n, below in FAR] if large else []
     if not any(integers):
-        return fractions
+        return fractions + far
     small = [[Rational(1 + (k * (2 * j + 3) + 5 * j) % 17) for j in range(count)] for k in range(17)]
-    return [[small[k][j] if whole else fractions[k % 11][j] for j, whole in enumerate(integers)] for k in range(17)]
+    apart = [[Rational(n + j) for j in range(count)] for n in FAR_INTEGERS[: len(far)]]
+    rows = zip([*small, *apart], [*(fractions[k % 11] for k in range(17)), *far], strict=True)
+    return [[whole[j] if integer else other[j] for j, integer in enumerate(integers)] for whole, other in rows]
 
 
 def _is_real_number(value: Expr) -> bool:

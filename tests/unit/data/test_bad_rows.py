@@ -226,7 +226,7 @@ def test_many_long_rows_go_to_the_tokenizer_in_parts(
     assert [prompt.answer for prompt in prompts.next_prompts(10)] == [str(number) for number in range(10)]
 
 
-@pytest.mark.parametrize("start", ["[\n", "\ufeff[\n", "\n  [  \r\n"])
+@pytest.mark.parametrize("start", ["[\n", "\ufeff[\n", "\n  [  \r\n", "[", "\n ["])
 def test_an_array_with_one_object_a_line_is_refused(
     start: str, tokenizer: PreTrainedTokenizerFast, tmp_path: Path
 ) -> None:

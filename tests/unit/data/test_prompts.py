@@ -56,6 +56,19 @@ def test_an_error_if_the_tokenizer_has_no_chat_template(tokenizer: PreTrainedTok
     assert error.value.where == "config: data.chat_template"
 
 
+@pytest.mark.parametrize(
+    ("flag", "dropped"),
+    [("true", True), ("MATH500", True), (1, True), ("False", False), ("0", False), (" no ", False), ("", False)],
+)
+def test_a_flag_written_as_text(
+    tokenizer: PreTrainedTokenizerFast, tmp_path: Path, flag: object, dropped: bool
+) -> None:
+    """As a conversion from CSV leaves it."""
+    rows = [{"question": "1+1=", "answer": "2"}, {"question": "1+2=", "answer": "3", "overlaps_benchmark": flag}]
+    prompts = stream(tokenizer, write_rows(tmp_path / "rows.jsonl", rows))
+    assert [skip.reason for skip in prompts.skipped] == ["flagged overlaps_benchmark"] * dropped
+
+
 def test_skipped_rows_and_their_reasons(tokenizer: PreTrainedTokenizerFast, caplog: pytest.LogCaptureFixture) -> None:
     with caplog.at_level(logging.WARNING):
         prompts = stream(tokenizer, BROKEN, max_prompt_tokens=20, shuffle=False)

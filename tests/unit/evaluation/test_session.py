@@ -53,6 +53,15 @@ def refusal(*arguments: Any, **changes: Any) -> UserError:
     return caught.value
 
 
+def test_golds_that_no_response_equals_are_named(model: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    """Their accuracy is 0 whatever the model is, e.g. of whole solutions in place of answers."""
+    rows = [{"question": "t1", "answer": f"t3 t4 #### t{n}"} for n in range(2, 6)]
+    (tmp_path / "own.jsonl").write_text("\n".join(map(json.dumps, rows)))
+    check(options(model, tmp_path / "own.jsonl", overrides=["reward.name=math:gsm8k"]))
+    (line,) = caplog.messages
+    assert line.startswith("own: 4 of 4 golds that no response equals; line 1 is ")
+
+
 def test_sets_are_named(model: Path, rows: Path) -> None:
     task = check(options(model, rows, f"other={rows}"))
     assert {name: len(prompts) for name, prompts in task.sets.items()} == {"rows": 4, "other": 4}

@@ -99,6 +99,22 @@ CASES: dict[str, list[tuple[str, str, bool]]] = {
         (r"\frac\sqrt32", r"\frac{\sqrt{32}}{2}", False), (r"x_1=2", "x_2=2", False), (r"e^\pi", r"e\pi", False),
         (r"\frac{dy}{dx}=2x", "2x", False), (r"\mathbb R^+", r"\mathbb{R}^-", False), (r"0.\dot3", "0.3", False),
     ],
+    "letters of the grammar": [
+        (r"1-\frac{1}{2^T}", r"\frac12", False), ("10^T", "10", False), ("e^{T}", "e", False),
+        ("P(1+r)", "P(1+r)^T", False), ("2^{T}+1", "1+2^T", True), (r"P(1+r)^{T}", "P(r+1)^T", True),
+        ("I^2R", "IR", False), (r"\frac{I_1}{I_2}", "1", False), ("I_0/4", "I_1/4", False), ("I^2R", "RI^2", True),
+        (r"\frac12 I\omega^2", r"\frac12 I^2\omega^2", False),
+        (r"\frac{1}{2}I\omega^2", r"\frac{I\omega^2}{2}", True),
+        (r"\Gamma+1", "1", False), (r"\Gamma^2", r"\Gamma", False), (r"2\Gamma", r"\Gamma\cdot2", True),
+        (r"\begin{pmatrix}1\\2\end{pmatrix}^T", r"\begin{pmatrix}1&2\end{pmatrix}", True),
+        (r"\begin{pmatrix}1\\2\end{pmatrix}^T", r"\begin{pmatrix}1\\2\end{pmatrix}", False),
+    ],
+    "far from 0": [
+        ("5-x", "|x-5|", False), ("10-x", "|x-10|", False), ("0", r"\lfloor n/20\rfloor", False),
+        ("1", r"\lceil n/20\rceil", False), ("n", r"\min(n,20)", False), ("|x-5|", "|5-x|", True),
+        (r"\lfloor n/20\rfloor", r"\lceil (n-19)/20\rceil", True), (r"e^{e^x}", r"\exp(\exp(x))", True),
+        (r"(x+1)^{60}", r"(1+x)^{59}(x+1)", True), (r"2^{n}-1", r"\frac{2^{n+1}-2}{2}", True),
+    ],
     "brackets around a product": [
         (r"2(\frac{1}{2})", "1", True), (r"2(\frac{1}{2})", r"\frac52", False), (r"3(\frac{1}{3}+x)", "1+3x", True),
         (r"\log_2(8)", "3", True), (r"\frac\pi4", r"\frac{\pi}{4}", True), (r"\frac1\pi", r"\frac{1}{\pi}", True),

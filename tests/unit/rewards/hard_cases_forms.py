@@ -91,6 +91,12 @@ CASES: dict[str, list[tuple[str, str, bool]]] = {
     "sets built by a property": [
         (r"\{x \in \mathbb{R} : x > 2\}", r"(2,\infty)", True), (r"\{x : x \ge 2\}", r"(2,\infty)", False),
     ],
+    "domains": [
+        (r"n\pi, n\in\mathbb{N}", r"n\pi, n\in\mathbb{Z}", False),
+        (r"n\pi, n\in\mathbb{Z}", r"n\pi, n\in\mathbb Z", True),
+        (r"n\pi", r"n\pi, n\in\mathbb{Z}", True), (r"k\pi, k\in\mathbb{Z}", r"k\pi", True),
+        (r"x\in\mathbb{Q}", r"x\in\mathbb{R}", False), (r"x\in\mathbb{R}", r"\mathbb{R}", True),
+    ],
     "names": [
         ("x=5", "5", True), ("5", "x=5", True), ("y=5", "x=5", False), ("x = 6", "x=5", False),
         ("x+1", "f(x)=x+1", True), ("f(t)=t+1", "f(x)=x+1", True), ("y=x+1", "f(x)=x+1", True),
@@ -103,6 +109,8 @@ CASES: dict[str, list[tuple[str, str, bool]]] = {
         ("(1,2)", "x=1, y=2", True), ("(2,1)", "x=1, y=2", False),
     ],
     "equations": [
+        (r"x\not=5", "5", False), (r"x \not= 5", "5", False), (r"\not=5", "5", False), (r"x\not=5", r"x\ne5", True),
+        (r"x\not=y", "x=y", False),
         ("2x-y+3=0", "y=2x+3", True), ("2x+3=y", "y=2x+3", True), ("5x-7y+11z=-4", "5x-7y+11z+4=0", True),
         ("10x-14y+22z+8=0", "5x-7y+11z+4=0", True), ("5x-7y+11z+5=0", "5x-7y+11z+4=0", False),
         ("5x-7y+11z+4>0", "5x-7y+11z+4=0", False), ("2+3=5", "5", True), ("3=5", "5", False),

@@ -37,6 +37,10 @@ CASES: dict[str, list[tuple[str, str, bool]]] = {
         (r"1.2\overline{34}", r"\frac{611}{495}", True),
     ],
     "mixed numbers": [
+        (r"2\frac{1}{3}\pi", r"\frac{2\pi}{3}", False), (r"2\frac{1}{3}\pi", r"\frac{7\pi}{3}", True),
+        (r"2\frac{1}{2}\sqrt3", r"\sqrt3", False), (r"3\frac12\pi\text{ cm}^2", r"3.5\pi", True),
+        (r"2\frac13\pi", r"2\frac13\cdot\pi", True), (r"x^2\frac{1}{2}", r"\frac{x^2}{2}", True),
+        (r"-2\frac13x", r"-\frac{7x}{3}", True),
         (r"1\frac45", r"1\frac{4}{5}", True), ("9/5", r"1\frac{4}{5}", True), ("1.8", r"1\frac{4}{5}", True),
         (r"137\frac12", "137.5", True), ("1 3/4", "1.75", True), (r"2\frac{1}{2}", "2.5", True),
         (r"2 \frac{1}{2}", r"\frac52", True), ("2 1/2", "2.5", True), ("2-1/2", "2.5", False), ("2-1/2", "1.5", True),
