@@ -179,6 +179,9 @@ oblr_environment() {
     local setting name
     ulimit -n "$(ulimit -Hn)" 2>/dev/null || true # srun passes it on; ranks have connections to all others
     [[ -z ${OBLR_CONTAINER:-} ]] || export PYTHONPATH="$OBLR_HOME${PYTHONPATH:+:$PYTHONPATH}" # not the image's copy
+    # enroot may hide InfiniBand from an image that does not ask for it; NCCL would use TCP without a word.
+    [[ -z ${OBLR_CONTAINER:-} || ! -e ${OBLR_RDMA:=/dev/infiniband/rdma_cm} ]] ||
+        export MELLANOX_VISIBLE_DEVICES="${MELLANOX_VISIBLE_DEVICES:-all}"
     export SLURM_EXPORT_ENV=ALL PYTHONUNBUFFERED=1 PYTHONFAULTHANDLER=1 VLLM_NO_USAGE_STATS=1
     for setting in HF_HUB_OFFLINE=1 TOKENIZERS_PARALLELISM=false OMP_NUM_THREADS=8 CUDA_DEVICE_MAX_CONNECTIONS=1 \
         NCCL_DEBUG=WARN TORCH_NCCL_ASYNC_ERROR_HANDLING=1 TORCH_FR_BUFFER_SIZE=2000 TORCH_NCCL_DUMP_ON_TIMEOUT=1 \

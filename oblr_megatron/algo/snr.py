@@ -64,7 +64,9 @@ def folds(stats: GradientStats, num_prompts: int) -> SignalNoise:
     pure noise the signal's standard deviation is sqrt(R / (R - 1)) times that of many folds (R = 4: 1.15).
 
     Folds must be independent. They are for every within-group baseline; a prior couples them through the other
-    prompts' mean reward, to order 1 / (Q G)^2.
+    prompts' mean reward, to order 1 / (Q G)^2. They must also be equal in distribution. Sources of `data.train` take
+    turns (`data.prompts.next_source`), so that with more sources than Q / R folds have different ones. The signal is
+    then too small by the variance of the folds' expected gradients / (R - 1).
 
     Example: R = 2 orthogonal fold gradients of norm 1, Q = 2: B = 0.5, M = 1 -> signal 0, noise 1, shrink_raw 0.
     """

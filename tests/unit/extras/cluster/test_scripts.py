@@ -197,6 +197,15 @@ def test_tasks_in_a_container_run_the_repositorys_code(tmp_path: Path) -> None:
         assert f"PYTHONPATH={expected}" in (tmp_path / "srun.env").read_text().splitlines()
 
 
+def test_a_container_sees_infiniband_where_the_node_has_it(tmp_path: Path) -> None:
+    (tmp_path / "rdma_cm").touch()
+    cases = [("image", "rdma_cm", "all"), ("image", "none", None), ("", "rdma_cm", None)]
+    for container, device, expected in cases:
+        started(tmp_path, "qwen3_8b", OBLR_CONTAINER=container, OBLR_RDMA=str(tmp_path / device))
+        found = [line for line in (tmp_path / "srun.env").read_text().splitlines() if line.startswith("MELLANOX")]
+        assert found == ([] if expected is None else [f"MELLANOX_VISIBLE_DEVICES={expected}"])
+
+
 def test_a_container_has_the_run_directory_and_the_logs_where_the_host_has_them(tmp_path: Path) -> None:
     """What a rank writes elsewhere in a container is lost with it."""
     run_dir = tmp_path / "scratch" / "run"
