@@ -301,9 +301,9 @@ class EngineServer:
         With asynchronous scheduling a step may be under way when the last response ends. Its routes would meet an
         emptied cache in the next step, where vLLM (0.32, `aux_output_connector.worker`) asserts that none are left.
         """
-        engine = self._llm.llm_engine
-        while engine.engine_core.engine_core.batch_queue:  # None if steps are not scheduled ahead
-            engine.step()
+        core: Any = self._llm.llm_engine.engine_core  # in this process
+        while core.engine_core.batch_queue:  # None if steps are not scheduled ahead
+            self._llm.llm_engine.step()
 
     def _decode(self) -> dict[int, Groups]:
         """One decoding step: the groups that it has completed, by their calls."""
