@@ -40,17 +40,6 @@ def test_command_writes_a_row_for_every_mode(tmp_path: Path) -> None:
     assert {row["detail"] for row in record["rows"][4:6]} <= {"two_pass", "stash", "bookkeep"}
 
 
-def test_the_librarys_command_writes_a_row_for_every_pass(tmp_path: Path) -> None:
-    path = tmp_path / "library.json"
-    size = ["--shape", "tiny", "--tokens", "8", "--samples", "2", "--layers", "1", "--rounds", "1"]
-    command = [sys.executable, str(BENCH / "norms_library.py"), *size, "--json", str(path)]
-    subprocess.run(command, check=True, env=os.environ | {"OMP_NUM_THREADS": "1"}, timeout=240)
-    rows = json.loads(path.read_text())["rows"]
-    passes = ["plain", "norms alone", "two_pass", "bookkeep", "stash", "inline", "plain_torch", "opacus_ghost"]
-    assert [row["mode"] for row in rows] == passes
-    assert all(row["seconds"] > 0 and row["ratio_to_plain"] > 0 for row in rows)
-
-
 @pytest.mark.parametrize("shape", SHAPES)
 def test_parameters_are_those_of_the_model(shape: str) -> None:
     cell = Cell(shape, layers=3, tokens=8, samples=2)

@@ -104,12 +104,6 @@ def test_an_alternative_distribution_keeps_its_own_name() -> None:
     assert packages.installed()["vllm"] is not None
 
 
-@pytest.mark.parametrize("package", [package for package in packages.PACKAGES if package.accepted])
-def test_setup_installs_the_accepted_versions(package: packages.Package) -> None:
-    if package is not packages.TRANSFORMER_ENGINE:  # setup.py does not install it
-        assert f'"{package.name}{package.accepted}"' in (REPO / "setup.py").read_text()
-
-
 @pytest.mark.parametrize(
     ("machine", "used", "more"),
     [
