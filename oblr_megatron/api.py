@@ -31,6 +31,7 @@ from oblr_megatron.checks.run_dir import CONFIG_FILE
 from oblr_megatron.config import Config, load_config, parse_config
 from oblr_megatron.errors import EXIT_OK, EXIT_SIGNAL, EXIT_USER, RunError, UserError
 from oblr_megatron.metrics import Record, read_metrics
+from oblr_megatron.observe.status import read_status
 
 __all__ = ["Config", "RunError", "TrainedRun", "UserError", "evaluate", "load_config", "parse_config", "train"]
 
@@ -64,9 +65,9 @@ class TrainedRun:
 
     @property
     def model(self) -> Path | None:
-        """The trained model in Hugging Face format; None without one, e.g. if checkpoint.export_hf is false."""
+        """The trained model in Hugging Face format; None without one: the run has stopped, or exports none."""
         exported = self.run_dir / "hf"
-        return exported if exported.is_dir() else None
+        return exported if exported.is_dir() and read_status(self.run_dir).state == "finished" else None
 
 
 def train(config: Config, *, nproc_per_node: int = 1, resume: bool = False) -> TrainedRun:

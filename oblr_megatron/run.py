@@ -206,7 +206,8 @@ class Run:
     def export(self) -> None:
         """Write RUN_DIR/hf, and RUN_DIR/hf_best from the best checkpoint, if the config asks for them.
 
-        Afterwards the policy may hold the best weights instead of the last.
+        Afterwards the policy may hold the best weights instead of the last. If hf cannot be written and no checkpoint
+        has its weights (`checkpoint.every_steps` 0), one is saved.
 
         Raises:
             RunError: the last checkpoint was not saved, so the run is not finished. Or the best is damaged. Or a
@@ -214,7 +215,12 @@ class Run:
         """
         failures = [] if self.unsaved is None else [f"{self.unsaved}; a resumed run begins at an older step"]
         if self.config.checkpoint.export_hf:
-            failures += self._export("hf")
+            unwritten = self._export("hf")
+            step = self.facts.get("step", self.sampling.start)
+            if unwritten and step not in (self.sampling.start, self.saver.newest):  # the weights are nowhere else
+                self._save(background=False)
+                self._tell(self.saver.wait())
+            failures += unwritten
             best = self.saver.path_of_best()
             damage = None if best is None else self._damage_of(best)
             if damage is not None:

@@ -41,11 +41,12 @@ reference is ahead of it, p is the largest over all peers.
 The same by greedy accuracy, with the shapes and rates that were chosen by sampled accuracy. Tasks on which every arm
 ends below the start are left out.
 """
+    rising = [each for task in tasks if (each := task.greedy()).rises]
     lower = "\nBy sampled accuracy, with a target from the best final accuracy of a peer:\n"
     parts = [
-        overview(compared(tasks)),
-        _titled(greedy, overview(compared([each for task in tasks if (each := task.greedy()).rises]))),
-        _titled(lower, overview(compared([task.to_the_peers_target() for task in tasks]))),
+        overview(compared(tasks), over_peers=True),
+        _titled(greedy, overview(compared(rising), over_peers=True)),
+        _titled(lower, overview(compared([task.to_the_peers_target() for task in tasks]), over_peers=True)),
         *(overview(both(tasks, *pair)) for pair in plan.pairs),
         savings(tasks),
         *map(section, tasks),
@@ -64,9 +65,12 @@ responses; {len(plan.seeds)} seeds, skill "{plan.skill}", start {plan.start_seed
 """
 
 
-def overview(rows: Sequence[Pair]) -> str:
-    """Two arms on each task: samples to the target, with Holm's correction over the tasks."""
-    tests = [task.lead(ours) if other is task.best_peer else task.saving(ours, other) for task, ours, other in rows]
+def overview(rows: Sequence[Pair], *, over_peers: bool = False) -> str:
+    """Two arms on each task: samples to the target, with Holm's correction over the tasks.
+
+    With `over_peers` the second arm is the best peer, and p is that of a lead over all peers.
+    """
+    tests = [task.lead(ours) if over_peers else task.saving(ours, other) for task, ours, other in rows]
     header = ["task", "target", "arm", "samples", "against", "samples", "times fewer samples", "pairs", "p", "Holm"]
     cells = [
         [

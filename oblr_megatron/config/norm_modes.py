@@ -25,6 +25,8 @@ def mode_problem(config: Config, mode: str, *, block: int = 1) -> Problem | None
         mode: "inline", "two_pass", "stash" or "bookkeep".
         block: replicas that share experts; not known before the model is.
     """
+    if config.compares_norms:
+        return _fp8_problem(config, "two_pass", block)
     if not config.measures_norms or mode == "auto":
         return None
     return _fp8_problem(config, mode, block) or (None if mode == "two_pass" else _one_pass_problem(config, mode, block))

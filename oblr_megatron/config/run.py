@@ -91,6 +91,11 @@ class Config(Section):
         return self.uses_norms and self.gradnorm.source == "exact"
 
     @property
+    def compares_norms(self) -> bool:
+        """Whether some steps measure exact norms to compare the estimates with them (`gradnorm.check_every`)."""
+        return self.uses_norms and self.gradnorm.source != "exact" and self.gradnorm.check_every > 0
+
+    @property
     def energies_in_pass(self) -> bool:
         """Whether the gradient pass gives w of source "logit", before its backward: c reads no w of another response.
 

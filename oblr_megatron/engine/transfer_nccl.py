@@ -14,7 +14,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from vllm.distributed.parallel_state import get_tp_group
+from vllm.distributed import get_tp_group
 from vllm.distributed.weight_transfer.nccl_common import NCCLWeightTransferInitInfo
 from vllm.distributed.weight_transfer.nccl_engine import NCCLWeightTransferEngine
 

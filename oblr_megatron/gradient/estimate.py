@@ -45,8 +45,7 @@ def measured_prompts(config: Config, step: int) -> Tensor:
 
 def estimates_are_due(config: Config, step: int) -> bool:
     """Whether the estimates of a step, counted from 1, are compared with exact norms."""
-    options = config.gradnorm
-    return options.source != "exact" and options.check_every > 0 and (step - 1) % options.check_every == 0
+    return config.compares_norms and (step - 1) % config.gradnorm.check_every == 0
 
 
 def some_prompts(config: Config, estimated: Tensor) -> Tensor:
@@ -59,7 +58,7 @@ def some_prompts(config: Config, estimated: Tensor) -> Tensor:
 
 
 def sq_norms_of(
-    gradients: SampleGradients,
+    gradients: SampleGradients | None,
     policy: Policy,
     samples: Sequence[Sample],
     microbatches: Sequence[MicroBatch],
@@ -74,6 +73,7 @@ def sq_norms_of(
         return torch.tensor(lengths, dtype=torch.float64, device=policy.parallel.device)
     if source == "logit":
         return _energies(policy, microbatches, temperature, ratios)
+    assert gradients is not None, "the run measures no norms"
     return gradients.sq_norms(microbatches, score_loss(policy, temperature, ratios))
 
 

@@ -100,7 +100,7 @@ class StepGradient:
         assert mode != "auto", "select_mode comes first"
         self._one_pass = mode != "two_pass"
         self._sample_gradients: SampleGradients | None = None
-        if config.uses_norms:  # refuses what no rule covers
+        if config.measures_norms or config.compares_norms:  # refuses what no rule covers
             self._sample_gradients = SampleGradients(policy, mode, window_tokens=config.gradnorm.window_tokens)
         self.begin(0)
 
@@ -205,10 +205,10 @@ class StepGradient:
             active: [k] bool.
             source: as `gradnorm.source`; the configured one by default.
         """
-        gradients = self._sample_gradients
-        assert gradients is not None, "the run needs no norms"
+        gradients, source = self._sample_gradients, source or self._config.gradnorm.source
+        single = source == "exact" and gradients is not None and gradients.single
         packed = self._packed(batch.samples)
-        microbatches = packed.microbatches(self._own_samples(batch, active), single=gradients.single)
+        microbatches = packed.microbatches(self._own_samples(batch, active), single=single)
         order, norms = numbers_of(microbatches), torch.zeros(len(batch.samples), dtype=torch.float64)
         microbatches = self._sharing.even(microbatches)
         if microbatches:
@@ -217,7 +217,7 @@ class StepGradient:
                 self._policy,
                 batch.samples,
                 microbatches,
-                source=source or self._config.gradnorm.source,
+                source=source,
                 temperature=self._config.rollout.temperature,
                 ratios=importance_ratios(self._config, self._policy),
             )

@@ -97,6 +97,9 @@ def resolve(
         for mode, run in runs.items()
     }
     if not config.measures_norms:
+        apart = mode_problem(config, "two_pass", block=Layout.of(hf_config, config, world_size).block)
+        if apart is not None:
+            raise UserError(apart[0], where="config: gradnorm.check_every", fix=apart[1])
         return ModeChoice(modes[0], "unused: this run measures no norms in backward passes", 1.0, estimates[modes[0]])
     layout = {mode: Layout.of(hf_config, run, world_size) for mode, run in runs.items()}
     problems = {

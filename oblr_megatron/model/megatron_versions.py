@@ -69,12 +69,14 @@ def mlp_submodules(layer: ModuleSpec) -> Any:
 
 
 def take_rates(stored: list[dict[str, Any]], current: list[dict[str, Any]]) -> None:
-    """Give stored parameter groups the rates of the run's own groups, which are the same in each of them.
+    """Give stored parameter groups the settings of the run's own groups, which are the same in each of them.
 
     From 0.19 on megatron-core finds a stored group by its rates too. A run that resumes with another `optimizer.lr`
-    would find none. The rate of a step is set before the step, see `PolicyOptimizer.step`.
+    would find none. The rate of a step is set before the step, see `PolicyOptimizer.step`. torch would keep the stored
+    betas, eps and momentum.
     """
     keys = {"max_lr", "min_lr", "start_wd", "end_wd"}.intersection(param_group_identifier_keys)
+    keys |= {"betas", "eps", "momentum"}
     rates = {key: group[key] for group in current for key in keys & group.keys()}
     for group in stored:
         group.update(rates)

@@ -33,6 +33,7 @@ from oblr_megatron.checks.packages import installed_version
 from oblr_megatron.checks.run_dir import CONFIG_FILE, ROLLOUTS
 from oblr_megatron.formatting import duration, fixed, number, scientific
 from oblr_megatron.metrics import describe
+from oblr_megatron.observe.status import read_status
 from oblr_megatron.runtime.run_lock import repeated
 
 if TYPE_CHECKING:
@@ -217,7 +218,7 @@ def closing_lines(config: Config, report: Path | None) -> list[str]:
             ", ".join([*places, f"samples {samples}"]),
             f"next: oblr-megatron train CONFIG.toml run_dir=NEW --replay {word(samples)}{lag}",
         ]
-    if not model.is_dir():
+    if not model.is_dir() or read_status(run_dir).state != "finished":  # an export of an earlier end may lie there
         return places
     sets = "" if config.evaluate.data else " --data SET"
     # `vllm` needs a distribution of this name, and vLLM's CPU build has another one.

@@ -347,6 +347,17 @@ def test_an_export_that_fails_keeps_the_older_one(
     assert state_of(parts / "hf") == before and not list(parts.glob(".*.partial"))
 
 
+def test_weights_that_no_checkpoint_has_are_saved_if_the_export_fails(
+    inputs: Path, unbroken: Path, tmp_path: Path
+) -> None:
+    run_dir, never = tmp_path / "run", "checkpoint.every_steps=0"
+    ((status, said),) = run_ranks(_full_at_the_export, 1, config_of(inputs, run_dir, never))
+    assert status == 1 and "hf was not written: " in said and not (run_dir / "hf").exists()
+    assert [path.name for path in checkpoints_of(run_dir)] == [checkpoints_of(unbroken)[0].name]
+    train(config_of(inputs, run_dir, "checkpoint.resume=newest", never))
+    assert_equal(exported(run_dir), exported(unbroken))
+
+
 def _full_at_the_export(config: Config) -> tuple[int, str]:
     def full(stream: Any, *_: Any) -> int:
         next(stream)

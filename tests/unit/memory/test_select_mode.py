@@ -53,6 +53,21 @@ def test_a_share_of_the_norms_costs_that_share_of_a_pass() -> None:
     assert choose(config_of(algo={}, gradnorm={"sample_fraction": 0.25})).mode == "two_pass"
 
 
+def test_estimates_of_fp8_mixtures_are_refused_only_where_exact_norms_check_them() -> None:
+    """Where replicas share experts, FP8 layers have no exact norms."""
+
+    def chosen(**gradnorm: Any) -> ModeChoice:
+        parallel = {"expert_model_parallel_size": 2}
+        fp8 = {"fp8": "hybrid", "dtype": "bfloat16"}
+        config = config_of(model=fp8, parallel=parallel, algo={"baseline": "pooled"}, gradnorm=gradnorm)
+        return choose(config, 2, MOE, on_gpu=True, transformer_engine=True)
+
+    assert chosen(source="logit").reason.startswith("unused")
+    for gradnorm in ({"source": "logit", "check_every": 10}, {"source": "exact"}):
+        with pytest.raises(UserError, match="2 replicas share experts, but FP8 layers expose no factors"):
+            chosen(**gradnorm)
+
+
 @pytest.mark.parametrize(("response", "mode"), [(16, "bookkeep"), (2000, "stash"), (8000, "stash")])
 def test_auto_depends_on_the_length(response: int, mode: str) -> None:
     choice = choose(config_of(response=response))

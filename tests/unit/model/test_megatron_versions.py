@@ -56,6 +56,23 @@ def test_groups_that_were_stored_at_another_rate_are_found() -> None:
     assert [group["wd_mult"] for group in found] == [1.0, 0.0]
 
 
+@pytest.mark.parametrize(
+    ("kind", "before", "now"),
+    [
+        (torch.optim.AdamW, {"betas": (0.9, 0.999), "eps": 1e-8}, {"betas": (0.8, 0.9), "eps": 1e-6}),
+        (torch.optim.SGD, {"momentum": 0.9}, {"momentum": 0.0}),
+    ],
+)
+def test_a_resume_takes_its_own_betas_eps_and_momentum(kind: Any, before: dict[str, Any], now: dict[str, Any]) -> None:
+    """torch takes the stored groups as they are."""
+    weight = torch.nn.Parameter(torch.ones(3))
+    saved = kind([weight], lr=1.0, **before).state_dict()
+    optimizer = kind([weight], lr=1.0, **now)
+    take_rates(saved["param_groups"], optimizer.param_groups)
+    optimizer.load_state_dict(saved)
+    assert now.items() <= optimizer.param_groups[0].items()
+
+
 @pytest.mark.timeout(60)
 def test_a_lock_of_a_killed_compilation_is_removed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """torch waits without end for a lock file that nobody will remove."""

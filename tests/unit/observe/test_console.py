@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from dataclasses import replace
 from threading import Event
 
 import pytest
@@ -18,6 +19,7 @@ from oblr_megatron.observe.console import (
     step_line,
     waiting,
 )
+from oblr_megatron.observe.status import Status, write_status
 from oblr_megatron.runtime.command_line import parse
 
 STEP = {
@@ -108,6 +110,10 @@ def test_the_last_lines_name_the_results_and_commands_that_parse(tmp_path, versi
     assert closing_lines(config, None) == []
     assert closing_lines(config, report) == [f"report {report}"]
     (tmp_path / "hf").mkdir()
+    status = Status("stopped", 2, 3, "SIGTERM", 1.0)
+    write_status(tmp_path, status)
+    assert closing_lines(config, report) == [f"report {report}"], "that model is of an earlier end"
+    write_status(tmp_path, replace(status, state="finished"))
     first, evaluate, serve = closing_lines(config, report)
     assert str(report) in first and str(tmp_path / "hf") in first
     options = parse(make_parser(), evaluate.partition("oblr-megatron ")[2].split())

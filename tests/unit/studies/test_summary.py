@@ -240,9 +240,10 @@ def test_the_lead_over_the_best_peer_is_a_lead_over_every_peer(tmp_path: Path) -
     assert task.best_peer is near and task.saving(ours, near).p == 2 / 2**5 < task.saving(ours, far).p
     assert task.lead(ours) == replace(task.saving(ours, near), p=task.saving(ours, far).p)
     assert task.lead(far) == task.saving(far, near), "an arm that is behind has no lead"
-    header, _, row, *_ = overview(compared([task])).strip().splitlines()
-    cells = dict(zip(header.split(" | "), row.split(" | "), strict=True))
-    assert cells["p"] == probability(task.saving(ours, far).p)
+    for over_peers, other in ((True, far), (False, near)):  # a pair of the plan has its own p
+        header, _, row, *_ = overview(compared([task]), over_peers=over_peers).strip().splitlines()
+        cells = dict(zip(header.split(" | "), row.split(" | "), strict=True))
+        assert cells["p"] == probability(task.saving(ours, other).p)
 
 
 def test_greedy_accuracy_and_targets_of_peers_are_compared_too(tmp_path: Path) -> None:
