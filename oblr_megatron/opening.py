@@ -7,11 +7,13 @@ run changes no file of its directory until `started`.
 from __future__ import annotations
 
 import os
+import shutil
 import time
 from collections.abc import Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from datetime import timedelta
 from functools import partial
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -19,7 +21,7 @@ import torch.distributed as dist
 
 from oblr_megatron.checkpoint.resume import Checkpoint, changes, choose
 from oblr_megatron.checks.layout import check_port
-from oblr_megatron.checks.run_dir import check_run_dir
+from oblr_megatron.checks.run_dir import EVALUATIONS, ROLLOUTS, check_run_dir
 from oblr_megatron.config.checks import biases
 from oblr_megatron.errors import RunError, UserError
 from oblr_megatron.evaluation.items import RunItems
@@ -131,7 +133,7 @@ def open_sampling(config: Config) -> Iterator[Sampling]:
             reward=reward,
             stream=stream,
             held_out=inputs.held_out,
-            evaluations=RunItems(config.run_dir / "evaluations" if rank == 0 else None),
+            evaluations=RunItems(config.run_dir / EVALUATIONS if rank == 0 else None),
             metrics=metrics,
             trackers=trackers,
             display=display,
@@ -164,6 +166,8 @@ def started(sampling: Sampling) -> Iterator[None]:
     """Write the config and status of an open run, and its report at the end. A refused opening changes no file."""
     if sampling.parallel.rank == 0:
         write_config(sampling.config)
+        if sampling.config.checkpoint.resume != "none" and not sampling.config.rollout.only:
+            remove_later_steps(sampling.config.run_dir, sampling.start)
     sampling.trackers.start()
     try:
         with recorded(sampling):
@@ -175,6 +179,17 @@ def started(sampling: Sampling) -> Iterator[None]:
         _report(sampling)  # about the steps so far
         raise
     _report(sampling)
+
+
+def remove_later_steps(run_dir: Path, last: int) -> None:
+    """Remove the samples and evaluations of steps that a resumed run does again, or never reaches.
+
+    Otherwise a replay could mix them with the run's own, which other weights drew.
+    """
+    for path in [*(run_dir / ROLLOUTS).glob("step_*.parquet"), *(run_dir / EVALUATIONS).glob("step_*")]:
+        step = path.stem.removeprefix("step_")
+        if step.isdecimal() and int(step) > last:
+            shutil.rmtree(path) if path.is_dir() else path.unlink()
 
 
 def _report(sampling: Sampling) -> None:

@@ -6,6 +6,7 @@ A run with `rollout.only` has only this half. A run that trains (run.py) adds th
 from __future__ import annotations
 
 import logging
+import math
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
@@ -220,7 +221,8 @@ class Sampling:
         with self.timer("reward"):
             result = self.reward.whole(known) if known else self.reward.score(prompts, samples)
         record.rewards.append(result)
-        record.visits.append((prompts, torch.tensor(result.main_rewards, dtype=torch.float64).view(-1, group)))
+        values = [math.nan if n in result.unscored else reward for n, reward in enumerate(result.main_rewards)]
+        record.visits.append((prompts, torch.tensor(values, dtype=torch.float64).view(-1, group)))
         return Scored(
             rewards=torch.tensor(result.rewards, dtype=torch.float64).view(-1, group),
             lengths=torch.tensor([sample.length for sample in samples]).view(-1, group),

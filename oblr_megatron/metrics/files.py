@@ -93,7 +93,7 @@ def step_lines(path: Path, keep_until: int | None) -> KeptLines:
     def prepare() -> None:
         path.parent.mkdir(parents=True, exist_ok=True)
         last = -1 if keep_until is None else keep_until
-        write_whole(path, (text for text, line in intact_lines(path) if line["step"] <= last))
+        write_whole(path, (text for text, line in intact_lines(path) if line["step"] <= last), synced=True)
 
     return KeptLines(path, prepare)
 
@@ -153,7 +153,7 @@ class MetricsWriter:
         if self._late and kept and kept[-1]["step"] == resume_step:
             whole = kept[-1] | self._late
             kept[-1] = {name: whole[name] for name in ("step", *in_table_order(whole.keys() - {"step"}))}
-        write_whole(run_dir / METRICS_FILE, map(_line, kept))
+        write_whole(run_dir / METRICS_FILE, map(_line, kept), synced=True)
 
     def close(self) -> None:
         """Write what the disk has refused so far, if it takes it now; may be called twice."""
@@ -197,12 +197,18 @@ def _write_environment(run_dir: Path, world_size: int, *, resumed: bool) -> None
     write_whole(path, json.dumps(environment, indent=2) + "\n")
 
 
-def write_whole(path: Path, text: str | Iterable[str]) -> None:
-    """Write a file atomically: readers see the old content or the new. A text may come in parts."""
+def write_whole(path: Path, text: str | Iterable[str], *, synced: bool = False) -> None:
+    """Write a file atomically: readers see the old content or the new. A text may come in parts.
+
+    With `synced` that holds after a crash of the machine, too: the content is on the disk before the name.
+    """
     draft = path.with_name(f"{path.name}.{os.getpid()}-{get_ident()}.new")  # two writers have two drafts
     try:
         with draft.open("w", encoding="utf-8") as file:
             file.writelines([text] if isinstance(text, str) else text)
+            if synced:
+                file.flush()
+                os.fsync(file.fileno())
         draft.replace(path)
     finally:
         draft.unlink(missing_ok=True)

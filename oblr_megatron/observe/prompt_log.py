@@ -38,15 +38,20 @@ class PromptLog:
     def write(self, step: int, visits: Iterable[tuple[Sequence[Prompt], Tensor]]) -> None:
         """Add a step: all prompts that were sampled, in parts, and the values [n, G] of their main reward.
 
-        Not the sum of rewards: next to a penalty a response without it looks like a success.
+        NaN: the response has none; a prompt without any is left out. Not the sum of rewards: next to a penalty a
+        response without it looks like a success.
         """
         best, lowest = dict[str, float](), math.inf
         for prompts, rewards in visits:
-            lowest = min(lowest, float(rewards.min()))
-            for prompt, reward in zip(prompts, rewards.amax(-1).tolist(), strict=True):
+            for prompt, values in zip(prompts, rewards.tolist(), strict=True):
+                known = [value for value in values if not math.isnan(value)]
+                if not known:
+                    continue
+                lowest, reward = min(lowest, *known), max(known)
                 name = f"{prompt.source}/{prompt.id}"  # a prompt may come twice in a step
                 best[name] = max(reward, best.get(name, reward))
-        self._lines.write(json.dumps({"step": step, "lowest": lowest, "best": best}) + "\n")
+        if best:
+            self._lines.write(json.dumps({"step": step, "lowest": lowest, "best": best}) + "\n")
 
 
 def never_solved(run_dir: Path, last_step: int) -> dict[str, int]:

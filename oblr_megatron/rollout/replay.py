@@ -206,7 +206,8 @@ def _problems(saved: SavedStep, config: Config, vocab_size: int, model: str) -> 
         )
     for number, sample in enumerate(samples):
         impossible = [value for value in sample.logprobs if not LOWEST_LOGPROB <= value <= ROUNDING]  # NaN, too
-        empty = not sample.response_ids and sample.finish_reason in ("stop", "length")  # a failed episode has none
+        ended = sample.finish_reason in ("stop", "length") and not config.rollout.environment.function
+        empty = ended and not sample.response_ids  # an episode may have none
         if impossible or empty or not sample.prompt_ids:
             yield f"saved sample {number} has {f'log-prob {impossible[0]:g}' if impossible else 'no tokens'}", FIX
     if model and saved.model not in ("", model):

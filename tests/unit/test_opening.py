@@ -20,7 +20,7 @@ from oblr_megatron.config import Config
 from oblr_megatron.errors import RunError, UserError
 from oblr_megatron.memory.select_mode import with_mode
 from oblr_megatron.model.published import published
-from oblr_megatron.opening import open_sampling
+from oblr_megatron.opening import open_sampling, remove_later_steps
 from oblr_megatron.preflight import checklist, inputs
 from tests.distributed.launch import run_ranks
 from tests.distributed.replayed import config_of, train_here
@@ -174,7 +174,7 @@ def test_a_report_that_fails_costs_a_line(
     (tmp_path / "metrics.jsonl").write_text('{"step": 1}\n')
     said: list[str] = []
     sampling: Any = SimpleNamespace(
-        config=SimpleNamespace(run_dir=tmp_path),
+        config=config_with(run_dir=str(tmp_path)),
         stop=SimpleNamespace(closing=False),
         parallel=SimpleNamespace(rank=0),
         trackers=Mock(),
@@ -243,3 +243,16 @@ def _config_of(rank: int, directory: Path, differs: str) -> Config:
     overrides += ["algo.baseline=mine.py:constant", f"optimizer.lr={1e-3 * (1 + own['rate'])}"]
     config = config_of(directory, directory / "run", *overrides)
     return config.model_copy(update={"rollout": config.rollout.model_copy(update={"replay": None})})
+
+
+def test_what_lies_behind_the_step_of_a_resume_is_removed(tmp_path: Path) -> None:
+    for name in ("rollouts/step_000030.parquet", "rollouts/step_000031.parquet", "rollouts/notes.txt"):
+        (tmp_path / name).parent.mkdir(exist_ok=True)
+        (tmp_path / name).touch()
+    for step in (20, 40):
+        (tmp_path / f"evaluations/step_{step:06}").mkdir(parents=True)
+        (tmp_path / f"evaluations/step_{step:06}/math.jsonl").touch()
+    remove_later_steps(tmp_path, 30)
+    left = sorted(str(path.relative_to(tmp_path)) for path in tmp_path.rglob("*.*"))
+    assert left == ["evaluations/step_000020/math.jsonl", "rollouts/notes.txt", "rollouts/step_000030.parquet"]
+    remove_later_steps(tmp_path / "new", 0)

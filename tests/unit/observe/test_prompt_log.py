@@ -44,6 +44,15 @@ def test_equal_rewards_tell_nothing(tmp_path: Path) -> None:
     assert never_solved(tmp_path, 99) == {}
 
 
+def test_a_response_that_could_not_be_scored_is_no_failure(tmp_path: Path) -> None:
+    """Between rewards of -1 and 1 a 0 in its place would look like a success."""
+    log, nan = PromptLog(tmp_path), float("nan")
+    for step in range(VISITS):
+        log.write(step, [(PROMPTS, scored([nan, nan], [-1.0, nan], [1.0, nan]))])
+    assert never_solved(tmp_path, 99) == {"sums/row<1>": VISITS}
+    log.write(VISITS, [(PROMPTS, scored([nan, nan], [nan, nan], [nan, nan]))])
+
+
 def test_a_prompt_that_comes_twice_in_a_step_is_solved_by_either(tmp_path: Path) -> None:
     log = PromptLog(tmp_path)
     for step in range(VISITS):

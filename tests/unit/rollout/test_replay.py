@@ -17,7 +17,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
-from oblr_megatron.config import Config
+from oblr_megatron.config import Config, parse_config
 from oblr_megatron.engine.protocol import SamplingRequest
 from oblr_megatron.errors import BrokenStepError, RunError, UnwrittenError, UserError
 from oblr_megatron.rollout.replay import ReplayEngine, check_replay
@@ -253,6 +253,17 @@ def test_samples_that_no_engine_draws(directory: Path, changes: dict[str, Any], 
     for possible in (1e-6, -103.0):
         write(logprobs=(possible,))
         check_replay(config_of(directory), VOCAB)
+
+
+def test_an_episode_may_have_no_tokens(directory: Path) -> None:
+    saved = saved_step(2)
+    empty = replace(saved.samples[3], response_ids=(), logprobs=())
+    write_step(directory, replace(saved, samples=[*saved.samples[:3], empty]))
+    assert "no tokens" in refusal(directory)
+    environment = {"environment": {"function": "tests.e2e.environments:turns"}}
+    config = config_of(directory)
+    table = config.model_dump(mode="json")
+    check_replay(parse_config(table | {"rollout": table["rollout"] | environment}), VOCAB)
 
 
 def test_samples_of_another_model(directory: Path) -> None:
