@@ -63,10 +63,12 @@ class _Running:
     begin: Begin
     position: int  # of its prompt
     place: int  # in the prompt's group
+    watch: Watch  # of the process
     waits: int = 0  # responses that it waits for
     queued: int = 0  # its tool calls that wait for a worker
     spent_s: float = 0.0  # without waiting
     since: float = 0.0  # time.monotonic() of the end of its last wait
+    others_s: float = 0.0  # `Watch.seconds_of_others` at that time
     cancelled: bool = False
 
     @property
@@ -74,14 +76,26 @@ class _Running:
         """Whether its clock stands still."""
         return self.waits > 0 or self.queued > 0
 
+    def restart(self) -> None:
+        """Begin again."""
+        self.waits, self.queued, self.cancelled, self.spent_s = 0, 0, False, 0.0
+        self._mark()
+
     def seconds(self) -> float:
-        """Time that it has taken, without the waits for the engine and for a tool's worker."""
-        return self.spent_s + (0.0 if self.stands else time.monotonic() - self.since)
+        """Time that it has taken, without the waits for the engine and for a tool's worker, and the turns of others."""
+        if self.stands:
+            return self.spent_s
+        others = self.watch.seconds_of_others(self.begin.number) - self.others_s
+        return self.spent_s + time.monotonic() - self.since - others
 
     def wait(self, *, waits: int = 0, queued: int = 0) -> None:
         """Begin (1) or end (-1) a wait."""
-        self.spent_s, self.since = self.seconds(), time.monotonic()
+        self.spent_s = self.seconds()
+        self._mark()
         self.waits, self.queued = self.waits + waits, self.queued + queued
+
+    def _mark(self) -> None:
+        self.since, self.others_s = time.monotonic(), self.watch.seconds_of_others(self.begin.number)
 
 
 @dataclass(slots=True)
@@ -159,7 +173,7 @@ class EpisodeHost:
             for place in range(request.group_size):
                 seed = prompt_seed(request.seed, position) + place
                 begin = Begin(next(self._numbers), prompts[position], seed, request.max_tokens)
-                episodes[begin.number] = _Running(begin, position, place)
+                episodes[begin.number] = _Running(begin, position, place, self._watch)
 
         def done(episode: _Running, ended: Ended) -> None:
             group = groups[episode.position]
@@ -223,10 +237,8 @@ class EpisodeHost:
             channel = Channel(worker.socket)
             self._process = _Process(worker, channel, channel.writer())
             threading.Thread(target=self._read_process, args=(self._process,), daemon=True).start()
-        now = time.monotonic()
         for running in batch.running.values():
-            running.waits, running.queued, running.cancelled = 0, 0, False
-            running.spent_s, running.since = 0.0, now
+            running.restart()
         self._tell(batch, [running.begin for running in batch.running.values()])
 
     def _receive(self, batch: _Batch) -> None:

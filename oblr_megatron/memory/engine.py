@@ -85,8 +85,8 @@ def engines_of_a_rank(config: Config, world_size: int, *, on_gpu: bool) -> Fract
 def outside_training(
     hf_config: Mapping[str, Any], config: Config, world_size: int, device_bytes: int, *, on_gpu: bool
 ) -> int:
-    """Bytes of a rank's memory that a training step cannot use: its CUDA context and its engines, on a GPU asleep."""
-    context = CONTEXT if on_gpu else 0
+    """Bytes of a rank's memory that a training step cannot use: `device_bytes_held`, and its engines (asleep)."""
+    context = device_bytes_held(hf_config, config, on_gpu=on_gpu)
     if not config.rollout.own_engines:
         return context
     engine = engine_bytes(hf_config, config, device_bytes=device_bytes if on_gpu else None)
@@ -94,13 +94,27 @@ def outside_training(
     return context + ceil(held * engines_of_a_rank(config, world_size, on_gpu=on_gpu))
 
 
+def device_bytes_held(hf_config: Mapping[str, Any], config: Config, *, on_gpu: bool) -> int:
+    """Bytes that a trainer's GPU always holds: its CUDA context and, with servers, the buckets of pushes (rank 0)."""
+    if not on_gpu:
+        return 0
+    if not config.rollout.servers or config.rollout.only:
+        return CONTEXT
+    return CONTEXT + 2 * max(BUCKET_BYTES, _largest_tensor(hf_config, config))  # one fills while the other is sent
+
+
+def _largest_tensor(hf_config: Mapping[str, Any], config: Config) -> int:
+    """Bytes of the largest tensor of a push."""
+    sizes = engine_sizes(hf_config, config)
+    return int(max(hf_config["vocab_size"], 2 * hf_config["intermediate_size"]) * sizes.hidden * sizes.element)
+
+
 def push_bytes(hf_config: Mapping[str, Any], config: Config) -> int:
     """Bytes on a trainer's GPU during a push by CUDA IPC: vLLM's buffer, the gathered piece, and a tensor's copy.
 
     The first push meets an engine that is wholly awake; later ones meet a sleeping KV cache.
     """
-    sizes = engine_sizes(hf_config, config)
-    largest = max(hf_config["vocab_size"], 2 * hf_config["intermediate_size"]) * sizes.hidden * sizes.element
+    largest = _largest_tensor(hf_config, config)
     return max(BUCKET_BYTES, largest) + gather_bytes(hf_config, config) + largest
 
 

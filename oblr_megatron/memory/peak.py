@@ -141,6 +141,10 @@ class PassOnRank:
         """Bytes kept for the norms of the run while `in_flight` microbatches per chunk wait for their backward."""
         run = self.run
         aside = self._aside() if run.kind != "gradient" else 0
+        if self.config.model.fp8 != "none" and run.kind in ("norms", "stash") and not self.sizes.adapter_rank:
+            aside += (
+                self.sizes.layer_weights * self.sizes.wide
+            )  # FP8 layers have no taps (`norms.rules.untapped_aside`)
         if run.kind != "bookkeep":
             return aside
         done = max(0, run.samples * self._chunks - run.rows * in_flight) * self.tokens.count // run.rows

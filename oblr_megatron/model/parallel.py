@@ -167,9 +167,17 @@ def select_device() -> None:
 
     Many calls, such as `torch.cuda.mem_get_info`, create a context on the current device. By default that is GPU 0, so
     every rank of a node would hold about 0.5 GiB there for the whole run.
+
+    Raises:
+        UserError: the process sees fewer GPUs than ranks of its node.
     """
-    if torch.cuda.is_available():
-        torch.cuda.set_device(local_rank())
+    if not torch.cuda.is_available():
+        return
+    rank, count = local_rank(), torch.cuda.device_count()
+    if rank >= count:
+        what = f"LOCAL_RANK is {rank}, but this process sees {count} GPU{'s' if count > 1 else ''}"
+        raise UserError(what, where="environment", fix="start as many ranks on a node as each process sees GPUs")
+    torch.cuda.set_device(rank)
 
 
 def local_rank() -> int:

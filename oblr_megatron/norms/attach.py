@@ -185,6 +185,7 @@ def _scheduled(configs: Sequence[TransformerConfig]) -> Iterator[None]:
 
 def _close(parallel: Parallel) -> None:
     """Destroy the groups that `from_megatron` created in addition to megatron-core's."""
-    own = {parallel.replica_group, parallel.block_group, parallel.expert_sum_group}
-    for group in own - {parallel.model_group, None}:
-        dist.destroy_process_group(group)
+    own = dict.fromkeys((parallel.replica_group, parallel.block_group, parallel.expert_sum_group))
+    for group in own:  # in one order on all ranks: the end of a communicator is collective
+        if group not in (None, parallel.model_group):
+            dist.destroy_process_group(group)

@@ -13,7 +13,7 @@ from math import ceil
 from typing import Any
 
 from oblr_megatron.config import Config
-from oblr_megatron.memory.engine import CONTEXT, EngineMemory, engine_bytes, engines_of_a_rank, push_bytes
+from oblr_megatron.memory.engine import EngineMemory, device_bytes_held, engine_bytes, engines_of_a_rank, push_bytes
 from oblr_megatron.memory.training import MemoryEstimate, estimate_stage, resident_bytes
 
 
@@ -102,7 +102,7 @@ def rank_memory(hf_config: Mapping[str, Any], config: Config, world_size: int, d
             else _without_a_model(fixed, stage),
             engine,
             config.rollout.sleep_level if device.on_gpu else 0,
-            CONTEXT if device.on_gpu else 0,
+            device_bytes_held(hf_config, config, on_gpu=device.on_gpu),
             push_bytes(hf_config, config) if device.on_gpu and engine and trains else 0,
             engines_of_a_rank(config, world_size, on_gpu=device.on_gpu),
         )

@@ -2,7 +2,8 @@
 
 A function that never awaits stops the event loop of its process, and one that holds the interpreter lock stops every
 thread. So a worker that runs many jobs in one loop writes down the number of a job before each step of one of its
-tasks, and the trainer reads it. Imports no torch.
+tasks, and the trainer reads it. After the step it adds the step's seconds to those of the job and of all jobs, so that
+a job is not charged for the steps of others. Imports no torch.
 """
 
 from __future__ import annotations
@@ -17,37 +18,58 @@ from contextvars import ContextVar
 from typing import Any
 
 NOBODY = -1
-_CELL = struct.Struct("qd")
+_CELL = struct.Struct("qdd")
+_SECONDS = struct.Struct("d")
+JOBS = 2**16
+"""Jobs at once; more would share their seconds."""
+_SIZE = mmap.PAGESIZE + JOBS * _SECONDS.size
 JOB: ContextVar[int] = ContextVar("job", default=NOBODY)
 """Number of the job that a task belongs to."""
 
 
 class Watch:
-    """The number of the running job, and since when it runs without an await."""
+    """The number of the running job, since when it runs without an await, and the seconds of all steps so far."""
 
     def __init__(self, fd: int | None = None) -> None:
         """`fd` of another process's watch; by default a new one, which a child process can inherit."""
         self.fd = os.memfd_create("oblr-watch") if fd is None else fd
         if fd is None:
-            os.ftruncate(self.fd, mmap.PAGESIZE)
-        self._cell = mmap.mmap(self.fd, mmap.PAGESIZE)
+            os.ftruncate(self.fd, _SIZE)
+        self._cell = mmap.mmap(self.fd, _SIZE)
         if fd is None:
             self.set(NOBODY)
 
     def set(self, number: int) -> None:
-        """Note that a job begins to run now."""
-        _CELL.pack_into(self._cell, 0, number, time.monotonic())
+        """Note that a job begins to run now; NOBODY: that none runs any more."""
+        before, since, seconds = _CELL.unpack_from(self._cell, 0)
+        now = time.monotonic()
+        if before != NOBODY:
+            seconds += now - since
+            at = _place(before)
+            _SECONDS.pack_into(self._cell, at, _SECONDS.unpack_from(self._cell, at)[0] + now - since)
+        _CELL.pack_into(self._cell, 0, number, now, seconds)
 
     def get(self) -> tuple[int, float]:
         """(number of the running job or NOBODY, time.monotonic() of its beginning)."""
-        number, since = _CELL.unpack_from(self._cell, 0)
+        number, since, _ = _CELL.unpack_from(self._cell, 0)
         return int(number), float(since)
+
+    def seconds_of_others(self, number: int) -> float:
+        """Seconds for which other jobs than this one ran, up to now. Only differences mean something."""
+        running, since, seconds = _CELL.unpack_from(self._cell, 0)
+        (own,) = _SECONDS.unpack_from(self._cell, _place(number))
+        now = time.monotonic() - since if running not in (NOBODY, number) else 0.0
+        return float(seconds + now - own)
 
     def close(self) -> None:
         """Give the memory back. May be called more than once."""
         if not self._cell.closed:
             self._cell.close()
             os.close(self.fd)
+
+
+def _place(number: int) -> int:
+    return mmap.PAGESIZE + number % JOBS * _SECONDS.size
 
 
 class Watched(Coroutine[Any, Any, Any]):

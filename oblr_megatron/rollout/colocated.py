@@ -229,6 +229,8 @@ class ColocatedEngines(RecoveringEngines):
 
     def _push_once(self, source: Source, version: int) -> PushStats:
         own = attempt(partial(self._pusher.push, source, version))
+        if isinstance(own.exception, torch.OutOfMemoryError):  # others wait in a collective, not for the outcome
+            raise own.exception
         seconds = 2 * self._deadlines.push  # giving up a failed push has a deadline of its own
         outcomes = self.gather(own, f"push {version}", seconds)
         stats = [outcomes[owner].value for owner in self._placement.owners]

@@ -13,6 +13,7 @@ from oblr_megatron.environments import Episode, EpisodeEngine, LimitError, Promp
 OBSERVED = (5, 6, 7)  # tokens that the environment writes after each turn
 TURNS = 3
 NAP_S = 1.6
+WORK_S = 0.3
 
 
 async def turns(engine: EpisodeEngine, prompt: Prompt, seed: int) -> object:
@@ -20,6 +21,8 @@ async def turns(engine: EpisodeEngine, prompt: Prompt, seed: int) -> object:
     if prompt.answer == "calls":
         turn = await engine.generate(prompt.token_ids, max_tokens=6)
         return turn.ids, [True] * len(turn.ids), list(turn.logprobs), float(await engine.call("naps", {}))
+    if prompt.answer == "works":
+        time.sleep(WORK_S)
     if prompt.answer in BAD:
         return await BAD[prompt.answer](engine, prompt)
     episode = Episode(prompt.token_ids)

@@ -18,7 +18,7 @@ from transformers import Qwen3ForCausalLM
 from oblr_megatron.engine.protocol import SamplingRequest
 from oblr_megatron.rollout.colocated import ColocatedEngines
 from oblr_megatron.types import Prompt, Sample
-from tests.e2e.environments import BAD, DRAWN, LATE, NAP_S, OBSERVED, TURNS
+from tests.e2e.environments import BAD, DRAWN, LATE, NAP_S, OBSERVED, TURNS, WORK_S
 from tests.e2e.tiny_rollout import VOCAB, command_of, make_prompts, start
 from tests.tiny import make_hf_dir
 
@@ -116,6 +116,16 @@ def test_the_wait_for_a_tool_is_not_the_episodes_time(rollout: Rollout) -> None:
     assert [one.finish_reason for one in samples] == ["stop"] * 6
     assert [one.environment_reward for one in samples] == [NAP_S] * 6
     assert time.monotonic() - begun > OPTIONS["deadline_s"]
+
+
+def test_the_work_of_other_episodes_is_not_an_episodes_time(rollout: Rollout) -> None:
+    """One loop runs all of them. The last begins after more than the deadline."""
+    engines, _ = rollout
+    prompts = [replace(prompt, answer="works") for prompt in make_prompts(30)]
+    begun = time.monotonic()
+    samples = sample(engines, prompts, group_size=1)
+    assert {one.finish_reason for one in samples} <= {"stop", "length"} and all(one.response_ids for one in samples)
+    assert time.monotonic() - begun > 30 * WORK_S > OPTIONS["deadline_s"]
 
 
 def test_a_function_that_always_dies_ends_soon(rollout: Rollout) -> None:

@@ -135,6 +135,7 @@ def test_a_rank_selects_its_gpu_before_any_other_cuda_call(monkeypatch: pytest.M
     record("get_device_capability", (9, 0))
     record("get_device_properties", SimpleNamespace(total_memory=TOTAL))
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 4)
     monkeypatch.setenv("LOCAL_RANK", "3")
 
     def resolve(*_: Any, free_bytes: int, **options: Any) -> None:
@@ -151,6 +152,9 @@ def test_a_rank_selects_its_gpu_before_any_other_cuda_call(monkeypatch: pytest.M
     assert calls[0] == ("set_device", 3)
     assert ("get_device_properties", 3) in calls and ("resolve", TOTAL) in calls
     assert not [name for name, *_ in calls if name == "mem_get_info"]  # it creates a context, also in the launcher
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
+    with pytest.raises(UserError, match="LOCAL_RANK is 3, but this process sees 1 GPU "), open_sampling(config_with()):
+        pass
 
 
 @pytest.mark.parametrize(

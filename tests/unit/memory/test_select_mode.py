@@ -13,7 +13,11 @@ import pytest
 from oblr_megatron.config import Config
 from oblr_megatron.errors import UserError
 from oblr_megatron.memory import select_mode
-from oblr_megatron.memory.engine import outside_training
+from oblr_megatron.memory.buffer_sizes import BUCKET_BYTES
+from oblr_megatron.memory.engine import device_bytes_held, outside_training
+from oblr_megatron.memory.pass_plan import Layout, passes_of
+from oblr_megatron.memory.peak import PassOnRank
+from oblr_megatron.memory.rank_shapes import RankSizes
 from oblr_megatron.memory.select_mode import ModeChoice, cgroup_left, free_memory, resolve, with_mode
 from oblr_megatron.preflight.device_memory import RankDevice, rank_memory
 from tests.unit.configs import config_with
@@ -104,6 +108,32 @@ def test_auto_takes_a_mode_that_fits() -> None:
 
 def outside(config: Config, size: int) -> int:
     return outside_training(DENSE, config, 1, size, on_gpu=True)
+
+
+def test_buckets_of_pushes_to_servers_are_counted() -> None:
+    """They stay on the GPU, at the size of the largest tensor: DENSE's embedding in bf16, twice."""
+    model = {"dtype": "bfloat16"}
+    alone, servers = (
+        device_bytes_held(DENSE, config_of(model=model, rollout=rollout), on_gpu=True)
+        for rollout in ({"sleep_level": 0}, {"servers": ["http://localhost:1"]})
+    )
+    assert servers - alone == 2 * max(BUCKET_BYTES, DENSE["vocab_size"] * DENSE["hidden_size"] * 2)
+    assert device_bytes_held(DENSE, config_of(), on_gpu=False) == 0
+
+
+@pytest.mark.parametrize("mode", ["two_pass", "stash"])
+def test_fp8_norms_hold_a_second_gradient(mode: str) -> None:
+    """FP8 layers have no taps: `main_grad` of their matrices is put aside while norms are measured."""
+
+    def norms(fp8: str) -> int:
+        model = {"dtype": "bfloat16", "fp8": fp8}
+        config = config_of(model=model, algo={"baseline": "optimal"}, gradnorm={"mode": mode}, response=192)
+        run = passes_of(DENSE, config, Layout(1, 1), 256, norms=True, transformer_engine=True)[0]
+        sizes = RankSizes.of(DENSE, config, 0, on_gpu=True, transformer_engine=True)
+        return PassOnRank(sizes, config, run, sizes.tokens(1, 256), 0, True).waiting()
+
+    sizes = RankSizes.of(DENSE, config_of(), 0, on_gpu=True, transformer_engine=True)
+    assert norms("hybrid") - norms("none") == sizes.layer_weights * 4
 
 
 @pytest.mark.parametrize("rollout", [{}, {"sleep_level": 0}, {"servers": ["http://localhost:1"]}])
