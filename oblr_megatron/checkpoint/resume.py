@@ -20,7 +20,7 @@ import torch.distributed as dist
 from oblr_megatron.checkpoint import store
 from oblr_megatron.checkpoint.hf_description import forward_traits, hf_config_in
 from oblr_megatron.checkpoint.hf_dir import HFDir
-from oblr_megatron.checkpoint.store import CheckpointError, Manifest
+from oblr_megatron.checkpoint.store import CheckpointError, Manifest, UnreadError
 from oblr_megatron.config import Config
 from oblr_megatron.errors import UserError
 from oblr_megatron.formatting import flatten
@@ -64,8 +64,9 @@ def find(config: Config, model: HFDir) -> list[Checkpoint]:
     """Checkpoints to resume from, first choice first; [] to start from step 0.
 
     Raises:
-        UserError: No checkpoint is usable. Or the newest belongs to another run. Or the run has done steps but has no
-            checkpoint. Or metrics.jsonl is damaged. Or the run would replace its reference model.
+        UserError: No checkpoint is usable. Or one cannot be read now. Or the newest belongs to another run. Or the run
+            has done steps but has no checkpoint. Or metrics.jsonl is damaged. Or the run would replace its reference
+            model.
     """
     resume = config.checkpoint.resume
     if resume == "none":
@@ -84,6 +85,8 @@ def find(config: Config, model: HFDir) -> list[Checkpoint]:
             manifest = store.read_manifest(path)
             store.check_contents(path, manifest, [HF_CONFIG])  # `check_fits` reads it
             usable.append(Checkpoint(path, manifest))
+        except UnreadError:  # an older one would lose steps, and start a second history of the run
+            raise
         except CheckpointError as error:
             problems.append(error)
     if problems and not usable:
@@ -215,7 +218,7 @@ def choose(checkpoints: Sequence[Checkpoint], rank: int, world_size: int) -> Che
     """The first of rank 0's checkpoints with correct checksums; collective, each rank reads a share of the files.
 
     Raises:
-        CheckpointError: every checkpoint is damaged.
+        CheckpointError: every checkpoint is damaged, or one cannot be read now.
     """
     shared = [list(checkpoints)]
     dist.broadcast_object_list(shared, src=0)
@@ -224,6 +227,8 @@ def choose(checkpoints: Sequence[Checkpoint], rank: int, world_size: int) -> Che
         problem = damage_of(checkpoint, rank, world_size)
         if problem is None:
             return checkpoint
+        if isinstance(problem, UnreadError):
+            raise problem
         if rank == 0:
             logger.warning("skipped a damaged checkpoint: %s", problem)
     if problem is not None:

@@ -52,6 +52,10 @@ class CheckpointError(UserError):
     """An unusable checkpoint; `where` names the file."""
 
 
+class UnreadError(CheckpointError):
+    """A checkpoint that cannot be read now and may be intact, e.g. while a network file system fails over."""
+
+
 class NoSpaceError(RunError):
     """There is no room for a checkpoint."""
 
@@ -225,7 +229,7 @@ def check_contents(directory: Path, manifest: Manifest, names: Iterable[str]) ->
         try:
             entry = _entry(file)
         except OSError as error:
-            raise CheckpointError(f"cannot read the file: {error.strerror}", where=str(file), fix=FIX) from error
+            raise _unread("cannot read the file", file, error) from error
         if entry != manifest.files[name]:
             what = f"the file is damaged: its checksum is {entry.xxh3}, {MANIFEST} has {manifest.files[name].xxh3}"
             raise CheckpointError(what, where=str(file), fix=FIX)
@@ -315,7 +319,7 @@ def _parse(directory: Path) -> Manifest:
     except FileNotFoundError as error:
         raise _foreign(directory) from error
     except OSError as error:
-        raise CheckpointError(f"cannot read the manifest: {error.strerror}", where=str(file), fix=FIX) from error
+        raise _unread("cannot read the manifest", file, error) from error
     except (ValueError, RecursionError) as error:  # invalid JSON or UTF-8
         raise CheckpointError("the manifest is damaged: it is not JSON", where=str(file), fix=FIX) from error
     if not isinstance(content, dict) or (content.get("format") != FORMAT and "xxh3" not in content):
@@ -345,11 +349,18 @@ def _foreign(directory: Path) -> CheckpointError:
     return CheckpointError(f"not a checkpoint of this program: {what}", where=str(directory), fix=fix)
 
 
+def _unread(what: str, file: Path, error: OSError) -> CheckpointError:
+    if isinstance(error, (FileNotFoundError, NotADirectoryError)):
+        return CheckpointError(f"{what}: {error.strerror}", where=str(file), fix=FIX)
+    fix = "restore the disk or its mount and resume again, or remove this checkpoint to continue from an older one"
+    return UnreadError(f"cannot read the file: {error.strerror}", where=str(file), fix=fix)
+
+
 def _check_size(file: Path, entry: FileEntry) -> None:
     try:
         size = file.stat().st_size
     except OSError as error:
-        raise CheckpointError(f"the file is missing: {error.strerror}", where=str(file), fix=FIX) from error
+        raise _unread("the file is missing", file, error) from error
     if size != entry.num_bytes:
         state = "cut off" if size < entry.num_bytes else "too long"
         what = f"the file is {state}: {size} bytes, {MANIFEST} has {entry.num_bytes}"

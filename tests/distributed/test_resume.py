@@ -191,6 +191,34 @@ def test_a_damaged_checkpoint_is_named_and_an_older_one_taken(
     assert (parts / "metrics.jsonl").read_bytes() == metrics, "nothing is lost by trying"
 
 
+@pytest.mark.parametrize("layout", [(), TP2], ids=["1", "tp2"])
+def test_a_checkpoint_that_cannot_be_read_now_is_not_skipped(
+    inputs: Path, unbroken: Path, tmp_path: Path, layout: tuple[str, ...]
+) -> None:
+    """An older one would lose steps, and the newest would be taken again by the next resume."""
+    parts = tmp_path / "parts"
+    shutil.copytree(unbroken, parts, ignore=shutil.ignore_patterns("status.json"))
+    before = state_of(parts)
+    config = config_of(inputs, parts, "checkpoint.resume=newest", *layout)
+    outcomes = run_ranks(_stale, 2 if layout else 1, config)
+    assert {status for status, _ in outcomes} == {2}
+    assert f"{os.strerror(errno.ESTALE)} [{checkpoints_of(parts)[0]}" in outcomes[0][1]
+    assert state_of(parts) == before
+
+
+def _stale(config: Config) -> tuple[int, str]:
+    """The rank that reads the newest checkpoint's tensors finds a stale handle."""
+    entry, newest = store._entry, checkpoints_of(config.run_dir)[0]
+
+    def stale(file: Path) -> Any:
+        if file.suffix == ".distcp" and file.parent.name == newest.name:
+            raise OSError(errno.ESTALE, os.strerror(errno.ESTALE), str(file))
+        return entry(file)
+
+    store._entry = stale
+    return train_here(config)
+
+
 @pytest.fixture(scope="module")
 def places(inputs: Path, unbroken: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
     """What the tests of refused checkpoints name."""
