@@ -9,7 +9,8 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from contextlib import suppress
 from dataclasses import dataclass, replace
-from typing import Any
+from itertools import product
+from typing import Any, Literal
 
 from oblr_megatron.config import Config
 from oblr_megatron.errors import UserError
@@ -39,7 +40,7 @@ def fitting(config: Config, hf_config: Mapping[str, Any], device: RankDevice) ->
     planned = device
     if device.num_bytes is not None:
         planned = replace(device, num_bytes=int(USED_SHARE[device.on_gpu] * device.num_bytes))
-    for choice in choices(config):
+    for choice in choices(config, on_gpu=device.on_gpu):
         with suppress(UserError):  # it does not fit
             norms = resolve(
                 hf_config,
@@ -55,16 +56,18 @@ def fitting(config: Config, hf_config: Mapping[str, Any], device: RankDevice) ->
     return None
 
 
-def choices(config: Config) -> Iterator[Config]:
-    """The config with less and less memory: smaller microbatches, recomputation, shorter responses.
+def choices(config: Config, *, on_gpu: bool) -> Iterator[Config]:
+    """The config with less and less memory: smaller microbatches, recomputation, offloaded state, shorter responses.
 
-    A microbatch holds at least one whole sample.
+    A microbatch holds at least one whole sample. Nothing is offloaded on a CPU: the host's memory is the rank's.
     """
+    offloads: tuple[Literal["none", "sampling"], ...] = ("none", "sampling") if on_gpu else ("none",)
     response = config.rollout.max_response_tokens
     for tokens in _halved(response, min(response, SHORTEST_RESPONSE)):
         rollout = config.rollout.model_copy(update={"max_response_tokens": tokens})
-        shorter = config.model_copy(update={"rollout": rollout})
-        for granularity in ("none", "full"):
+        for offload, granularity in product(offloads, ("none", "full")):
+            optimizer = config.optimizer.model_copy(update={"offload": offload})
+            shorter = config.model_copy(update={"rollout": rollout, "optimizer": optimizer})
             for bound in _halved(config.parallel.micro_batch_tokens, longest_sample(shorter)):
                 changes = {"micro_batch_tokens": bound, "recompute_granularity": granularity}
                 yield shorter.model_copy(update={"parallel": config.parallel.model_copy(update=changes)})

@@ -40,6 +40,7 @@ KEPT = 0.99  # share of rows that data.max_prompt_tokens keeps
 RESPONSE_TOKENS = 512
 THINKING = "enable_thinking"  # Qwen3's switch; by default its models think
 NO_THOUGHTS = "Without thoughts, which take thousands of tokens. For true, raise rollout.max_response_tokens."
+FOLDS = "Parts of a step, from which its noise is measured: a multiple of the GPUs, unless several hold one model."
 RATES = ((50_000_000, 5e-4), (400_000_000, 3e-5), (math.inf, 1e-6))
 """(parameters, learning rate of models below): of the demo, of SmolLM2-135M (examples), and the usual rate."""
 
@@ -104,8 +105,10 @@ def init(options: argparse.Namespace) -> int:
     print(f"wrote {out}; its comments say what to change")
     if fit is None:
         print("it does not fit into the memory that is free here: give the dry run --gpu-memory-gb for other machines")
-    print(f"next: oblr-megatron train {shlex.quote(str(out))} --dry-run    # does it fit?")
-    print(f"      oblr-megatron train {shlex.quote(str(out))}")
+    train = f"oblr-megatron train {shlex.quote(str(out))}"
+    ranks = f" --nproc-per-node {torch.cuda.device_count()}" if torch.cuda.device_count() > 1 else ""
+    print(f"next: {train} --dry-run{ranks}    # does it fit?")
+    print(f"      {train}{ranks}")
     return EXIT_OK
 
 
@@ -118,6 +121,9 @@ def fit_sections(sections: Sections, fit: Fit, device: RankDevice) -> None:
     if parallel.recompute_granularity != "none":
         why = 'Layers run again in backward, to save memory; "none" is faster.'
         sections["parallel"]["recompute_granularity"] = (parallel.recompute_granularity, why)
+    if fit.config.optimizer.offload != "none":
+        why = "Masters and moments are in host memory while engines sample, or they would not fit."
+        sections["optimizer"]["offload"] = (fit.config.optimizer.offload, why)
     response, comment = rollout["max_response_tokens"]
     if fit.config.rollout.max_response_tokens != response:
         rollout["max_response_tokens"] = (fit.config.rollout.max_response_tokens, f"{comment} {response} do not fit.")
@@ -201,7 +207,7 @@ def settings(model: HFDir, data: DataConfig, out: Path, *, on_gpu: bool) -> Sect
         "": {
             "run_dir": (f"run/{out.stem}", "Output: metrics, report, checkpoints, trained model. Must be new."),
             "num_steps": (100, "Optimizer steps."),
-            "num_prompts": (32, "Prompts of a step, a multiple of algo.snr.num_folds (4)."),
+            "num_prompts": (32, f"Prompts of a step, a multiple of algo.snr.num_folds ({8 if on_gpu else 4})."),
             "group_size": (8, "Responses to each prompt."),
         },
         "model": {
@@ -221,6 +227,7 @@ def settings(model: HFDir, data: DataConfig, out: Path, *, on_gpu: bool) -> Sect
         },
         "rollout": {"max_response_tokens": (response, shared)},
         "reward": {"name": (reward, why)},
+        **({"algo": {"snr.num_folds": (8, FOLDS)}} if on_gpu else {}),
         "optimizer": {
             "lr": (rate, "Learning rate: 5e-4 for tiny models, 3e-5 for 0.1B parameters, 1e-6 for 0.6B and more."),
             "lr_warmup_steps": (10, "Steps in which the rate rises: the first updates are the noisiest."),

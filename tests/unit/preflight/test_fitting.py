@@ -69,7 +69,7 @@ def test_a_machine_gets_the_first_choice_that_leaves_room(hf_config: Mapping[str
     assert fit is not None and device.num_bytes is not None and fits(fit.config, hf_config, device)
     assert fit.num_bytes <= USED_SHARE[device.on_gpu] * device.num_bytes
     planned = replace(device, num_bytes=int(USED_SHARE[device.on_gpu] * device.num_bytes))
-    before = list(choices(first_config()))
+    before = list(choices(first_config(), on_gpu=device.on_gpu))
     before = before[: before.index(fit.config)]
     assert not any(fits(one, hf_config, planned) for one in before), "the first choice that fits has most to offer"
 
@@ -78,13 +78,23 @@ def test_less_memory_first_takes_smaller_microbatches_then_recomputation_then_sh
     config = first_config(parallel={"micro_batch_tokens": 2000}, rollout={"max_response_tokens": 100})
     taken = [
         (one.rollout.max_response_tokens, one.parallel.recompute_granularity, one.parallel.micro_batch_tokens)
-        for one in choices(config)
+        for one in choices(config, on_gpu=False)
     ]
     assert taken == [
         *((100, again, tokens) for again in ("none", "full") for tokens in (2000, 1000, 500, 356)),
         *((64, again, tokens) for again in ("none", "full") for tokens in (2000, 1000, 500, 320)),
     ]
-    assert all(longest_sample(one) <= one.parallel.micro_batch_tokens for one in choices(config))
+    assert all(longest_sample(one) <= one.parallel.micro_batch_tokens for one in choices(config, on_gpu=False))
+    offloads = [(one.rollout.max_response_tokens, one.optimizer.offload) for one in choices(config, on_gpu=True)]
+    assert list(dict.fromkeys(offloads)) == [(n, where) for n in (100, 64) for where in ("none", "sampling")]
+
+
+def test_a_gpu_keeps_its_responses_if_state_can_leave_it() -> None:
+    """Weights, masters and moments of 3B parameters do not fit next to an engine."""
+    device, config = gpu(85), first_config(model={"dtype": "bfloat16"}, algo={"snr": {"num_folds": 8}})
+    fit = fitting(config, published("Qwen3-4B") | {"num_hidden_layers": 26}, device)
+    assert fit is not None and fit.config.optimizer.offload == "sampling"
+    assert fit.config.rollout.max_response_tokens == config.rollout.max_response_tokens
 
 
 def test_a_small_machine_recomputes_and_a_smaller_one_gets_nothing() -> None:
