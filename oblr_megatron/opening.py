@@ -188,8 +188,12 @@ def remove_later_steps(run_dir: Path, last: int) -> None:
     """
     for path in [*(run_dir / ROLLOUTS).glob("step_*.parquet"), *(run_dir / EVALUATIONS).glob("step_*")]:
         step = path.stem.removeprefix("step_")
-        if step.isdecimal() and int(step) > last:
-            shutil.rmtree(path) if path.is_dir() else path.unlink()
+        if not step.isdecimal() or int(step) <= last:
+            continue
+        if path.is_file():
+            path.unlink()
+        elif path.parent.name == EVALUATIONS:
+            shutil.rmtree(path)
 
 
 def _report(sampling: Sampling) -> None:
