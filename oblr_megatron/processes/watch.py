@@ -18,11 +18,11 @@ from contextvars import ContextVar
 from typing import Any
 
 NOBODY = -1
-_CELL = struct.Struct("qdd")
-_SECONDS = struct.Struct("d")
+_COUNT, _CELL, _SECONDS = struct.Struct("q"), struct.Struct("qdd"), struct.Struct("d")
 JOBS = 2**16
 """Jobs at once; more would share their seconds."""
 _SIZE = mmap.PAGESIZE + JOBS * _SECONDS.size
+LOOKS = 1000  # at a value that is being written; a process that was killed meanwhile never ends to write it
 JOB: ContextVar[int] = ContextVar("job", default=NOBODY)
 """Number of the job that a task belongs to."""
 
@@ -41,25 +41,38 @@ class Watch:
 
     def set(self, number: int) -> None:
         """Note that a job begins to run now; NOBODY: that none runs any more."""
-        before, since, seconds = _CELL.unpack_from(self._cell, 0)
+        (count,) = _COUNT.unpack_from(self._cell, 0)
+        before, since, seconds = _CELL.unpack_from(self._cell, _COUNT.size)
+        _COUNT.pack_into(self._cell, 0, count | 1)  # odd: a reader of the other process waits
         now = time.monotonic()
         if before != NOBODY:
             seconds += now - since
             at = _place(before)
             _SECONDS.pack_into(self._cell, at, _SECONDS.unpack_from(self._cell, at)[0] + now - since)
-        _CELL.pack_into(self._cell, 0, number, now, seconds)
+        _CELL.pack_into(self._cell, _COUNT.size, number, now, seconds)
+        _COUNT.pack_into(self._cell, 0, (count | 1) + 1)
 
     def get(self) -> tuple[int, float]:
         """(number of the running job or NOBODY, time.monotonic() of its beginning)."""
-        number, since, _ = _CELL.unpack_from(self._cell, 0)
-        return int(number), float(since)
+        number, since, _, _ = self._read()
+        return number, since
 
     def seconds_of_others(self, number: int) -> float:
         """Seconds for which other jobs than this one ran, up to now. Only differences mean something."""
-        running, since, seconds = _CELL.unpack_from(self._cell, 0)
-        (own,) = _SECONDS.unpack_from(self._cell, _place(number))
-        now = time.monotonic() - since if running not in (NOBODY, number) else 0.0
-        return float(seconds + now - own)
+        now = time.monotonic()
+        running, since, seconds, own = self._read(number)
+        return seconds - own + (max(0.0, now - since) if running not in (NOBODY, number) else 0.0)
+
+    def _read(self, number: int = 0) -> tuple[int, float, float, float]:
+        """The running job, the beginning of its step, the seconds of all jobs, and those of this one."""
+        for look in range(LOOKS):
+            (count,) = _COUNT.unpack_from(self._cell, 0)
+            running, since, seconds = _CELL.unpack_from(self._cell, _COUNT.size)
+            (own,) = _SECONDS.unpack_from(self._cell, _place(number))
+            if count % 2 == 0 and _COUNT.unpack_from(self._cell, 0) == (count,):
+                break
+            time.sleep(1e-5 if look > 10 else 0)
+        return int(running), float(since), float(seconds), float(own)
 
     def close(self) -> None:
         """Give the memory back. May be called more than once."""

@@ -1,0 +1,51 @@
+"""What a worker writes about its running job, as another process reads it at the same time."""
+
+from __future__ import annotations
+
+import os
+import time
+from itertools import pairwise
+
+import pytest
+
+from oblr_megatron.processes.watch import NOBODY, Watch
+
+READS = 100_000
+
+
+def test_the_seconds_of_others_never_fall() -> None:
+    """A job's clock would jump ahead. The writer is another process, so that a read may meet half of a write.
+
+    Half-written values differ by more than the machine's uptime; a writer that has to wait, by less than a second.
+    """
+    watch = Watch()
+    writer = os.fork()
+    if writer == 0:
+        while True:
+            for number in range(3):
+                watch.set(number)
+                watch.set(NOBODY)
+    try:
+        found = [watch.seconds_of_others(1) for _ in range(READS)]
+    finally:
+        os.kill(writer, 9)
+        os.waitpid(writer, 0)
+    assert found[-1] > found[0] >= 0
+    assert max(earlier - later for earlier, later in pairwise(found)) < 1.0
+    watch.set(NOBODY)  # as after a kill in the middle of a write
+    assert watch.get()[0] == NOBODY
+    watch.close()
+
+
+def test_a_job_is_charged_for_its_own_steps_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    clock = iter([0.0, 1.0, 4.0, 4.0, 9.0, 9.0, 11.0, 11.0])
+    monkeypatch.setattr(time, "monotonic", lambda: next(clock))
+    watch = Watch()  # at 0
+    watch.set(7)  # from 1 to 4
+    watch.set(8)  # from 4
+    assert watch.seconds_of_others(7) == 0.0
+    assert watch.seconds_of_others(7) == 5.0, "the step that runs now counts"
+    assert watch.seconds_of_others(8) == 3.0
+    watch.set(NOBODY)  # at 11
+    assert watch.seconds_of_others(9) == 10.0
+    watch.close()
