@@ -22,8 +22,8 @@ class EnvironmentConfig(Section):
     max_turns: int = Field(16, ge=1)
     """Most responses of the policy in one episode."""
     deadline_s: float = Field(60.0, gt=0, le=LONGEST_WAIT_S)
-    """Seconds of an episode, without those in which it waits for the engine or for a free worker of `tools`, or others
-    run. Then it ends, with its tokens so far and the reward 0."""
+    """Seconds of an episode. Then it ends, with its tokens so far and the reward 0. Not counted: waits for the engine,
+    for a free worker of `tools`, and for other episodes."""
     tool_timeout_s: float = Field(10.0, gt=0, le=LONGEST_WAIT_S)
     """Deadline of one call of a tool, seconds."""
     tool_workers: int = Field(2, ge=1)

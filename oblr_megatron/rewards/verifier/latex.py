@@ -34,8 +34,7 @@ _TIMES_BRACKET = re.compile(r"(?<![0-9.])([0-9.]+)\s*\(")  # the grammar reads 2
 _POWER_T = re.compile(r"(?<!matrix\})\^\s*(?:\{\s*T\s*\}|T)")  # the grammar drops it, as the transpose of a scalar
 _LETTER = re.compile(r"\\Gamma(?![A-Za-z])(?!\s*\()|\\[A-Za-z]+|I")
 _OTHER_LETTERS = {r"\gamma": r"\varsigma ", r"\Gamma": r"\varpi ", "I": r"\wp "}
-"""Letters that the grammar reads as Euler's constant, as a function or as the imaginary unit, whose powers and indices
-it drops -> letters that no answer has."""
+"""Letter -> a letter that no answer has. The grammar takes the first for a constant, and drops its power and index."""
 _FUNCTION_ARGUMENT = re.compile(rf"({FUNCTIONS})\s*\{{(\([^{{}}]*\))\}}")  # \sin{(x)}^{2} is \sin(x)^{2}
 _WHOLE_AND_FRACTION = re.compile(r"(?<![0-9.])([0-9]+)\s*(\\frac\{\s*([0-9]+)\s*\}\{\s*([0-9]+)\s*\})")
 _ANGLE = re.compile(r"([0-9]+|\\[A-Za-z]+|[A-Za-z])\s*°")
