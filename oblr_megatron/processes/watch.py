@@ -11,18 +11,18 @@ from __future__ import annotations
 import asyncio
 import mmap
 import os
-import struct
 import time
 from collections.abc import Coroutine, Generator
 from contextvars import ContextVar
 from typing import Any
 
 NOBODY = -1
-_COUNT, _CELL, _SECONDS = struct.Struct("q"), struct.Struct("qdd"), struct.Struct("d")
 JOBS = 2**16
 """Jobs at once; more would share their seconds."""
-_SIZE = mmap.PAGESIZE + JOBS * _SECONDS.size
-LOOKS = 1000  # at a value that is being written; a process that was killed meanwhile never ends to write it
+_COUNT, _RUNNING, _SINCE, _ALL, _OWN = range(5)
+"""Places of 8 bytes each. One store writes a place, so that no reader meets half of a value."""
+_SIZE = 8 * (_OWN + JOBS)
+LOOKS = 1000  # at values that are being written; a process that was killed meanwhile never ends to write them
 JOB: ContextVar[int] = ContextVar("job", default=NOBODY)
 """Number of the job that a task belongs to."""
 
@@ -35,22 +35,26 @@ class Watch:
         self.fd = os.memfd_create("oblr-watch") if fd is None else fd
         if fd is None:
             os.ftruncate(self.fd, _SIZE)
-        self._cell = mmap.mmap(self.fd, _SIZE)
+        self._memory = mmap.mmap(self.fd, _SIZE)
+        # struct would clear a place before it writes there; an item of a memoryview is stored at once.
+        self._numbers = memoryview(self._memory).cast("q")
+        self._seconds = memoryview(self._memory).cast("d")
         if fd is None:
             self.set(NOBODY)
 
     def set(self, number: int) -> None:
         """Note that a job begins to run now; NOBODY: that none runs any more."""
-        (count,) = _COUNT.unpack_from(self._cell, 0)
-        before, since, seconds = _CELL.unpack_from(self._cell, _COUNT.size)
-        _COUNT.pack_into(self._cell, 0, count | 1)  # odd: a reader of the other process waits
+        numbers, seconds = self._numbers, self._seconds
+        numbers[_COUNT] |= 1  # odd: a reader of the other process waits
         now = time.monotonic()
+        before, since = numbers[_RUNNING], seconds[_SINCE]
+        numbers[_RUNNING] = NOBODY  # a reader that gives up waiting never takes the old `since` for the new job's
         if before != NOBODY:
-            seconds += now - since
-            at = _place(before)
-            _SECONDS.pack_into(self._cell, at, _SECONDS.unpack_from(self._cell, at)[0] + now - since)
-        _CELL.pack_into(self._cell, _COUNT.size, number, now, seconds)
-        _COUNT.pack_into(self._cell, 0, (count | 1) + 1)
+            seconds[_ALL] += now - since
+            seconds[_place(before)] += now - since
+        seconds[_SINCE] = now
+        numbers[_RUNNING] = number
+        numbers[_COUNT] += 1
 
     def get(self) -> tuple[int, float]:
         """(number of the running job or NOBODY, time.monotonic() of its beginning)."""
@@ -64,25 +68,30 @@ class Watch:
         return seconds - own + (max(0.0, now - since) if running not in (NOBODY, number) else 0.0)
 
     def _read(self, number: int = 0) -> tuple[int, float, float, float]:
-        """The running job, the beginning of its step, the seconds of all jobs, and those of this one."""
+        """The running job, the beginning of its step, the seconds of all jobs, and those of this one.
+
+        After LOOKS at a write that does not end, the values may lack a step or a part of it, and nothing else.
+        """
         for look in range(LOOKS):
-            (count,) = _COUNT.unpack_from(self._cell, 0)
-            running, since, seconds = _CELL.unpack_from(self._cell, _COUNT.size)
-            (own,) = _SECONDS.unpack_from(self._cell, _place(number))
-            if count % 2 == 0 and _COUNT.unpack_from(self._cell, 0) == (count,):
+            count = self._numbers[_COUNT]
+            running, since = self._numbers[_RUNNING], self._seconds[_SINCE]
+            seconds, own = self._seconds[_ALL], self._seconds[_place(number)]
+            if count % 2 == 0 and self._numbers[_COUNT] == count:
                 break
             time.sleep(1e-5 if look > 10 else 0)
-        return int(running), float(since), float(seconds), float(own)
+        return running, since, seconds, own
 
     def close(self) -> None:
         """Give the memory back. May be called more than once."""
-        if not self._cell.closed:
-            self._cell.close()
+        if not self._memory.closed:
+            self._numbers.release()
+            self._seconds.release()
+            self._memory.close()
             os.close(self.fd)
 
 
 def _place(number: int) -> int:
-    return mmap.PAGESIZE + number % JOBS * _SECONDS.size
+    return _OWN + number % JOBS
 
 
 class Watched(Coroutine[Any, Any, Any]):
