@@ -5,7 +5,7 @@
 
 RUN_DIR/lock.json names the process and holds its last heartbeat. On one machine the kernel's file lock decides
 (flock(2)). It ends with the process. Some file systems do not share it between machines. There a lock is stale once its
-heartbeat stops changing.
+heartbeat stops changing. A run whose machine stood still that long, and whose lock another run has taken, ends.
 """
 
 from __future__ import annotations
@@ -15,6 +15,7 @@ import fcntl
 import json
 import os
 import socket
+import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -24,7 +25,7 @@ from datetime import datetime
 from pathlib import Path
 
 from oblr_megatron.checks.run_dir import LOCK_FILE
-from oblr_megatron.errors import UserError
+from oblr_megatron.errors import EXIT_RUN, RunError, UserError
 from oblr_megatron.runtime.processes import alive, boot_id, identity, pid_scope
 
 HEARTBEAT_S = 10.0
@@ -76,9 +77,9 @@ def run_lock(run_dir: Path) -> Iterator[None]:
     run_dir.mkdir(parents=True, exist_ok=True)
     path = run_dir / LOCK_FILE
     try:
-        descriptor, owner = _take(path), Owner.me()
+        descriptor = _take(path)
         try:
-            with repeated(lambda: _write(descriptor, owner), HEARTBEAT_S):
+            with repeated(_heart(descriptor, Owner.me(), run_dir), HEARTBEAT_S):
                 yield
         finally:
             _release(path, descriptor)
@@ -195,6 +196,26 @@ def _is_same(path: Path, descriptor: int) -> bool:
     with suppress(FileNotFoundError):
         return os.path.samestat(path.stat(), os.fstat(descriptor))
     return False
+
+
+def _heart(descriptor: int, owner: Owner, run_dir: Path) -> Callable[[], None]:
+    """A function that writes the heartbeat. It ends this process if another run has taken the lock since."""
+    is_ours = False
+
+    def beat() -> None:
+        nonlocal is_ours
+        other = _read(descriptor)
+        if is_ours and other is not None and other.process != owner.process:
+            error = RunError(
+                f"another run took the lock of run_dir while this machine stood still: {other} [{run_dir}]. "
+                "Fix: leave it to the other run; this one has ended without a save"
+            )
+            print(f"error: {error}", file=sys.stderr, flush=True)
+            os._exit(EXIT_RUN)  # a save or an export would damage the files of the other run
+        _write(descriptor, owner)
+        is_ours = True
+
+    return beat
 
 
 def _write(descriptor: int, owner: Owner) -> None:

@@ -9,6 +9,7 @@ import errno
 import fcntl
 import json
 import os
+import signal
 import subprocess
 import sys
 import time
@@ -17,7 +18,7 @@ from pathlib import Path
 
 import pytest
 
-from oblr_megatron.errors import UserError
+from oblr_megatron.errors import EXIT_RUN, UserError
 from oblr_megatron.runtime import run_lock
 from oblr_megatron.runtime.run_lock import LOCK_FILE, Owner, check_unlocked
 
@@ -118,3 +119,22 @@ def test_without_kernel_locks_the_process_decides(tmp_path: Path, monkeypatch: p
         child.kill()
     with run_lock.run_lock(tmp_path):
         pass
+
+
+def test_a_run_whose_lock_another_one_took_ends_and_leaves_the_lock(tmp_path: Path) -> None:
+    slow = HOLD.replace("with run_lock", "run_lock.__globals__['HEARTBEAT_S'] = 0.05\nwith run_lock")
+    with subprocess.Popen(
+        [sys.executable, "-c", slow, str(tmp_path)],
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+    ) as child:
+        assert child.stdout is not None and child.stdout.readline() == b"held\n"
+        child.send_signal(signal.SIGSTOP)
+        os.waitpid(child.pid, os.WUNTRACED)
+        other = of_elsewhere(tmp_path, time.time())
+        child.send_signal(signal.SIGCONT)
+        assert child.wait(timeout=60) == EXIT_RUN
+        error = child.stderr.read() if child.stderr else b""
+    assert b"another run took the lock of run_dir" in error and b"on node9 since" in error and b"Fix: " in error
+    assert json.loads((tmp_path / LOCK_FILE).read_text())["process"] == other.process
