@@ -207,7 +207,7 @@ def settings(model: HFDir, data: DataConfig, out: Path, *, on_gpu: bool) -> Sect
         "": {
             "run_dir": (f"run/{out.stem}", "Output: metrics, report, checkpoints, trained model. Must be new."),
             "num_steps": (100, "Optimizer steps."),
-            "num_prompts": (32, f"Prompts of a step, a multiple of algo.snr.num_folds ({8 if on_gpu else 4})."),
+            "num_prompts": (32, "Prompts of a step, a multiple of algo.snr.num_folds."),
             "group_size": (8, "Responses to each prompt."),
         },
         "model": {
@@ -227,7 +227,7 @@ def settings(model: HFDir, data: DataConfig, out: Path, *, on_gpu: bool) -> Sect
         },
         "rollout": {"max_response_tokens": (response, shared)},
         "reward": {"name": (reward, why)},
-        **({"algo": {"snr.num_folds": (8, FOLDS)}} if on_gpu else {}),
+        "algo": {"snr.num_folds": (8, FOLDS)},
         "optimizer": {
             "lr": (rate, "Learning rate: 5e-4 for tiny models, 3e-5 for 0.1B parameters, 1e-6 for 0.6B and more."),
             "lr_warmup_steps": (10, "Steps in which the rate rises: the first updates are the noisiest."),

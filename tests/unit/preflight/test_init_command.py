@@ -114,7 +114,7 @@ def test_a_gpu_trains_in_bfloat16(on_gpu: bool, dtype: str, tmp_path: Path, word
     data = DataConfig.model_validate({"train": str(tmp_path / "rows.jsonl")})
     sections = settings(check_hf_dir(words), data, tmp_path / "first.toml", on_gpu=on_gpu)
     config = parse_config(tomllib.loads(document(sections)))
-    assert config.model.dtype == dtype and config.algo.snr.num_folds == (8 if on_gpu else 4)
+    assert config.model.dtype == dtype and config.algo.snr.num_folds == 8
 
 
 def test_prompts_are_measured_with_their_template_and_a_few_long_ones_are_dropped(
