@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import argparse
 import fcntl
-import json
 import os
 import sys
 import time
@@ -29,7 +28,7 @@ from studies.plan import Plan, load_plan, merged
 from studies.recipe import prepare_recipe, read_recipe
 from studies.results import Key, asked_of, is_whole, keys_on_disk, metrics_dir, read_result, selection_of
 from studies.rows import check_starts, keep, keep_all, mend, restore
-from studies.summary import as_json, summarise, write_runs
+from studies.summary import summarise, write_runs
 from studies.sweep import Cell
 from studies.tables import document
 
@@ -117,7 +116,7 @@ def beside(plan: Plan, path: Path, directory: Path, reference: str | None = None
 
 
 def write_summary(plan: Plan, out: Path, others: Sequence[tuple[Plan, Path]] = ()) -> list[Path]:
-    """Write summary.md, summary.json, runs.csv and the charts; returns their paths, summary.md first.
+    """Write summary.md, runs.csv and the charts; returns their paths, summary.md first.
 
     Args:
         plan: the study's plan.
@@ -128,12 +127,11 @@ def write_summary(plan: Plan, out: Path, others: Sequence[tuple[Plan, Path]] = (
         UserError: no run is complete.
     """
     tasks = [task for each in ((plan, out), *others) for task in summarise(*each)]
-    write_whole(out / "summary.json", json.dumps(as_json(plan, tasks), indent=1, allow_nan=False) + "\n")
     write_runs(tasks, out / "runs.csv")
     charts = write_charts(tasks, out)
     unfinished = "".join(incomplete(directory) for _, directory in ((plan, out), *others))
     write_whole(out / "summary.md", document(plan, tasks, [other for other, _ in others]) + unfinished)
-    return [out / "summary.md", out / "summary.json", out / "runs.csv", *charts]
+    return [out / "summary.md", out / "runs.csv", *charts]
 
 
 def incomplete(out: Path) -> str:

@@ -183,7 +183,7 @@ def keys_on_disk(plan: Plan, out: Path) -> list[Key]:
     return [
         Key(task, arm, cell, int(seed.name.removeprefix("seed")))
         for task in plan.tasks
-        for arm in plan.arms
+        for arm in plan.arms_on(task)
         for cell in cells_on_disk(out, task, arm)
         for seed in sorted((out / task / arm / str(cell)).glob("seed*"))
     ]

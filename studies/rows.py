@@ -17,6 +17,7 @@ from __future__ import annotations
 import hashlib
 import json
 import math
+import tempfile
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from datetime import UTC, datetime
@@ -185,10 +186,19 @@ def _write(row: dict[str, Any], settings: dict[str, Any], key: Key, out: Path) -
     }
     config = ToyConfig.model_validate(merged(settings["config"], own))
     records = "".join(json.dumps(record) + "\n" for record in _records(row, config.num_steps))
-    directory = metrics_dir(run_dir, backend)
-    directory.mkdir(parents=True)
-    write_whole(run_dir / ASKED_FILE, json.dumps({"backend": backend, "config": config.model_dump(mode="json")}) + "\n")
-    write_whole(directory / METRICS_FILE, records)
+    asked = json.dumps({"backend": backend, "config": config.model_dump(mode="json")}) + "\n"
+    run_dir.parent.mkdir(parents=True, exist_ok=True)
+    # whole or absent: half a run would change the table
+    with tempfile.TemporaryDirectory(dir=run_dir.parent, prefix=".restored-") as made:
+        partial = Path(made) / run_dir.name
+        metrics_dir(partial, backend).mkdir(parents=True)
+        (partial / ASKED_FILE).write_text(asked, encoding="utf-8")
+        (metrics_dir(partial, backend) / METRICS_FILE).write_text(records, encoding="utf-8")
+        try:
+            partial.rename(run_dir)
+        except OSError:
+            if not run_dir.exists():  # else another summary was faster
+                raise
 
 
 def _records(row: dict[str, Any], num_steps: int) -> Iterator[dict[str, Any]]:

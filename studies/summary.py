@@ -1,7 +1,7 @@
 """Summarise a study of curves: level, stability and paired differences per task and arm, and the sweeps.
 
-summary.json   all results, with the plan               summary.md     the same as tables
-runs.csv       one line per run, including the sweeps   *.svg, *.png   charts
+summary.md   tables                                   *.svg, *.png   charts
+runs.csv     one line per run, including the sweeps
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ import math
 import os
 import platform
 from collections.abc import Callable, Sequence
-from dataclasses import asdict, dataclass, replace
+from dataclasses import dataclass, replace
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
@@ -27,7 +27,6 @@ from studies.statistics import (
     Difference,
     Interval,
     paired_difference,
-    t_interval,
 )
 from studies.sweep import Cell
 
@@ -131,11 +130,15 @@ class TaskSummary:
     def lead(self, arm: ArmSummary) -> Difference:
         """`saving` against the best peer. If the arm is ahead, p is the largest over all peers: it leads each of them.
 
-        Without this, a peer that is nearly as good but varies more would not count.
+        Without this, a peer that is nearly as good but varies more would not count. p is 1 where the ratio is only
+        bounded on the wrong side: a lead by a ratio that may be smaller, a loss by one that may be larger.
         """
         assert self.best_peer is not None
-        found = self.saving(arm, self.best_peer)
-        if found.interval.mean <= 1:
+        found, bound = self.saving(arm, self.best_peer), self.bound(arm, self.best_peer)
+        ahead = found.interval.mean > 1
+        if bound in (("<", "~") if ahead else (">", "~")):
+            return replace(found, p=1.0)
+        if not ahead:
             return found
         return replace(found, p=max(self.saving(arm, peer).p for peer in peers_of(self.arms)))
 
@@ -183,7 +186,7 @@ def summarise(plan: Plan, out: Path) -> list[TaskSummary]:
     """
     tasks = []
     for task in plan.tasks:
-        arms = [_arm(plan, out, task, name) for name in plan.arms]
+        arms = [_arm(plan, out, task, name) for name in plan.arms_on(task)]
         reference = next((arm for arm in arms if arm.arm == plan.reference), None)
         tasks.append(TaskSummary.of(task, arms, reference or _arm(plan, out, task, plan.reference), plan.target_share))
     if not any(arm.runs or any(arm.sweep.values()) for task in tasks for arm in task.arms):
@@ -221,15 +224,6 @@ def drop(run: Result) -> float:
     return run.drop
 
 
-def as_json(plan: Plan, tasks: Sequence[TaskSummary]) -> dict[str, Any]:
-    """Plan, environment, and every number of the tables with its values by seed."""
-    return {
-        "plan": plan.model_dump(mode="json"),
-        "environment": environment(),
-        "tasks": {task.task: _task_json(task) for task in tasks},
-    }
-
-
 def environment() -> dict[str, Any]:
     """Date, machine and library versions."""
     return {
@@ -237,63 +231,6 @@ def environment() -> dict[str, Any]:
         "machine": f"{platform.system()} {platform.machine()}, {os.cpu_count()} cores",
         "versions": {"python": platform.python_version()} | package_versions(),
     }
-
-
-def _task_json(task: TaskSummary) -> dict[str, Any]:
-    return {
-        "reference": task.reference.arm,
-        "target": _finite(task.target),
-        "best_peer": task.best_peer.arm if task.best_peer else None,
-        "arms": {arm.arm: _arm_json(task, arm) for arm in task.arms},
-    }
-
-
-def _arm_json(task: TaskSummary, arm: ArmSummary) -> dict[str, Any]:
-    metrics = {"area": area, "final": final, "final_greedy": final_greedy, "largest_drop": drop}
-    others = {"reference": task.reference, "best_peer": task.best_peer}
-    return {
-        "backend": arm.backend,
-        "peer": arm.peer,
-        "shape": arm.cell.shape if arm.cell else None,
-        "lr": arm.cell.lr if arm.cell else None,
-        "lr_on_edge": arm.on_edge,
-        "samples_to_target": [_finite(run.samples_to(task.target)) for run in arm.runs],
-        "times_fewer_samples": {
-            than: _difference_json(task.saving(arm, other))
-            for than, other in others.items()
-            if other is not None and other is not arm and arm.runs and other.runs
-        },
-        "seeds": [run.key.seed for run in arm.runs],
-        **{name: _level_json(arm.of(metric)) for name, metric in metrics.items()},
-        "minus": {
-            to: {name: _difference_json(arm.against(other, metrics[name])) for name in ("area", "final")}
-            for to, other in others.items()
-            if other is not None and other is not arm
-        },
-        "sweep": {str(cell): [_finite(area(run)) for run in runs] for cell, runs in arm.sweep.items()},
-    }
-
-
-def _level_json(values: Array) -> dict[str, Any]:
-    return {
-        "by_seed": [_finite(value) for value in values],
-        "t": _interval_json(t_interval(values)),
-        "min": _finite(values.min()) if len(values) else None,
-        "max": _finite(values.max()) if len(values) else None,
-    }
-
-
-def _difference_json(difference: Difference) -> dict[str, Any]:
-    return {**_interval_json(difference.interval), "p": _finite(difference.p), "pairs": difference.pairs}
-
-
-def _interval_json(interval: Interval) -> dict[str, float | None]:
-    return {name: _finite(value) for name, value in asdict(interval).items()}
-
-
-def _finite(value: float) -> float | None:
-    """JSON has no NaN."""
-    return float(value) if np.isfinite(value) else None
 
 
 def write_runs(tasks: Sequence[TaskSummary], path: Path) -> None:

@@ -25,7 +25,7 @@ def document(plan: Plan, tasks: Sequence[TaskSummary], others: Sequence[Plan] = 
 # Learning curves
 
 {"".join(map(_settings, (plan, *others)))}Shape (prompts x responses) and rate are chosen by the mean area over the
-sweep's seeds. {where["date"]}, {where["machine"]}; {versions}.
+sweep's seeds. Written {where["date"]}, {where["machine"]}; {versions}. Runs of rows.jsonl have their own dates.
 
 Accuracy: held-out questions, mean over sampled responses, between 0 and 1. *area*: mean height of the curve.
 *drop*: largest fall below the earlier maximum. *target*: an accuracy, {plan.target_share:.0%} of the way from the
@@ -43,11 +43,12 @@ ends below the start are left out.
 """
     rising = [each for task in tasks if (each := task.greedy()).rises]
     lower = "\nBy sampled accuracy, with a target from the best final accuracy of a peer:\n"
+    pairs = dict.fromkeys(pair for each in (plan, *others) for pair in each.pairs)
     parts = [
         overview(compared(tasks), over_peers=True),
         _titled(greedy, overview(compared(rising), over_peers=True)),
         _titled(lower, overview(compared([task.to_the_peers_target() for task in tasks]), over_peers=True)),
-        *(overview(both(tasks, *pair)) for pair in plan.pairs),
+        *(overview(both(tasks, *pair)) for pair in pairs),
         savings(tasks),
         *map(section, tasks),
     ]

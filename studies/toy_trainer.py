@@ -1,4 +1,4 @@
-"""Train one toy run: `python -m studies.toy_trainer CONFIG.json`.
+"""Train one toy run.
 
 The step is that of oblr_megatron/step_loop.py, with the package's baselines, loss, signal-to-noise estimators and
 schedules. A tiny transformers model replaces megatron-core, and a plain sampling loop replaces vLLM.
@@ -7,10 +7,7 @@ RUN_DIR/metrics.jsonl uses the same metric names.
 
 from __future__ import annotations
 
-import argparse
-import json
 import random
-import sys
 import time
 from collections.abc import Sequence
 from dataclasses import replace
@@ -28,12 +25,12 @@ from oblr_megatron.algo.noise_split import NoiseSplit
 from oblr_megatron.algo.pools import pools_of
 from oblr_megatron.algo.schedule import Schedule, build_schedule
 from oblr_megatron.algo.snr import SnrAverages
-from oblr_megatron.config import OptimizerConfig, validated
+from oblr_megatron.config import OptimizerConfig
 from oblr_megatron.config.algo import AlgoConfig
 from oblr_megatron.config.baselines import facts_of
 from oblr_megatron.config.section import Section
 from oblr_megatron.engine.protocol import call_seed, prompt_seed
-from oblr_megatron.errors import EXIT_OK, UserError
+from oblr_megatron.errors import UserError
 from oblr_megatron.metrics import MetricsWriter, write_whole
 from oblr_megatron.observe import step_metrics
 from oblr_megatron.types import Prompt, Scored
@@ -123,19 +120,6 @@ class ToyConfig(Section):
         if self.group_size > 1 and groups == "one":
             raise ValueError(f"rival {name!r} takes one response to a prompt, not {self.group_size}")
         return self
-
-
-def read_config(path: Path) -> ToyConfig:
-    """Read a ToyConfig from JSON.
-
-    Raises:
-        UserError: the file cannot be read, or a value is wrong.
-    """
-    try:
-        table = json.loads(path.read_text(encoding="utf-8"))
-    except (OSError, ValueError) as error:
-        raise UserError(f"cannot read the config: {error}", where=str(path), fix="give a JSON file") from None
-    return validated(ToyConfig, table, str(path))
 
 
 class ToyRun:
@@ -324,23 +308,3 @@ def update(
         optimizer.step()
     schedule.observe(estimate.stats)
     return lr
-
-
-def main(arguments: Sequence[str] | None = None) -> int:
-    """Train one run; returns the exit status."""
-    from oblr_megatron.runtime.command_line import guarded
-
-    parser = argparse.ArgumentParser(prog="studies.toy_trainer", description="train one toy run")
-    parser.add_argument("config", type=Path, help="JSON file")
-    options = parser.parse_args(arguments)
-    torch.set_num_threads(1)
-
-    def run() -> int:
-        run_toy(read_config(options.config))
-        return EXIT_OK
-
-    return guarded(run)
-
-
-if __name__ == "__main__":
-    sys.exit(main())

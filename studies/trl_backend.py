@@ -1,4 +1,4 @@
-"""Backends "trl_grpo", "trl_rloo": `python -m studies.trl_backend CONFIG.json grpo|rloo [--loss-type NAME]`.
+"""Backends "trl_grpo", "trl_rloo": TRL's trainers with their own defaults.
 
 Start, prompt order, samples per step, reward, optimizer and evaluation are those of the toy trainer, or for a recipe
 those of a training run (trl_recipe.py). TRL computes the gradient from a batch (see trl_trainer.py). Of `config.algo`,
@@ -7,21 +7,18 @@ the schedule must be "constant" and kl_coefficient becomes TRL's beta; all other
 
 from __future__ import annotations
 
-import argparse
-import sys
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
-from pathlib import Path
-from typing import TYPE_CHECKING, Any, get_args
+from typing import TYPE_CHECKING, Any
 
 import torch
 from transformers import AutoTokenizer, Qwen3ForCausalLM, TrainerCallback
 
-from oblr_megatron.errors import EXIT_OK, UserError
+from oblr_megatron.errors import UserError
 from oblr_megatron.metrics import MetricsWriter, write_whole
 from studies.start import load, task_named
-from studies.toy_trainer import ToyConfig, evaluate, prompt_order, read_config
+from studies.toy_trainer import ToyConfig, evaluate, prompt_order
 from studies.trl_recipe import open_recipe
 from studies.trl_trainer import TrainerName, TrlTask, open_trainer, trainer_arguments
 
@@ -39,21 +36,19 @@ METRICS = {  # TRL's names -> the package's
 }
 
 
-def run_trl(config: ToyConfig, trainer: TrainerName, loss_type: str | None = None) -> None:
+def run_trl(config: ToyConfig, trainer: TrainerName) -> None:
     """Train, and write RUN_DIR/config.json and RUN_DIR/metrics.jsonl as `run_toy` does.
 
     Args:
         config: config of a toy run.
         trainer: TRL's trainer.
-        loss_type: GRPO's loss type; None keeps TRL's default, "dapo". "dr_grpo" also turns reward scaling off, as its
-            authors do.
 
     Raises:
         UserError: TRL is not installed, or does not support the config.
     """
-    own = _own_arguments(config, trainer, loss_type)
+    _check(config, trainer)
     with open_task(config) if config.recipe is None else open_recipe(config) as task:
-        arguments = _arguments(config, trainer, task.max_response_tokens, {**task.arguments, **own})
+        arguments = _arguments(config, trainer, task.max_response_tokens, task.arguments)
         config.run_dir.mkdir(parents=True, exist_ok=True)
         write_whole(config.run_dir / "config.json", config.model_dump_json(indent=2) + "\n")
         with MetricsWriter(config.run_dir) as metrics:
@@ -87,8 +82,8 @@ def open_task(config: ToyConfig) -> Iterator[TrlTask]:
     )
 
 
-def _own_arguments(config: ToyConfig, trainer: TrainerName, loss_type: str | None) -> dict[str, Any]:
-    """TRL's settings of the loss type, of a config that TRL can train."""
+def _check(config: ToyConfig, trainer: TrainerName) -> None:
+    """Refuse a config that TRL cannot train."""
     if config.algo.schedule != "constant":
         raise UserError(
             f"the TRL backend trains at a constant rate, not with schedule {config.algo.schedule!r}",
@@ -101,11 +96,6 @@ def _own_arguments(config: ToyConfig, trainer: TrainerName, loss_type: str | Non
             where="algo.updates_per_batch",
             fix="set it to 1",
         )
-    if loss_type is None:
-        return {}
-    if trainer != "grpo":
-        raise UserError(f"{trainer} has no loss types, only grpo has", where="--loss-type", fix="leave it out")
-    return {"loss_type": loss_type} | ({"scale_rewards": "none"} if loss_type == "dr_grpo" else {})
 
 
 def _arguments(config: ToyConfig, trainer: TrainerName, max_response_tokens: int, own: dict[str, Any]) -> Any:
@@ -163,25 +153,3 @@ class Recorder(TrainerCallback):
         if step % self._config.evaluate_every == 0 or step == self._config.num_steps:
             record |= self._evaluate(rest["model"])
         self._metrics.write(step, record)
-
-
-def main(arguments: Sequence[str] | None = None) -> int:
-    """Train one run; returns the exit status."""
-    from oblr_megatron.runtime.command_line import guarded
-
-    parser = argparse.ArgumentParser(prog="studies.trl_backend", description="train one toy config in TRL")
-    parser.add_argument("config", type=Path, help="JSON file")
-    parser.add_argument("trainer", choices=get_args(TrainerName), help="TRL's GRPOTrainer or RLOOTrainer")
-    parser.add_argument("--loss-type", help='GRPO\'s loss type, such as "grpo" or "dr_grpo" (default: TRL\'s)')
-    options = parser.parse_args(arguments)
-    torch.set_num_threads(1)
-
-    def run() -> int:
-        run_trl(read_config(options.config), options.trainer, options.loss_type)
-        return EXIT_OK
-
-    return guarded(run)
-
-
-if __name__ == "__main__":
-    sys.exit(main())

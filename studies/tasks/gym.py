@@ -2,13 +2,11 @@
 
     name                   question                                                        answer     score
     gym_basic_arithmetic   Calculate 10 + 5 - 9.                                           6          0 or 1 *
-    gym_chain_sum          State the final answer to the ... problem: 9 + 0 - 4 + 6 =      11         0 or 1 *
     gym_gcd                Find the Greatest Common Divisor (GCD) of ...: 36, 60. ...      12         0 or 1 *
     gym_lcm                Find the Least Common Multiple (LCM) of ...: 3, 9, 9, 4         36         0 or 1 *
     gym_spell_backward     Spell this word backward (example: sun -> nus): opsonin         ninospo    share of letters
     gym_caesar_cipher      Decrypt this Caesar cipher text: DPRQJ. ...                     AMONG      0 or 1 *
     gym_letter_counting    How many times does the letter "i" appear in ...: "one with"?   1          0 or 1 *
-    gym_simple_equations   Solve for w: 4*w - 18 = 14                                      8          0 or 1 *
     gym_number_sequence    6, 15, 30, 54, 93, ?                                            156        0 or 1 *
 
     * a response that contains the answer has the score: length of the answer / length of the response
@@ -107,15 +105,6 @@ GYM = (
         allow_parentheses=False,
     ),
     _gym_task(
-        "chain_sum",
-        "State the final answer to the following arithmetic problem: +-= 0123456789",
-        max_positions=96,
-        max_response_tokens=5,
-        min_terms=3,
-        max_terms=4,
-        max_digits=1,
-    ),
-    _gym_task(
         "gcd",
         "Find the Greatest Common Divisor (GCD) of these numbers: Give only the GCD as your final answer., 0123456789",
         max_positions=128,
@@ -159,15 +148,6 @@ GYM = (
         max_response_tokens=4,
         min_words=2,
         max_words=5,
-    ),
-    _gym_task(
-        "simple_equations",
-        "Find the value of in the equation: Solve for Determine that satisfies: +-*= 0123456789"
-        + string.ascii_lowercase,
-        max_positions=96,
-        max_response_tokens=4,
-        max_terms=2,
-        max_value=10,
     ),
     _gym_task(
         "number_sequence",

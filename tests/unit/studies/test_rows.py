@@ -13,7 +13,7 @@ from oblr_megatron.cli import main
 from oblr_megatron.errors import UserError
 from studies.curves import Curves
 from studies.plan import load_plan
-from studies.results import ASKED_FILE, Result, read_result
+from studies.results import ASKED_FILE, Result, keys_on_disk, read_result
 from studies.rows import ROWS_FILE, keep, keep_all, mend, restore, start_digest
 from studies.start import STEPS, prepare
 from tests.unit.studies.runs import key_of, worker, write_run
@@ -85,6 +85,20 @@ def test_a_clone_continues_where_the_lines_end(tmp_path: Path, capsys: pytest.Ca
     other = study_at(clone, PLAN.replace("norm_power = 0.25", "norm_power = 0.125"))
     with pytest.raises(UserError, match=r"algo\.norm_power is 0\.25, the plan asks for 0\.125"):
         other.run()
+
+
+def test_an_interrupted_restore_leaves_no_half_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """It would count as a failed cell of the sweep, and another rate would be chosen."""
+    study = study_at(tmp_path / "here/out")
+    key = key_of("sums", "ours", 1e-3, 0, SHAPE)
+    write_run(study.out, key, [0.1, 0.2, 0.3, 0.4, 0.5])
+    keep(key, study.out)
+    clone = moved(study.out, tmp_path / "there/out")
+    with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
+        patch.setattr(Path, "rename", lambda *_: (_ for _ in ()).throw(KeyboardInterrupt))
+        restore(study.plan, clone)
+    assert not key.run_dir(clone).exists() and not keys_on_disk(study.plan, clone)
+    assert restore(study.plan, clone) == 1 and read_result(key, clone) is not None
 
 
 def test_toy_runs_and_a_preset_that_was_overridden(tmp_path: Path) -> None:

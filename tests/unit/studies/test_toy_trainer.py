@@ -5,12 +5,12 @@ from pathlib import Path
 
 import pytest
 
-from oblr_megatron.config import OptimizerConfig
+from oblr_megatron.config import OptimizerConfig, validated
 from oblr_megatron.config.algo import PRESETS, AlgoConfig
-from oblr_megatron.errors import EXIT_USER, UserError
+from oblr_megatron.errors import UserError
 from oblr_megatron.metrics import read_metrics
 from studies.start import prepare
-from studies.toy_trainer import ToyConfig, ToyRun, main, prompt_order, run_toy
+from studies.toy_trainer import ToyConfig, ToyRun, prompt_order, run_toy
 
 
 def config_of(start: Path, run_dir: Path, rival: str = "none", **algo: object) -> ToyConfig:
@@ -99,13 +99,11 @@ def test_a_start_is_reused_unless_its_settings_differ(tmp_path: Path) -> None:
         ({"rival": "otb", "algo": {"baseline": "none"}, "group_size": 1}, "'otb' needs other responses"),
     ],
 )
-def test_bad_input_is_one_line_and_leaves_nothing(
-    start: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], change: dict[str, object], said: str
+def test_bad_input_is_named_and_leaves_nothing(
+    start: Path, tmp_path: Path, change: dict[str, object], said: str
 ) -> None:
     table = json.loads(config_of(start, tmp_path / "run").model_dump_json()) | change
-    file = tmp_path / "config.json"
-    file.write_text(json.dumps(table))
-    assert main([str(file)]) == EXIT_USER
-    error = capsys.readouterr().err
-    assert error.startswith("error: ") and said in error and error.count("\n") == 1
+    with pytest.raises(UserError) as caught:
+        run_toy(validated(ToyConfig, table, "config"))
+    assert said in str(caught.value)
     assert not (tmp_path / "run").exists()

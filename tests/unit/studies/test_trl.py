@@ -25,7 +25,7 @@ from transformers import AutoTokenizer, Qwen3ForCausalLM, TrainerCallback
 from oblr_megatron.algo.baseline import STD_EPS, advantages
 from oblr_megatron.algo.loss import sample_coefficients
 from oblr_megatron.config import OptimizerConfig
-from oblr_megatron.errors import EXIT_USER, UserError
+from oblr_megatron.errors import UserError
 from oblr_megatron.metrics import read_metrics
 from studies import trl_backend
 from studies.policy import Drawn
@@ -212,7 +212,3 @@ def test_a_run_has_the_prompts_and_records_of_a_toy_run(trainer, start, tmp_path
 def test_unsupported_configs_are_refused(start, tmp_path):
     with pytest.raises(UserError, match=r"\[algo\.schedule\]"):
         trl_backend.run_trl(run_config(start, tmp_path, algo={"schedule": "snr", "snr": {"num_folds": 2}}), "rloo")
-    with pytest.raises(UserError, match=r"\[--loss-type\]"):
-        trl_backend.run_trl(run_config(start, tmp_path), "rloo", loss_type="grpo")
-    (tmp_path / "config.json").write_text("{}")
-    assert trl_backend.main([str(tmp_path / "config.json"), "grpo"]) == EXIT_USER
