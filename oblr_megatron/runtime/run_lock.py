@@ -4,8 +4,9 @@
         ...                                 # another run here is refused, on this machine or on another
 
 RUN_DIR/lock.json names the process and holds its last heartbeat. On one machine the kernel's file lock decides
-(flock(2)). It ends with the process. Some file systems do not share it between machines. There a lock is stale once its
-heartbeat stops changing. A run whose machine stood still that long, and whose lock another run has taken, ends.
+(flock(2)). It ends with the process. Some file systems do not share it between machines, and some keep it for a machine
+that died. Between machines a lock is stale once its heartbeat stops changing. A run whose machine stood still that
+long, and whose lock another run has taken, ends.
 """
 
 from __future__ import annotations
@@ -30,6 +31,7 @@ from oblr_megatron.runtime.processes import alive, boot_id, identity, pid_scope
 
 HEARTBEAT_S = 10.0
 STALE_S = 60.0  # a run on another machine is lost when its heartbeat is older than this
+LOST_S = 120.0  # the same, while the file system keeps the lock
 UNWATCHED_S = 600.0  # a heartbeat older than this is stale at once; clocks differ by less
 ASKED_S = 1.0  # `check_unlocked` of another command holds the lock for a moment
 NO_LOCKS = (errno.ENOLCK, errno.ENOTSUP, errno.EINVAL, errno.ENOSYS)
@@ -79,7 +81,7 @@ def run_lock(run_dir: Path) -> Iterator[None]:
     try:
         descriptor = _take(path)
         try:
-            with repeated(_heart(descriptor, Owner.me(), run_dir), HEARTBEAT_S):
+            with repeated(_heart(path, descriptor, Owner.me()), HEARTBEAT_S):
                 yield
         finally:
             _release(path, descriptor)
@@ -107,7 +109,8 @@ def holder(run_dir: Path) -> tuple[bool, Owner | None]:
         try:
             _lock(descriptor, fcntl.LOCK_SH)
         except BlockingIOError:
-            return True, _read(descriptor)
+            owner = _read(descriptor)
+            return owner is None or owner.is_local or owner.is_alive(), owner
         finally:
             os.close(descriptor)
     return False, None
@@ -138,15 +141,21 @@ def _take(path: Path) -> int:
     """The descriptor of the locked file."""
     end = time.monotonic() + ASKED_S
     while True:
-        descriptor = os.open(path, os.O_RDWR | os.O_CREAT, 0o644)
+        descriptor = os.open(path, os.O_RDWR | os.O_CREAT, 0o666)
         try:
             _lock(descriptor, fcntl.LOCK_EX)
             before = _read(descriptor)
-            if before is not None and not before.is_local and _beats(descriptor, before):
+            if before is not None and not before.is_local and _beats(path, before, 3 * HEARTBEAT_S):
                 raise BlockingIOError
         except BlockingIOError:
-            error = _held(path.parent, _read(descriptor))
+            owner = _read(descriptor)
+            error = _held(path.parent, owner)
+            lost = owner is not None and not owner.is_local and not _beats(path, owner, LOST_S)
+            if lost and _is_same(path, descriptor):
+                path.unlink()  # the file server still holds the lock of a machine that died
             os.close(descriptor)
+            if lost:
+                continue
             if time.monotonic() > end:
                 raise error from None
             time.sleep(0.1)
@@ -172,15 +181,15 @@ def _lock(descriptor: int, kind: int) -> None:
             raise BlockingIOError from None
 
 
-def _beats(descriptor: int, owner: Owner) -> bool:
-    """Whether a run on another machine is alive: its heartbeat changes."""
+def _beats(path: Path, owner: Owner, seconds: float) -> bool:
+    """Whether a run on another machine is alive: its heartbeat changes within so many seconds."""
     if time.time() - owner.heartbeat > UNWATCHED_S:
         return False
-    print(f"waiting up to {3 * HEARTBEAT_S:.0f} s for a heartbeat of {owner}", flush=True)
-    end = time.monotonic() + 3 * HEARTBEAT_S
+    print(f"waiting up to {seconds:.0f} s for a heartbeat of {owner}", flush=True)
+    end = time.monotonic() + seconds
     while time.monotonic() < end:
         time.sleep(1.0)
-        if _read(descriptor) != owner:
+        if (now := _owner_at(path)) is not None and now != owner:
             return True
     return False
 
@@ -198,16 +207,16 @@ def _is_same(path: Path, descriptor: int) -> bool:
     return False
 
 
-def _heart(descriptor: int, owner: Owner, run_dir: Path) -> Callable[[], None]:
+def _heart(path: Path, descriptor: int, owner: Owner) -> Callable[[], None]:
     """A function that writes the heartbeat. It ends this process if another run has taken the lock since."""
     is_ours = False
 
     def beat() -> None:
         nonlocal is_ours
-        other = _read(descriptor)
+        other = _owner_at(path)
         if is_ours and other is not None and other.process != owner.process:
             error = RunError(
-                f"another run took the lock of run_dir while this machine stood still: {other} [{run_dir}]. "
+                f"another run took the lock of run_dir while this machine stood still: {other} [{path.parent}]. "
                 "Fix: leave it to the other run; this one has ended without a save"
             )
             print(f"error: {error}", file=sys.stderr, flush=True)
@@ -221,6 +230,18 @@ def _heart(descriptor: int, owner: Owner, run_dir: Path) -> Callable[[], None]:
 def _write(descriptor: int, owner: Owner) -> None:
     text = json.dumps(asdict(owner) | {"heartbeat": time.time()}, indent=2)
     os.pwrite(descriptor, f"{text:<512}\n".encode(), 0)  # one write of equal length: readers see old or new
+    os.fsync(descriptor)  # a network file system would keep it for half a minute, as long as others look for it
+
+
+def _owner_at(path: Path) -> Owner | None:
+    """The owner that a file names now. A network file system shows other machines' writes to who opens it anew."""
+    with suppress(OSError):
+        descriptor = os.open(path, os.O_RDONLY)
+        try:
+            return _read(descriptor)
+        finally:
+            os.close(descriptor)
+    return None
 
 
 def _read(descriptor: int) -> Owner | None:
