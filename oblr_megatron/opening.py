@@ -21,7 +21,7 @@ import torch.distributed as dist
 
 from oblr_megatron.checkpoint.resume import Checkpoint, changes, choose
 from oblr_megatron.checks.layout import check_port
-from oblr_megatron.checks.run_dir import EVALUATIONS, ROLLOUTS, check_run_dir
+from oblr_megatron.checks.run_dir import EVALUATIONS, ROLLOUTS, check_run_dir, check_shared
 from oblr_megatron.config.checks import biases
 from oblr_megatron.errors import RunError, UserError
 from oblr_megatron.evaluation.items import RunItems
@@ -53,6 +53,8 @@ from oblr_megatron.runtime.stopping import StopRequest
 from oblr_megatron.sampling import Sampling
 from oblr_megatron.timing import PhaseTimer
 
+SEEN_S = 90.0  # for a file of rank 0 to appear on every node
+
 if TYPE_CHECKING:
     from oblr_megatron.config import Config
     from oblr_megatron.data.prompts import PromptStream
@@ -78,10 +80,7 @@ def open_sampling(config: Config) -> Iterator[Sampling]:
         collectives = Collectives(rank)
         collectives.settle(own, what="their checks", seconds=config.parallel.distributed_timeout_s)
         inputs: Inputs = own.value
-        own_facts = (inputs.facts(config), inputs.norms)
-        shared = collectives.objects(own_facts, what="inputs", seconds=config.parallel.distributed_timeout_s)
-        check_same([facts for facts, _ in shared])
-        norms: ModeChoice | None = shared[0][1]  # ranks may see different amounts of free memory, so rank 0 decides
+        norms = _compared(config, inputs, collectives)
         parallel = process_groups.initialize(config.parallel, seed=config.seed)
         resumed = choose(inputs.checkpoints, parallel.rank, world_size)
         if norms is not None:
@@ -152,6 +151,19 @@ def open_sampling(config: Config) -> Iterator[Sampling]:
             resumed=resumed,
             evaluation_s=next((s for record in reversed(past) if (s := record.get("timing_s/evaluate"))), 0.0),
         )
+
+
+def _compared(config: Config, inputs: Inputs, collectives: Collectives) -> ModeChoice | None:
+    """Check that all ranks have the same inputs and run directory; the norms' mode, which rank 0 chooses.
+
+    Ranks may see different amounts of free memory.
+    """
+    seconds = config.parallel.distributed_timeout_s
+    shared = collectives.objects((inputs.facts(config), inputs.norms), what="inputs", seconds=seconds)
+    check_same([facts for facts, _ in shared])
+    collectives.together(partial(check_shared, config.run_dir, SEEN_S), what="the run directory", seconds=seconds)
+    norms: ModeChoice | None = shared[0][1]
+    return norms
 
 
 def _absent(rank: int, world_size: int) -> str:

@@ -5,7 +5,7 @@
 #   OBLR_HOME             the repository; by default the directory where sbatch was called
 #   OBLR_CONFIG           TOML file, relative to OBLR_HOME; by default the script's own
 #   OBLR_CONTAINER        image for pyxis (srun --container-image); OBLR_CONTAINER_MOUNTS adds SRC:DST[,SRC:DST...]
-#   OBLR_VENV             virtual environment, used without a container; by default OBLR_PYTHON
+#   OBLR_VENV             virtual environment, used without a container; by default OBLR_PYTHON, the active one, .venv-gpu
 #   OBLR_PYTHON           interpreter; by default python3 from PATH (in a container, the image's)
 #   OBLR_GPUS_PER_NODE    8; 0 for CPU ranks, with OBLR_RANKS_PER_NODE (1) per node
 #   OBLR_DRY_RUN          1; 0 skips the dry run (of such settings, other values are refused)
@@ -159,8 +159,9 @@ oblr_python() {
     python="${OBLR_PYTHON:-python3}" container=()
     local mounts="$OBLR_HOME:$OBLR_HOME${OBLR_CONTAINER_MOUNTS:+,$OBLR_CONTAINER_MOUNTS}" directory
     if [[ -n ${OBLR_CONTAINER:-} ]]; then
-        for directory in "$run_dir" "$logs"; do # what is written beyond the mounts is lost with the container
-            [[ $directory == /* && $directory != "$OBLR_HOME"/* ]] || continue
+        for directory in "$(realpath -m -- "$run_dir")" "$(realpath -m -- "$logs")"; do
+            # what is written beyond the mounts is lost with the container, and a link may lead there
+            [[ $directory != "$(realpath -m -- "$OBLR_HOME")"/* ]] || continue
             mkdir -p "$directory" || die "$EXIT_USER" "cannot make $directory on ${nodes[0]}. Fix: name another place"
             mounts+=",$directory:$directory"
         done
@@ -169,6 +170,8 @@ oblr_python() {
     elif [[ -n ${OBLR_VENV:-} ]]; then
         python="$OBLR_VENV/bin/python"
         [[ -x $python ]] || die "$EXIT_USER" "OBLR_VENV=$OBLR_VENV has no bin/python"
+    elif [[ -z ${OBLR_PYTHON:-}${VIRTUAL_ENV:-} && -x $OBLR_HOME/.venv-gpu/bin/python ]]; then
+        python="$OBLR_HOME/.venv-gpu/bin/python" # of make gpu-env
     fi
 }
 
@@ -471,10 +474,11 @@ oblr_requeue() { # WHY STATUS_IF_NOT_REQUEUED
         say "$1, and nothing was saved since the last requeue; raise --time, or check $logs"
         die "$EXIT_RUN" "no progress beyond step $step; not requeued again"
     fi
-    echo "$step" >>"$log_root/requeues"
+    echo "$step" >>"$log_root/requeues" || say "warning: cannot note the requeue in $log_root"
     say "$1, step $step is saved: the job is requeued"
     oblr_stop_servers
-    oblr_ask scontrol requeue "$SLURM_JOB_ID" ||
+    # the id of an array's last task is the array's, too
+    oblr_ask scontrol requeue "${SLURM_ARRAY_TASK_ID:+${SLURM_ARRAY_JOB_ID}_}${SLURM_ARRAY_TASK_ID:-$SLURM_JOB_ID}" ||
         die "$EXIT_RUN" "scontrol cannot requeue the job; resume with: sbatch ... run_dir=$run_dir"
     exit 0
 }

@@ -8,7 +8,6 @@ A round trip reproduces the source's tensors bit for bit, with names, shapes and
 
 from __future__ import annotations
 
-from collections import deque
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import replace
@@ -110,7 +109,7 @@ def export_hf(
             write_weights(stream, plan, partial, max_shard_bytes)
 
     own = attempt(write if rank == 0 else lambda: None)
-    deque(stream, maxlen=0)  # every rank takes part in every tensor, also after a failure
+    _take_part(stream)
     _agree(own)
 
 
@@ -131,8 +130,18 @@ def export_adapter(
         write_adapter(stream, metas, target, adapter, alpha=alpha, base=str(base), replaces=replaces)
 
     own = attempt(write if rank == 0 else lambda: None)
-    deque(stream, maxlen=0)
+    _take_part(stream)
     _agree(own)
+
+
+def _take_part(stream: Iterator[Any]) -> None:
+    """The rest of the stream: every rank takes part in every tensor, also after a failure.
+
+    One tensor at a time on GPUs. A collective's deadline begins when it is enqueued, and rank 0 writes for long.
+    """
+    for _ in stream:
+        if torch.cuda.is_available():
+            torch.cuda.current_stream().synchronize()
 
 
 def _agree(own: Outcome[None]) -> None:

@@ -49,10 +49,14 @@ def sweep(directory: Path) -> None:
             _clear(partial, target)
 
 
-def remove_all(directory: Path) -> None:
-    """Remove every partial directory, or give it its name back, as `sweep`; for the one process that may write here."""
+def remove_all(directory: Path, only: str | None = None) -> None:
+    """Remove every partial directory, or give it its name back, as `sweep`; for the one process that may write here.
+
+    `only` names one target, where others may write to other targets of the directory.
+    """
     for partial, target, _, _ in _partials(directory):
-        _clear(partial, target)
+        if only in (None, target.name):
+            _clear(partial, target)
 
 
 def remove(directory: Path) -> None:

@@ -113,6 +113,9 @@ class Saver:
         self.newest: int | None = None  # step of the last checkpoint that this process saved
         if self._rank == 0:  # it holds the lock of the run directory, so that nobody else writes here
             partials.remove_all(self._directory)
+            for name in ("hf", "hf_best", "adapter", "adapter_best"):
+                export = (config.run_dir / name).resolve()
+                partials.remove_all(export.parent, only=export.name)
         self._damaged = self._skipped(resumed)  # after `remove_all`, which may give a checkpoint its name back
 
     def due(self, step: int, num_steps: int, values: Mapping[str, float]) -> bool:

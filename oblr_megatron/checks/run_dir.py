@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import os
+import socket
+import time
 from pathlib import Path
 
 from oblr_megatron.errors import UserError
@@ -46,6 +48,24 @@ def check_run_dir(run_dir: Path, *, holds_run: bool = False) -> None:
             where=str(run_dir),
             fix="resume it with --resume, or name a new directory" if resumable else "name a new or an empty directory",
         )
+
+
+def check_shared(run_dir: Path, seconds: float) -> None:
+    """Refuse a run directory in which this node does not see the lock that rank 0 has made there.
+
+    Args:
+        run_dir: directory of the run.
+        seconds: how long to look; NFS may remember for a minute that the file was absent.
+
+    Raises:
+        UserError: it does not appear. A checkpoint could not be written.
+    """
+    end = time.monotonic() + seconds
+    while not os.path.exists(run_dir / LOCK_FILE):
+        if time.monotonic() > end:
+            what = f"{socket.gethostname()} does not see the run directory of rank 0"
+            raise UserError(what, where=str(run_dir), fix="put run_dir on a file system that all nodes share")
+        time.sleep(0.5)
 
 
 def check_writable(path: Path, name: str) -> None:

@@ -7,6 +7,7 @@ local files without a copy in its cache. Tasks of reasoning-gym are generated (e
 
 from __future__ import annotations
 
+import errno
 import json
 import logging
 import os.path
@@ -437,7 +438,9 @@ def _silent() -> Iterator[None]:
 
 
 def _refusal(error: Exception, where: str) -> UserError:
-    if isinstance(error, ConnectionError):
+    if isinstance(error, OSError) and error.errno in (errno.EROFS, errno.EACCES, errno.EPERM):
+        fix = "set HF_DATASETS_CACHE to a directory that can be written, or give the path of JSONL or Parquet files"
+    elif isinstance(error, ConnectionError):
         fix = "download the data set on a machine with network access, and give the path of its files"
     elif type(error).__name__ in ("DatasetNotFoundError", "GatedRepoError"):
         fix = "correct the name, log in to the hub for a gated data set, or give the path of its files"

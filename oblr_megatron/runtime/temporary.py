@@ -24,6 +24,8 @@ from oblr_megatron.runtime.processes import alive, identity, short_pid_scope
 
 PREFIX = "oblr_megatron-"
 INDUCTOR_CACHE = "TORCHINDUCTOR_CACHE_DIR"
+HOME_CACHES = {"VLLM_CACHE_ROOT": "vllm", "TRITON_CACHE_DIR": "triton", "FLASHINFER_WORKSPACE_BASE": "flashinfer"}
+"""Variables of kernels' caches that are in the home directory by default, and what is cached there."""
 SOCKETS = "VLLM_RPC_BASE_PATH"  # by default TMPDIR
 SHORT = Path("/tmp")
 LONGEST = 107 - len("/00000000-0000-0000-0000-000000000000")  # bytes: a socket's path, without vLLM's name for it
@@ -49,7 +51,7 @@ def own_tmpdir() -> Iterator[Path]:
         yield outer
         return
     base = outer.parent if outer.name == own else outer  # `exec` keeps process and environment
-    before = {name: os.environ.get(name) for name in ("TMPDIR", INDUCTOR_CACHE, SOCKETS, "USER")}
+    before = {name: os.environ.get(name) for name in ("TMPDIR", INDUCTOR_CACHE, *HOME_CACHES, SOCKETS, "USER")}
     _name_user()
     directory, sockets = base / own, SHORT / own
     directories = [directory]
@@ -61,6 +63,9 @@ def own_tmpdir() -> Iterator[Path]:
         each.mkdir(mode=0o700, exist_ok=True)
     if GPU.exists():  # kernels are compiled there, and their cache is kept between commands
         os.environ.setdefault(INDUCTOR_CACHE, str(base / f"torchinductor_{getpass.getuser()}"))
+        if not os.access(os.path.expanduser("~"), os.W_OK):
+            for name, library in HOME_CACHES.items():
+                os.environ.setdefault(name, str(base / f"{library}_{getpass.getuser()}"))
     os.environ["TMPDIR"] = tempfile.tempdir = str(directory)
     try:
         yield directory

@@ -20,7 +20,7 @@ from pathlib import Path
 
 import torch
 
-from oblr_megatron.errors import EXIT_OK, EXIT_USER, Problem, UserError
+from oblr_megatron.errors import EXIT_OK, EXIT_USER, Problem
 from oblr_megatron.extras.cluster.all_reduce import GRACE_S, ReduceError, Speed, measure_gloo, measure_gpus
 from oblr_megatron.extras.cluster.node import NodeReport, check_open_files, examine
 from oblr_megatron.extras.cluster.rendezvous import Rendezvous
@@ -46,9 +46,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 def run(options: argparse.Namespace) -> int:
     """This node's part of the preflight."""
     nodes = options.nodes.split(",")
-    index = index_of(nodes, os.environ) if options.node_index is None else options.node_index
-    if not 0 <= index < len(nodes):
-        raise UserError(f"there is no node {index}", where="--node-index", fix=f"give 0 to {len(nodes) - 1}")
+    index = index_of(nodes, os.environ)
     ports = () if index or options.rendezvous_port is None else (options.rendezvous_port,)
     torch.set_num_threads(1)
     with Rendezvous(nodes, index, options.port, options.deadline) as rendezvous:
@@ -81,7 +79,6 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument(
         "--nodes", default=environment.get("SLURMD_NODENAME", "localhost"), help="comma-separated names"
     )
-    parser.add_argument("--node-index", type=int, help="index of this node; by default SLURM's")
     parser.add_argument("--expect-gpus", type=int, default=8, help="GPUs per node; 0 for CPU ranks")
     parser.add_argument("--ranks-per-node", type=int, default=1, help="CPU ranks per node")
     parser.add_argument("--port", type=int, default=29400, help="port of the preflight's store")

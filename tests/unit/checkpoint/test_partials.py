@@ -13,8 +13,8 @@ import pytest
 from oblr_megatron.checkpoint import partials, store
 
 
-def partial_of(directory: Path, host: str, pid: int) -> Path:
-    partial = directory / f".step_00000010.{host}-{pid}-0.partial"
+def partial_of(directory: Path, host: str, pid: int, target: str = "step_00000010") -> Path:
+    partial = directory / f".{target}.{host}-{pid}-0.partial"
     (partial / "hf").mkdir(parents=True)
     (partial / "hf" / "config.json").touch()
     return partial
@@ -116,3 +116,10 @@ def test_the_owner_of_a_directory_removes_every_partial_in_it(tmp_path: Path) ->
     assert 2**20 <= partials.disk_bytes(tmp_path) < 2**20 + 2**16
     partials.remove_all(tmp_path)
     assert [path.name for path in tmp_path.iterdir()] == ["step_00000010"]
+
+
+def test_partials_of_one_target_can_be_removed_alone(tmp_path: Path) -> None:
+    """A link's directory may hold exports of other runs."""
+    own, other = (partial_of(tmp_path, "other-node", 1, target) for target in ("hf", "hf_best"))
+    partials.remove_all(tmp_path, only="hf")
+    assert not own.exists() and other.exists()

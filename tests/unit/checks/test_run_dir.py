@@ -5,14 +5,27 @@ from __future__ import annotations
 import errno
 import genericpath
 import os
+import socket
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from oblr_megatron.checkpoint.store import check_absent
-from oblr_megatron.checks.run_dir import check_run_dir
+from oblr_megatron.checks.run_dir import LOCK_FILE, check_run_dir, check_shared
 from oblr_megatron.errors import UserError
+
+
+def test_a_node_on_whose_disk_the_run_directory_is_another_one_is_named(tmp_path: Path) -> None:
+    """Otherwise the first save would fail, hours later. On NFS the file may appear late."""
+    with pytest.raises(UserError) as caught:
+        check_shared(tmp_path, 0.0)
+    assert socket.gethostname() in caught.value.what and caught.value.where == str(tmp_path)
+    with ThreadPoolExecutor(1) as threads:
+        looking = threads.submit(check_shared, tmp_path, 60.0)
+        (tmp_path / LOCK_FILE).touch()
+        assert looking.result() is None
 
 
 @pytest.mark.parametrize("holds_run", [False, True])

@@ -205,6 +205,13 @@ def test_unreadable_sources(tmp_path: Path) -> None:
         assert "Input/output error" in refusal(unreadable).what
 
 
+def test_a_cache_of_data_sets_that_cannot_be_written_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A site's shared one, or a read-only home directory."""
+    (tmp_path / "rows.jsonl").write_text('{"question": "1+1=", "answer": "2"}\n')
+    monkeypatch.setattr("datasets.config.HF_DATASETS_CACHE", "/sys/nobody")
+    assert "HF_DATASETS_CACHE" in refusal(tmp_path).fix
+
+
 @pytest.mark.parametrize(
     "values", [{"path": "gsm8k"}, {"path": "openai/gsm8k"}, {"path": "nobody/nothing", "revision": "v1"}]
 )

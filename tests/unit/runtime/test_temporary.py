@@ -89,6 +89,20 @@ def test_the_cache_of_compiled_kernels_is_kept(base: Path, monkeypatch: pytest.M
     assert temporary.INDUCTOR_CACHE not in os.environ
 
 
+@pytest.mark.parametrize("writable", [False, True])
+def test_kernels_are_cached_beside_it_if_the_home_directory_is_read_only(
+    base: Path, monkeypatch: pytest.MonkeyPatch, writable: bool
+) -> None:
+    monkeypatch.setattr(temporary, "GPU", base)
+    monkeypatch.setenv("HOME", str(base) if writable else "/proc/nobody")
+    for name in temporary.HOME_CACHES:
+        monkeypatch.delenv(name, raising=False)
+    with own_tmpdir():
+        places = [os.environ.get(name) for name in temporary.HOME_CACHES]
+        assert places == [None] * 3 if writable else all(Path(place or "/").parent == base for place in places)
+    assert not temporary.HOME_CACHES.keys() & os.environ.keys()
+
+
 @pytest.fixture
 def short(monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
     """A short directory that stands for /tmp; pytest's own is too long for sockets."""

@@ -26,7 +26,7 @@ if [[ $stopping ]]; then oblr_signal "$stopping"; fi
 oblr_end "$3"
 """
 SCONTROL = """#!/usr/bin/env bash
-[[ $* == "requeue 5" ]] && touch "$(dirname "$0")/requeue"
+[[ $* == "requeue 5" || $* == "requeue 4_1" ]] && touch "$(dirname "$0")/requeue"
 """
 
 
@@ -114,6 +114,19 @@ def test_a_stopped_run_is_requeued(tmp_path: Path, reason: str) -> None:
     status, requeued, said = ended(tmp_path, 0, "stopped", reason, saved=(5, 10), before=5)
     assert (status, requeued) == (0, True) and reason in said and "step 10 is saved" in said
     assert (tmp_path / "logs" / "requeues").read_text() == "5\n10\n"
+
+
+def test_a_task_of_an_array_requeues_itself_alone(tmp_path: Path) -> None:
+    """The job id of the last task is the array's, and would requeue all of it."""
+    array = {"SLURM_ARRAY_JOB_ID": "4", "SLURM_ARRAY_TASK_ID": "1", "SLURM_JOB_ID": "4"}
+    assert ended(tmp_path, 0, "stopped", "SIGUSR1", saved=(5,), **array)[:2] == (0, True)
+
+
+def test_logs_that_cannot_be_written_do_not_stop_a_requeue(tmp_path: Path) -> None:
+    (tmp_path / "logs").mkdir()
+    (tmp_path / "logs" / "requeues").symlink_to("/proc/nothing")
+    status, requeued, said = ended(tmp_path, 0, "stopped", "SIGUSR1", saved=(5,))
+    assert (status, requeued) == (0, True) and "warning: cannot note the requeue" in said
 
 
 def test_a_job_without_progress_is_not_requeued(tmp_path: Path) -> None:

@@ -214,9 +214,23 @@ def test_a_container_has_the_run_directory_and_the_logs_where_the_host_has_them(
     mounts = [f"{ROOT}:{ROOT}", "/data:/data", f"{run_dir}:{run_dir}", f"{logs}:{logs}"]
     assert f"--container-mounts={','.join(mounts)} " in (tmp_path / "srun.calls").read_text()
     assert run_dir.is_dir()
+    (tmp_path / "link").symlink_to(tmp_path / "scratch")
+    started(tmp_path, "qwen3_8b", f"run_dir={tmp_path}/link/run", OBLR_CONTAINER="image")
+    assert f"{ROOT}:{ROOT},{run_dir}:{run_dir}," in (tmp_path / "srun.calls").read_text().splitlines()[-1]
     (tmp_path / "file").touch()
     refused = started(tmp_path, "qwen3_8b", f"run_dir={tmp_path}/file/run", OBLR_CONTAINER="image")
     assert refused.returncode == 2 and f"error: cannot make {tmp_path}/file/run on node. Fix:" in refused.stderr
+
+
+def test_tasks_run_in_the_environment_of_make_gpu_env(tmp_path: Path) -> None:
+    """A shell that was opened later has no OBLR_VENV."""
+    python = tmp_path / "home" / ".venv-gpu" / "bin" / "python"
+    python.parent.mkdir(parents=True)
+    python.symlink_to(sys.executable)
+    (tmp_path / "home" / "slurm").symlink_to(ROOT / "slurm")
+    for settings, expected in (({}, str(python)), ({"OBLR_PYTHON": "/own/python"}, "/own/python")):
+        started(tmp_path, "qwen3_8b", OBLR_HOME=str(tmp_path / "home"), VIRTUAL_ENV="", **settings)
+        assert f" {expected} " in (tmp_path / "srun.calls").read_text().splitlines()[-1]
 
 
 def test_tasks_may_open_as_many_files_as_the_hard_limit_allows(tmp_path: Path) -> None:
