@@ -1,6 +1,6 @@
 """Draw the charts of a study of curves, as SVG and PNG, at the width of a README.
 
-Every arm has a panel: the arm in colour, all others in grey, the reference in black.
+Every arm has a panel, with the reference in black.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from studies.plotting import COLOURS, FAINT, GREY, INK, PEER, WIDTH, save, styled
+from studies.plotting import COLOURS, GREY, INK, PEER, WIDTH, save, styled
 from studies.statistics import t_interval
 from studies.summary import ArmSummary, TaskSummary, area
 from studies.tables import compared
@@ -39,9 +39,8 @@ def draw_curves(task: TaskSummary) -> Figure:
     title = f"{task.task}: held-out accuracy by training samples, mean over seeds and its 95% interval"
     figure, panels = _panels(f"{title}; right: area under the mean", len(task.seen))
     for axes, arm in zip(panels, task.seen, strict=True):
-        for other in task.seen:
-            if other is not arm:
-                _curve(axes, other, INK if other is task.reference else FAINT, band=False)
+        if task.reference.runs and arm is not task.reference:
+            _curve(axes, task.reference, INK, band=False)
         _curve(axes, arm, _role(task, arm), band=True)
         _title(axes, arm, _role(task, arm), f"{arm.of(area).mean():.3f}")
     _key(figure, task)
@@ -49,13 +48,11 @@ def draw_curves(task: TaskSummary) -> Figure:
 
 
 def _curve(axes: Axes, arm: ArmSummary, colour: str, *, band: bool) -> None:
-    """Draw the mean curve and, with `band`, its interval. The reference lies above the grey curves."""
+    """Draw the mean curve and, with `band`, its interval."""
     values = np.array([run.accuracy for run in arm.runs])  # [seeds, n]
     run, mean = arm.runs[0], values.mean(axis=0)
     steps = run.steps * (run.budget / run.num_steps)  # in samples
-    axes.plot(
-        steps, mean, color=colour, linewidth=1.8 if band else 1.0, zorder=3 if band else 2.4 if colour == INK else 2.0
-    )
+    axes.plot(steps, mean, color=colour, linewidth=1.8 if band else 1.0, zorder=3 if band else 2)
     if band and len(arm.runs) > 1:
         intervals = [t_interval(column) for column in values.T]
         low, high = ([getattr(interval, end) for interval in intervals] for end in ("low", "high"))

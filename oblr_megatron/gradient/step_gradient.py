@@ -177,7 +177,7 @@ class StepGradient:
                 engine differ under model.batch_invariant.
         """
         stats = self._finish()
-        if self._config.model.batch_invariant and stats.logprob_abs_diff:
+        if self._config.model.batch_invariant and stats.logprob_abs_diff > 0:  # NaN: see `_refuse_broken`
             raise BrokenStepError(
                 f"step {self._step}: the log-probs of trainer and engine differ by {stats.logprob_abs_diff:.3g} nats a "
                 "token, and model.batch_invariant promises 0; see docs/zero_mismatch.md, or set it to false"
@@ -246,7 +246,7 @@ class StepGradient:
             if known is not None and bool(broken[own].any()):  # these samples have spoilt main_grad
                 known[broken] = 0.0
                 self._policy.zero_grad()
-                total = gradients.add(packed, own, loss_of, known, group_size)
+                total = gradients.add(packed, [n for n in own if not broken[n]], loss_of, known, group_size)
             self._pass_metrics.add(total.records, total.weights)
 
         with self._timer("gradient"):
@@ -269,8 +269,7 @@ class StepGradient:
             if config.energies_in_pass:
                 norms = self._add_with_energies(batch, advantage)
                 return norms.view(len(places), -1).masked_fill(~active[:, None], 0.0).flatten()
-            self._add_known(batch, norms, advantage)
-        return norms
+            return self._add_known(batch, norms, advantage)
 
     def _add_with_energies(self, batch: Wave, advantage: AdvantageRule) -> Tensor:
         """w [n] of the samples in active groups by source "logit", from the forward of the pass that adds them.
@@ -311,10 +310,13 @@ class StepGradient:
 
     def _add_known(
         self, batch: Wave, norms: Tensor, advantage: AdvantageRule, old_logprobs: Tensor | None = None
-    ) -> None:
+    ) -> Tensor:
         """Add the gradient of samples with norms [n] by a plain pass, with the penalty and the router losses.
 
         `old_logprobs` [n, T] are those of the policy before the batch's first update, in a later one.
+
+        Returns:
+            The norms, NaN for the samples that were left out because their loss is not finite.
         """
         prompts, device = len(batch.positions), self._policy.parallel.device
         coefficients = advantage(range(prompts), norms.view(prompts, -1)).flatten()
@@ -327,18 +329,39 @@ class StepGradient:
         old = None if old_logprobs is None else Old(old_logprobs.to(device), coefficients)
         loss_of = self._loss(coefficients, penalty, old)
         packed, ones = self._packed(batch.samples), torch.ones(len(used), dtype=torch.float64)
+        broken, overlapped = torch.zeros_like(ones), self._config.parallel.overlap_grad_reduce
+
+        def run(own: Sequence[int], routers: RouterLosses | None) -> list[dict[str, Tensor]]:
+            microbatches = self._sharing.even(packed.microbatches(own))
+            if not microbatches and not overlapped:
+                return []
+            microbatches = microbatches or [empty_batch()]  # backward begins the sum over replicas
+            return run_schedule(self._policy, microbatches, loss_of, routers=routers)
 
         def add(own: Sequence[int]) -> None:
-            microbatches = self._sharing.even(packed.microbatches([n for n in own if used[n]]))
-            if not microbatches and not self._config.parallel.overlap_grad_reduce:
-                return
-            microbatches = microbatches or [empty_batch()]  # backward begins the sum over replicas
-            records = run_schedule(self._policy, microbatches, loss_of, routers=self._routers)
+            """Add one fold's part to main_grad, which is zero before; again if samples have spoilt it."""
+            own = [n for n in own if used[n]]
+            records = run(own, self._routers)
+            if not overlapped:  # else the sum over replicas has begun
+                spoilt = self._without_loss(records, len(used))
+                broken[own] = spoilt[own]
+                if bool(spoilt.any()):
+                    self._policy.zero_grad()
+                    records = run([n for n in own if not broken[n]], None)
             self._pass_metrics.add(records, ones)  # the loss has the coefficients
 
         self._begin_routers(batch, used.tolist())
         everything = torch.ones(prompts, dtype=torch.bool)
         self._open_sums.add(self._sharing.folds(batch.positions, batch.samples, everything), add)
+        return norms.masked_fill(self._from_all_replicas(broken) > 0, torch.nan)
+
+    def _without_loss(self, records: Sequence[dict[str, Tensor]], count: int) -> Tensor:
+        """[count] above 0 for the samples of a pass whose loss is not finite, the same on every rank of the block."""
+        found = torch.zeros(count, dtype=torch.float64, device=self._policy.parallel.device)
+        for record in records:
+            found.index_add_(0, record["numbers"].to(found.device), record["scores"].isfinite().logical_not().to(found))
+        all_reduce(found, self._policy.parallel.block_group)
+        return found.cpu()
 
     def _begin_routers(self, batch: Wave, used: Sequence[bool]) -> None:
         """Let a mixture's routers expect a pass over the used samples [n]."""

@@ -93,7 +93,7 @@ def run_schedule(
                 packed_seq_params=packed_params(policy.parallel, batch, bounds_on),
             )
             begin = None if forward_only else partial(_announce, policy.tap, position, chunk, batch, routed)
-            if begin and not unwrapped(model).post_process:
+            if begin and not unwrapped(model).post_process and output.requires_grad:  # else the whole stage is frozen
                 output.register_hook(begin)
             return output, partial(_loss, loss_fn if position is not None else policy.no_loss, batch, begin)
 

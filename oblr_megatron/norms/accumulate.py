@@ -14,7 +14,7 @@ import torch
 
 from oblr_megatron.families import EMBEDDING
 from oblr_megatron.model.sq_norms import sq_norm
-from oblr_megatron.norms.embedding_rows import EmbeddingRows
+from oblr_megatron.norms.embedding_rows import EmbeddingRows, wide_bytes
 from oblr_megatron.norms.rules import Kind, Rule
 
 if TYPE_CHECKING:
@@ -90,12 +90,15 @@ class _Vectors:
     def __init__(self, rules: Sequence[Rule], slots: int) -> None:
         ends = _offsets(rule.param.numel() for rule in rules)
         self.spans = {id(rule.param): span for rule, *span in zip(rules, ends[:-1], ends[1:], strict=True)}
-        self.values = rules[0].grad.new_zeros(slots, ends[-1])
+        grad = rules[0].grad
+        self.values = grad.new_zeros(slots, ends[-1], dtype=torch.promote_types(grad.dtype, torch.float32))
 
 
 def buffered_bytes(rules: Sequence[Rule], batch: TokenRows, parallel: Parallel) -> int:
     """Bytes that this rank buffers for one microbatch until `Reducer.finish`."""
-    vectors = sum(rule.grad.nbytes for _, kind_rules in _buffered(rules, parallel) for rule in kind_rules)
+    vectors = sum(
+        rule.grad.numel() * wide_bytes(rule.grad) for _, kind_rules in _buffered(rules, parallel) for rule in kind_rules
+    )
     return vectors * batch.num_samples + EmbeddingRows.bytes_of(rules, batch, parallel)
 
 

@@ -132,6 +132,12 @@ def _check(chunk: nn.Module) -> None:
             where="DistributedDataParallelConfig",
             fix="set overlap_grad_reduce and use_megatron_fsdp to false",
         )
+    if getattr(options, "param_name_patterns_for_fp32_local_accumulation", ()):
+        raise UserError(
+            "the data-parallel wrapper keeps main_grad outside of its buffers",
+            where="DistributedDataParallelConfig",
+            fix="set grad_reduce_in_fp32 instead of param_name_patterns_for_fp32_local_accumulation",
+        )
     _check_config(module.config, training=module.training)
 
 

@@ -65,12 +65,16 @@ class EmbeddingRows:
             rows.append(local)
             slot += batch.num_samples
         sample, row = (torch.cat(parts) for parts in (samples, rows))
-        size = (len(row), grad.shape[1])
+        wide = torch.promote_types(grad.dtype, torch.float32)  # a wrapper may add gradients up in bf16
+
+        def zeros() -> Tensor:
+            return grad.new_zeros(len(row), grad.shape[1], dtype=wide)
+
         return cls(
             sample=sample,
             row=row,
-            embedding=None if embedding is None else grad.new_zeros(size),
-            head=None if head is None else grad.new_zeros(size),
+            embedding=None if embedding is None else zeros(),
+            head=None if head is None else zeros(),
             shard=len(grad),
             squares=squares,
             tied=held.tied,
@@ -83,7 +87,7 @@ class EmbeddingRows:
         if not uses:
             return 0
         _, rows = touched_rows(batch, len(uses[0].grad), parallel.tp_rank)
-        return len(rows) * uses[0].grad[0].nbytes * len(uses)
+        return len(rows) * uses[0].grad.shape[1] * wide_bytes(uses[0].grad) * len(uses)
 
     def span(self, first: int, last: int) -> slice:
         """The slice of rows that belong to the slots [first, last)."""
@@ -99,6 +103,11 @@ class EmbeddingRows:
         strange = (keys[index] != pairs)[:, None]
         torch._assert_async((strange & (grads != 0)).any().logical_not(), "a token of no sample")
         self.embedding.index_add_(0, index, grads.to(self.embedding.dtype))
+
+
+def wide_bytes(grad: Tensor) -> int:
+    """Bytes of an element in buffers of gradients, which are at least fp32."""
+    return max(grad.element_size(), torch.float32.itemsize)
 
 
 def touched_rows(batch: TokenRows, shard: int, tp_rank: int) -> tuple[Tensor, Tensor]:

@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Literal, Protocol
 
 import torch
+import torch.distributed as dist
 
 from oblr_megatron.errors import UserError
 from oblr_megatron.memory.buffer_sizes import KEPT_BYTES
@@ -20,6 +21,7 @@ from oblr_megatron.norms.reduce import Reducer
 from oblr_megatron.norms.rules import classify
 from oblr_megatron.norms.stash import stash_gradients
 from oblr_megatron.norms.two_pass import pipeline_runs, rules_need_single_samples, sq_grad_norms
+from oblr_megatron.runtime.collectives import all_reduce
 from oblr_megatron.runtime.device_copy import to_device
 
 if TYPE_CHECKING:
@@ -77,7 +79,9 @@ class SampleGradients:
         self._rules, self._reducer = classify(model), Reducer(model.parallel)
         self._buffers: list[GradientBuffer] = []
         shared = model.parallel.block_size > 1  # norms are summed over replicas, which must agree on their number
-        self.single = mode == "stash" or shared or rules_need_single_samples(self._rules)
+        alone = torch.tensor(int(rules_need_single_samples(self._rules)), device=model.parallel.device)
+        all_reduce(alone, model.parallel.replica_group, dist.ReduceOp.MAX)  # the stages of a pipeline may differ
+        self.single = mode == "stash" or shared or bool(alone)
         """Whether the microbatches of a pass must hold one sample each."""
 
     def release(self) -> None:

@@ -39,7 +39,7 @@ from oblr_megatron.model.policy import Policy, build_policy
 from oblr_megatron.norms.oracle import oracle_gradient, oracle_logprobs
 from oblr_megatron.rollout.dynamic_sampling import Batch
 from oblr_megatron.rollout.waves import Wave, whole_step
-from oblr_megatron.types import Sample, Scored
+from oblr_megatron.types import GradientStats, Sample, Scored
 from tests.distributed.adapters import LORA, factors, fill, merged, of_factors
 from tests.distributed.gradnorm_cases import drawn
 from tests.distributed.launch import layout, run_ranks
@@ -456,23 +456,32 @@ class EveryGroup(AdvantageRule):
         return torch.ones(PROMPTS, dtype=torch.bool)
 
 
-def with_a_broken_sample(path: str, baseline: str) -> dict[str, tuple[torch.Tensor, bool, float]]:
-    """Norms, whether the gradient is finite, and its squared norm, by mode; one log-prob of sample 4 is NaN."""
+UNMEASURED: dict[str, dict[str, Any]] = {  # only losses tell that a sample is broken
+    "length": {"source": "length", "always": True},
+    "none": {"always": False},
+    "other prompts": {"always": True, "sample_fraction": 1e-9},
+}
+
+
+def with_a_broken_sample(path: str, baseline: str) -> dict[str, tuple[torch.Tensor, bool, GradientStats]]:
+    """Norms, whether the gradient is finite, and its statistics, by mode; one log-prob of sample 4 is NaN."""
     samples = make_samples()
     samples[4] = replace(samples[4], logprobs=(math.nan, *samples[4].logprobs[1:]))
     found = {}
     with layout() as parallel:
-        for mode, gradnorm in (MODES | {"energies": MODES["two_pass"] | {"source": "logit"}}).items():
-            if mode in ("inline", "energies") and baseline == "optimal":
+        energies = {"energies": MODES["two_pass"] | {"source": "logit"}}
+        unmeasured = {name: MODES["two_pass"] | own for name, own in UNMEASURED.items()}
+        for mode, gradnorm in (MODES | energies | unmeasured).items():
+            if mode in ("inline", "energies", *UNMEASURED) and baseline == "optimal":
                 continue  # its norms come too late; its sum of energies is another
-            config = config_of(path, gradnorm | {"always": True}, folds=4)
+            config = config_of(path, {"always": True} | gradnorm, folds=4)
             config = config.model_copy(update={"algo": config.algo.model_copy(update={"baseline": baseline})})
             policy = policy_of(path, parallel, config)
             gradients = StepGradient(policy, config).begin(1)
             gradients.add(whole_step(Batch([], samples, scored())), EveryGroup(scored(), config))
             (stats,) = gradients.updates()
             finite = all(bool(parameter.main_grad.isfinite().all()) for _, parameter in policy.named_parameters())
-            found[mode] = gradients.norms_sq.flatten(), finite, stats.sq_norm
+            found[mode] = gradients.norms_sq.flatten(), finite, stats
     return found
 
 
@@ -480,11 +489,13 @@ def with_a_broken_sample(path: str, baseline: str) -> dict[str, tuple[torch.Tens
 def test_a_sample_with_nan_spoils_no_other(models: dict[str, str], baseline: str) -> None:
     """A baseline takes the median of the other norms for its norm, and its gradient is left out."""
     (found,) = run_ranks(with_a_broken_sample, 1, models["tied"], baseline)
-    sq_norm = found["two_pass"][2]
-    for mode, (norms, finite, other) in found.items():
+    wanted = found["two_pass"][2]
+    for mode, (norms, finite, stats) in found.items():
         assert norms.isfinite().logical_not().nonzero().flatten().tolist() == [4], mode
         assert finite, mode
-        assert other == pytest.approx(sq_norm, rel=RTOL), mode
+        assert stats.sq_norm == pytest.approx(wanted.sq_norm, rel=RTOL), mode
+        if mode not in ("stash", "bookkeep"):
+            assert stats.entropy == pytest.approx(wanted.entropy, rel=RTOL), mode
 
 
 SEQUENCE: dict[int, list[tuple[dict[str, Any], dict[str, Any]]]] = {

@@ -60,6 +60,9 @@ CASES: dict[int, dict[str, Case]] = {  # family, loss, layout of the samples, si
     2: {
         "gpt tp2 recompute": ("gpt", "cross_entropy", "single", {"tp": 2, "recompute": True}),
         "gpt pp2": ("gpt", "margin", "rows", {"pp": 2}),
+        "gpt pp2 frozen stage": ("gpt", "margin", "rows", {"pp": 2, "frozen": "embedding|layer [12]:"}),
+        # only the second stage has layers without a tap, for which microbatches are split
+        "gpt pp2 frozen norms": ("gpt", "margin", "rows", {"pp": 2, "frozen": "layer [12]: .*(bias|norm)"}),
         "qwen2 tp2 recompute": ("qwen2", "margin", "rows", {"tp": 2, "recompute": True}),
         "qwen2 tp2 bare": ("qwen2", "cross_entropy", "rows", {"tp": 2, "bare": True}),
         "qwen2 tp2 sp": ("qwen2", "cross_entropy", "rows", {"tp": 2, "sp": True}),
@@ -91,10 +94,14 @@ def layout_of(mine: list[int], how: str) -> list[Batch]:
     return [join(parts[:3]), *(join([part]) for part in parts[3:])]
 
 
+def trained(chunk: Any, bare: bool) -> list[tuple[str, Any]]:
+    return [(name, param) for name, param in named(chunk if bare else chunk.module) if param.requires_grad]
+
+
 def gradients(chunks: list[Any], bare: bool) -> dict[str, Tensor]:
     found = {}
     for chunk in chunks:
-        for name, param in named(chunk if bare else chunk.module):
+        for name, param in trained(chunk, bare):
             grad = param.grad if bare else param.main_grad
             assert grad is not None, name
             found[name] = grad.clone()
@@ -104,9 +111,9 @@ def gradients(chunks: list[Any], bare: bool) -> dict[str, Tensor]:
 
 def error_of(found: dict[str, Tensor], chunks: list[Any], bare: bool, wanted: dict[str, Tensor]) -> float:
     """The largest difference of any parameter, relative to its largest element in the whole model."""
-    errors = []
+    errors = [0.0]  # a stage may be frozen
     for chunk in chunks:
-        for name, param in named(chunk if bare else chunk.module):
+        for name, param in trained(chunk, bare):
             difference = (found[name] - shard_of(name, param, wanted[name])).abs().max()
             errors.append(float(difference / wanted[name].abs().max().clamp(min=1e-300)))
     return max(errors)
@@ -127,13 +134,17 @@ def case_of(
     sizes = dict(sizes)
     options = {name: sizes.pop(name) for name in ("sp", "sdpa", "recompute") if name in sizes}
     layers = layers_of(sizes)
-    bare = sizes.pop("bare", False)
+    bare, frozen = sizes.pop("bare", False), sizes.pop("frozen", "$^")
+    wanted = [{name: grad for name, grad in grads.items() if not re.match(frozen, name)} for grads in wanted]
     norms = torch.stack([sum(g.square().sum() for g in grads.values()) for grads in wanted])
     limit = float(norms.sqrt().median())
     clips = (limit / norms.sqrt()).clamp(max=1)
     errors: dict[str, float] = {}
     with groups(**sizes):
-        chunks = [wrapped(model, bare) for model in build(family, layers=layers, vp=sizes.get("vp"), **options)]
+        models = build(family, layers=layers, vp=sizes.get("vp"), **options)
+        for name, param in (pair for model in models for pair in named(model)):
+            param.requires_grad_(not re.match(frozen, name))
+        chunks = [wrapped(model, bare) for model in models]
         dp, replicas = parallel_state.get_data_parallel_rank(), parallel_state.get_data_parallel_world_size()
         mine = list(range(dp, len(LENGTHS), replicas))
         batches, given = layout_of(mine, how), chunks if len(chunks) > 1 else chunks[0]

@@ -86,10 +86,10 @@ def test_other_models_and_wrappers_are_refused() -> None:
     assert error.value.where == "model"
     with pytest.raises(UserError, match="wrapped in a DataParallel"):
         per_sample_sq_grad_norms(nn.DataParallel(build("gpt")[0]), samples(), mean_cross_entropy)
-    wrapped = ddp(build("gpt")[0], overlap_grad_reduce=True)
-    with pytest.raises(UserError) as error:
-        per_sample_sq_grad_norms(wrapped, samples(), mean_cross_entropy)
-    assert error.value.where == "DistributedDataParallelConfig"
+    for options in ({"overlap_grad_reduce": True}, {"param_name_patterns_for_fp32_local_accumulation": ("all",)}):
+        with pytest.raises(UserError) as error:
+            per_sample_sq_grad_norms(ddp(build("gpt")[0], **options), samples(), mean_cross_entropy)
+        assert error.value.where == "DistributedDataParallelConfig"
 
 
 def test_a_parameter_without_a_rule_is_refused_by_name_and_no_tap_stays() -> None:
@@ -172,6 +172,19 @@ def test_a_norm_without_an_eps_computes_as_before(dtype: torch.dtype) -> None:
     with tapped(model):
         found = [norm(x) for norm in norms if norm.weight.shape == x.shape]
     assert len(plain) > 2 and all(torch.equal(one, other) for one, other in zip(plain, found, strict=True))
+
+
+@pytest.mark.parametrize("mode", ["two_pass", "stash", "bookkeep", "inline"])
+def test_bf16_weights_whose_gradients_are_added_up_in_bf16(mode: Any) -> None:
+    """The wrapper's default. What is summed over ranks is buffered in fp32. The embedding is tied."""
+    (exact,) = build("qwen2")
+    (model,) = build("qwen2")
+    model.bfloat16()
+    model.config.params_dtype = model.config.pipeline_dtype = torch.bfloat16
+    model.config.bf16 = True
+    wanted = per_sample_sq_grad_norms(exact, samples(), mean_cross_entropy)
+    found = weighted_grad_sum(ddp(model), [rows(samples())], mean_cross_entropy, ONES, mode=mode)
+    torch.testing.assert_close(found, wanted, rtol=5e-2, atol=0)
 
 
 @pytest.mark.parametrize("mode", ["two_pass", "stash", "bookkeep", "inline"])
