@@ -52,9 +52,25 @@ class Links:
         """An all-gather or reduce-scatter over tensor-parallel ranks."""
         return self._gather(num_bytes, self.tp, self.tp)
 
+    @property
+    def expert_copies(self) -> int:
+        """Ranks of a replica that hold the same experts (`Parallel.expert_sum_group`)."""
+        return max(1, self.tp * self.cp // (self.ep * self.etp))
+
     def context(self, num_bytes: float) -> float:
         """An all-gather or reduce-scatter over context-parallel ranks."""
         return self._gather(num_bytes, self.cp, self.tp * self.cp)
+
+    def ring(self, num_bytes: float) -> float:
+        """Keys and values that go around the context-parallel ranks: between nodes through one network card."""
+        if self.cp == 1:
+            return 0.0
+        span = self.tp * self.cp
+        return (self.cp - 1) / self.cp * num_bytes / self._bandwidth(span) + self._hops(self.cp, span)
+
+    def expert_sum(self, num_bytes: float) -> float:
+        """An all-gather or reduce-scatter over the ranks of a replica that hold the same experts."""
+        return self._gather(num_bytes, self.expert_copies, self.tp * self.cp)
 
     def expert(self, num_bytes: float) -> float:
         """An all-to-all over expert-parallel ranks. Traffic within and between nodes overlaps: the slower one counts.
@@ -96,8 +112,8 @@ class Links:
 
     def model(self, num_bytes: float) -> float:
         """An all-gather of the whole model from the ranks that hold its parts."""
-        span = self.world_size if self.pp > 1 else self.tp * self.ep
-        return self._gather(num_bytes, self.tp * self.pp * self.ep, span)
+        parts = max(self.tp, self.ep * self.etp)
+        return self._gather(num_bytes, parts * self.pp, self.world_size if self.pp > 1 else parts)
 
     def between_nodes(self, num_bytes: float) -> float:
         """A pipelined broadcast from one device to any number of nodes."""
@@ -105,10 +121,19 @@ class Links:
         return num_bytes / (device.inter_node_gb_s * 1e9 * constants.link) + constants.node_message_s
 
     def _gather(self, num_bytes: float, size: int, span: int) -> float:
-        """Seconds of an all-gather over `size` ranks that spread over `span` neighbouring ranks."""
+        """Seconds of an all-gather over `size` ranks that spread over `span` neighbouring ranks.
+
+        Between nodes it goes through the network cards of all its ranks in a node.
+        """
         if size == 1:
             return 0.0
-        return (size - 1) / size * num_bytes / self._bandwidth(span) + self._hops(size, span)
+        link, nodes = self._bandwidth(span), self._nodes(size, span)
+        shared = link if nodes == 1 else min(self._bandwidth(1), link * (size // nodes))
+        return (size - 1) / size * num_bytes / shared + self._hops(size, span)
+
+    def _nodes(self, size: int, span: int) -> int:
+        """Nodes over which the ranks spread."""
+        return min(size, max(1, -(-span // self.machine.device.gpus_per_node)))
 
     def _bandwidth(self, span: int) -> float:
         """Bytes per second of the slowest links that `span` neighbouring ranks use."""
@@ -119,5 +144,5 @@ class Links:
     def _hops(self, size: int, span: int) -> float:
         """Latency among `size` ranks that spread over `span` neighbouring ones: within the nodes, then between them."""
         constants = self.machine.constants
-        nodes = min(size, max(1, -(-span // self.machine.device.gpus_per_node)))
+        nodes = self._nodes(size, span)
         return log2(size / nodes) * constants.message_s + log2(nodes) * constants.node_message_s

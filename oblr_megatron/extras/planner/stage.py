@@ -58,8 +58,9 @@ class Stage:
             "attention": sizes.layers * self._attention(tokens),
             "elementwise": sizes.layers * self._moved(self.elementwise_bytes(tokens)),
             "host": sizes.layers * self.machine.constants.layer_s,
-            "tensor": sizes.layers * 4 * links.tensor(hidden),  # two all-reduces cost the same
-            "context": sizes.layers * links.context(2 * sizes.kv * tokens.count * sizes.element * sizes.cp),
+            # attention and a dense MLP gather and scatter; `_routing` has the experts' own
+            "tensor": sizes.layers * (2 if sizes.experts else 4) * links.tensor(hidden),
+            "context": sizes.layers * links.ring(2 * sizes.kv * tokens.count * sizes.element * sizes.cp),
             "experts": sizes.layers * self._routing(tokens),
         }
 

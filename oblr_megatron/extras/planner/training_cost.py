@@ -70,17 +70,32 @@ class _Step:
 
     def norms(self, first: Pass, gradient: Terms) -> Terms:
         """Seconds that norms add to the gradient pass; empty if none are measured."""
+        measured = self.config.gradnorm.sample_fraction * self.config.algo.keep
+        if first.kind == "gradient":
+            return self.energies(measured)
         ratio = norm_over_product(self.setting.hf_config, longest_sample(self.config))
-        if self.links.cp > 1:
+        if self.sums_samples:
             ratio = 1.0  # a sample's partial gradient is computed in full, summed over ranks, then squared
         if first.kind == "norms":
             whole = self.through(first, lambda stage, rows: self.norms_only(stage, rows, ratio))
-            terms = added(scaled(whole, self.config.gradnorm.sample_fraction * self.config.algo.keep), self.fixed())
-        elif first.kind == "bookkeep":
+            terms = added(scaled(whole, measured), self.fixed())
+        elif first.kind == "bookkeep" or (first.kind == "inline" and self.sums_samples and first.rows > 1):
             terms = self.products_again(gradient, ratio)
         else:
             terms = self.stashed() if first.kind == "stash" else {}
-        return added(terms, self.summands()) if terms else terms
+        return added(terms, self.summands(measured))
+
+    @property
+    def sums_samples(self) -> bool:
+        """Whether ranks sum each sample's gradient before its norm: they share its tokens, or copies of experts."""
+        return self.links.cp > 1 or bool(self.stages[0].sizes.experts and self.links.expert_copies > 1)
+
+    def energies(self, measured: float) -> Terms:
+        """The forward pass for w of source "logit", where the gradient pass does not give them."""
+        config = self.config
+        if not config.uses_norms or config.gradnorm.source != "logit" or config.energies_in_pass:
+            return {}
+        return added(scaled(self.log_probs(), measured), self.fixed())
 
     def products_again(self, gradient: Terms, ratio: float) -> Terms:
         """What mode `bookkeep` adds: norms at `ratio` of weight gradients, or those of adapters a second time."""
@@ -88,20 +103,23 @@ class _Step:
             return {"adapters": gradient["adapters"] / 3}
         return {"products": ratio / 3 * gradient["products"]}
 
-    def summands(self) -> Terms:
-        """The reduce-scatter of each sample's gradient over context-parallel ranks, before its norm."""
-        if self.links.cp == 1:
+    def summands(self, measured: float) -> Terms:
+        """The reduce-scatter of each measured sample's gradient over the ranks that sum it, before its norm."""
+        if not self.sums_samples:
             return {}
         each = max(map(self.summand, self.stages))
-        measured = samples_of_a_rank(self.config, self.layout) * self.config.gradnorm.sample_fraction
-        return {"context": measured * each * self.stretch}
+        return {"context": measured * samples_of_a_rank(self.config, self.layout) * each * self.stretch}
 
     def summand(self, stage: Stage) -> float:
         """Seconds of one sample's reduce-scatters on a stage."""
         sizes = stage.sizes
         if sizes.adapter_rank:
-            return self.links.context(sum(sizes.trained) * sizes.wide)
-        return sum(self.links.context(p * d * sizes.wide) * count for p, d, count in sizes.matrices)
+            dense, experts = (number * sizes.wide for number in sizes.trained)
+            return self.links.context(dense) + (self.links.expert_sum(experts) if experts else 0.0)
+        seconds = sum(self.links.context(p * d * sizes.wide) * count for p, d, count in sizes.matrices)
+        shapes = (2 * sizes.expert_ffn, sizes.hidden), (sizes.hidden, sizes.expert_ffn)
+        each = sum(self.links.expert_sum(p * d * sizes.wide) for p, d in shapes) if sizes.experts else 0.0
+        return seconds + sizes.layers * sizes.local_experts * each
 
     def forward_only(self) -> Terms:
         """The forward passes for the reference model and for log pi_old, if the run needs them."""
@@ -154,9 +172,11 @@ class _Step:
         folds = folds_of_a_rank(self.config, self.layout)
         dense = max(stage.sizes.trained[0] * stage.sizes.wide for stage in self.stages)
         whole = max(sum(stage.sizes.trained) * stage.sizes.wide for stage in self.stages)
+        experts = max(stage.sizes.trained[1] * stage.sizes.wide for stage in self.stages)
+        summed = self.links.context(dense) + (self.links.expert_sum(experts) if experts else 0.0)
         return {
             "memory": folds * self.moved(FOLD_MOVES * whole),
-            "context": folds * 2 * self.stretch * self.links.context(dense),
+            "context": folds * 2 * self.stretch * summed,
         }
 
     def reduced(self) -> Terms:

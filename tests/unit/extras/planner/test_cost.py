@@ -81,12 +81,73 @@ def test_collectives_of_a_layer_by_hand() -> None:
     assert backward == pytest.approx(1.5 * found.forward(found.sizes.tokens(1, 2048))["tensor"])
 
 
+def test_a_mixtures_layer_gathers_over_tensor_ranks_for_its_attention_alone() -> None:
+    """megatron-core's dispatcher gathers over the ranks that share an expert, and nothing else."""
+    for sizes, sent in (((2, 1), 1024 * 8), ((1, 2), 1024 * 2 * 8)):
+        split: dict[str, Any] = dict(
+            zip(("expert_model_parallel_size", "expert_tensor_parallel_size"), sizes, strict=True)
+        )
+        found = stage(run_config(**TP2, **split), model="Qwen3-30B-A3B", world_size=2)
+        terms = found.layers(found.sizes.tokens(1, 2048))
+        assert terms["tensor"] == pytest.approx(48 * 2 * 0.5 * 2048 * 2048 * 2 / 1e11)
+        assert terms["experts"] == pytest.approx(48 * 2 * 0.5 * sent * 2048 * 2 / 1e11)
+
+
+@pytest.mark.parametrize(
+    ("mode", "baseline", "rows"),
+    [("inline", "pooled", 1), ("inline", "pooled", 2), ("bookkeep", "optimal", 1), ("stash", "optimal", 1)],
+)
+def test_ranks_that_share_a_sequence_sum_each_samples_gradient(mode: str, baseline: str, rows: int) -> None:
+    sections: dict[str, dict[str, Any]] = {
+        "gradnorm": {"mode": mode},
+        "algo": {"baseline": baseline, "snr": {"num_folds": 1}},
+    }
+    sizes = {"context_parallel_size": 2, "micro_batch_tokens": 2048 * rows}
+    found = training_phases(setting(2, sections, machine=PlannerMachine(ROUND, PLAIN), **sizes))
+    matrices = RankSizes.of(setting(2).hf_config, run_config(sections, **sizes), 0).matrices
+    summed = 128 * 0.5 * 4 * sum(p * d * count for p, d, count in matrices) / 1e11
+    assert found["norms"].terms["context"] == pytest.approx(summed)
+    if mode == "inline":  # several samples of a microbatch have their products formed again
+        again = found["gradient"].terms["products"] / 3 if rows > 1 else 0.0
+        assert found["norms"].terms.get("products", 0.0) == pytest.approx(again)
+
+
+def test_copies_of_experts_are_summed_for_each_sample() -> None:
+    sections = {"algo": {"baseline": "pooled", "snr": {"num_folds": 1}}, "gradnorm": {"mode": "two_pass"}}
+    machine, copies = PlannerMachine(ROUND, PLAIN), TP2 | {"expert_tensor_parallel_size": 1}
+    found = training_phases(setting(2, sections, machine=machine, model="Qwen3-30B-A3B", **copies))
+    experts = 48 * 128 * 3 * 768 * 2048 * 4
+    assert found["norms"].terms["context"] == pytest.approx(128 * 0.5 * experts / 1e11)
+    assert found["gradient"].terms["context"] == pytest.approx(2 * 0.5 * experts / 1e11)  # of the one fold
+    shared = training_phases(setting(2, sections, machine=machine, model="Qwen3-30B-A3B", **TP2))
+    assert shared["norms"].terms.get("context", 0.0) == shared["gradient"].terms["context"] == 0
+
+
+def test_energies_of_logits_cost_a_forward_pass_unless_the_gradient_pass_gives_them() -> None:
+    def phases(**options: Any) -> Any:
+        gradnorm = {"mode": "two_pass", "source": options.pop("source", "logit")} | options.pop("gradnorm", {})
+        algo = {"baseline": "pooled", "snr": {"num_folds": 1}} | options
+        found = setting(1, {"gradnorm": gradnorm, "algo": algo}, machine=PlannerMachine(ROUND, PLAIN))
+        return training_phases(found)["norms"].terms.get("products", 0.0), log_prob_phase(found).terms["products"]
+
+    norms, forward = phases(baseline="optimal")
+    assert norms == pytest.approx(forward) and forward > 0
+    assert phases()[0] == phases(baseline="optimal", source="length")[0] == 0
+
+
 def test_groups_beyond_a_node_use_the_links_between_nodes() -> None:
     machine = PlannerMachine(ROUND, replace(PLAIN, message_s=1.0, node_message_s=3.0))
     near = Links(machine, tp=2, cp=1, dp=4, pp=1, ep=1, etp=1)
     far = Links(machine, tp=2, cp=1, dp=8, pp=1, ep=1, etp=1)
     assert near.data(1e11) == pytest.approx(0.75 + 2 * 1.0)
-    assert far.data(1e11) == pytest.approx(7 / 8 * 10 + 2 * 1.0 + 3.0)  # four ranks a node, two nodes
+    assert far.data(1e11) == pytest.approx(7 / 8 * 10 / 4 + 2 * 1.0 + 3.0)  # four ranks and cards a node, two nodes
+    alone = Links(machine, tp=8, cp=1, dp=2, pp=1, ep=1, etp=8)
+    assert alone.data(1e11) == pytest.approx(0.5 * 10 + 3.0)  # one rank a node
+    wide = Links(machine, tp=1, cp=16, dp=1, pp=1, ep=1, etp=1)
+    assert wide.context(1e11) == pytest.approx(15 / 16 * 10 / 8 + 3 * 1.0 + 3.0)
+    assert wide.ring(1e11) == pytest.approx(15 / 16 * 10 + 3 * 1.0 + 3.0)  # the last rank of a node sends alone
+    quick = replace(wide, machine=replace(machine, device=replace(ROUND, inter_node_gb_s=50)))
+    assert quick.context(1e11) == pytest.approx(15 / 16 + 3 * 1.0 + 3.0)  # the cards together are faster than the node
     assert near.tensor(1e11) == far.tensor(1e11) == pytest.approx(0.5 + 1.0)
     assert replace(near, tp=1).tensor(1e11) == 0
 
@@ -374,3 +435,5 @@ def test_a_push_gathers_the_parts_of_other_ranks() -> None:
     assert push_phase(setting(8, machine=machine)).terms["gather"] == 0
     halves = push_phase(setting(8, machine=machine, **TP2)).terms["gather"]
     assert halves == pytest.approx(0.5 * 2 * 8_190_735_360 / 450e9)
+    apart = replace(setting(8, machine=machine), engine_gpus=32)
+    assert push_phase(apart).terms["network"] == pytest.approx(32 * 2 * 8_190_735_360 / 50e9)  # each server has its own
