@@ -39,7 +39,7 @@ $(GPU_VENV)/.ready: requirements/gpu.txt requirements/te.txt requirements/build_
 	@test -n "$(GPU_PYTHON)" || { echo "no Python 3.12 found. Fix: make gpu-env GPU_PYTHON=/path/to/python3.12"; exit 2; }
 	$(GPU_PYTHON) -m venv $(GPU_VENV)
 	$(GPU_VENV)/bin/python -m pip install --quiet --no-deps --requirement requirements/gpu.txt
-	requirements/build_te.sh "$$(realpath -s $(GPU_VENV)/bin/python)"
+	requirements/build_te.sh "$(if $(filter /%,$(GPU_VENV)),,$(CURDIR)/)$(GPU_VENV)/bin/python"
 	$(GPU_VENV)/bin/python -m pip install --quiet --no-deps --no-build-isolation --editable .
 	@touch $@
 

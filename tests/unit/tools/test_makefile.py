@@ -22,10 +22,15 @@ def make(directory: Path, *arguments: str) -> str:
     return subprocess.run(command, capture_output=True, text=True, check=True, env=environment).stdout
 
 
-@pytest.mark.parametrize(("given", "built"), [("/scratch/me/venv", "/scratch/me/venv"), ("own", f"{ROOT}/own")])
-def test_transformer_engine_is_built_for_the_environment_that_was_named(given: str, built: str) -> None:
-    said = make(ROOT, "--dry-run", "gpu-env", f"GPU_VENV={given}")
-    assert f"requirements/build_te.sh {built}/bin/python\n" in said
+@pytest.mark.parametrize(("given", "built"), [("/scratch/me/venv", "/scratch/me/venv"), ("own", "{clone}/own")])
+def test_transformer_engine_is_built_for_the_environment_that_was_named(given: str, built: str, tmp_path: Path) -> None:
+    """The path of the clone may have spaces."""
+    clone = tmp_path / "my code"
+    shutil.copytree(ROOT / "requirements", clone / "requirements")
+    for name in ("Makefile", "setup.py"):
+        shutil.copy(ROOT / name, clone)
+    said = make(clone, "--dry-run", "gpu-env", f"GPU_VENV={given}")
+    assert f'requirements/build_te.sh "{built.format(clone=clone)}/bin/python"\n' in said
 
 
 def test_clean_removes_what_can_be_made_again_and_no_run(tmp_path: Path) -> None:
