@@ -43,11 +43,10 @@ def push_phase(setting: Setting) -> Phase:
     links = Links.of(machine, config.parallel, setting.world_size)
     memory = machine.device.memory_gb_s * 1e9 * machine.constants.memory
     stretch = machine.stretch(setting.world_size)
-    servers = setting.engine_gpus // config.rollout.tensor_parallel_size  # each has a broadcast of its own
     return Phase(
         {
             "gather": links.model(num_bytes) * stretch,
-            "network": servers * links.between_nodes(num_bytes),
+            "network": links.between_nodes(num_bytes) if setting.engine_gpus else 0.0,
             "memory": 2 * PUSH_COPIES * num_bytes / config.rollout.tensor_parallel_size / memory * stretch,
             "fixed": machine.constants.step_s,
         }

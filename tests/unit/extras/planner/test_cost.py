@@ -435,5 +435,3 @@ def test_a_push_gathers_the_parts_of_other_ranks() -> None:
     assert push_phase(setting(8, machine=machine)).terms["gather"] == 0
     halves = push_phase(setting(8, machine=machine, **TP2)).terms["gather"]
     assert halves == pytest.approx(0.5 * 2 * 8_190_735_360 / 450e9)
-    apart = replace(setting(8, machine=machine), engine_gpus=32)
-    assert push_phase(apart).terms["network"] == pytest.approx(32 * 2 * 8_190_735_360 / 50e9)  # each server has its own
