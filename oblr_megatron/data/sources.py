@@ -423,6 +423,9 @@ def _streamed(path: str, *, name: str | None) -> Any:
     return builder.as_streaming_dataset()
 
 
+_UNWRITABLE = (errno.EROFS, errno.EACCES, errno.EPERM, errno.ENOENT)
+
+
 @contextmanager
 def _silent() -> Iterator[None]:
     """Keep the loggers in _REPEATED off the console."""
@@ -437,8 +440,15 @@ def _silent() -> Iterator[None]:
             logger.disabled = disabled
 
 
+def _is_cached(path: str | bytes | None) -> bool:
+    """Whether a path belongs to the cache of `datasets`, and not to the data."""
+    from datasets import config
+
+    return os.fsdecode(path or "").startswith(str(config.HF_DATASETS_CACHE))
+
+
 def _refusal(error: Exception, where: str) -> UserError:
-    if isinstance(error, OSError) and error.errno in (errno.EROFS, errno.EACCES, errno.EPERM):
+    if isinstance(error, OSError) and error.errno in _UNWRITABLE and _is_cached(error.filename):
         fix = "set HF_DATASETS_CACHE to a directory that can be written, or give the path of JSONL or Parquet files"
     elif isinstance(error, ConnectionError):
         fix = "download the data set on a machine with network access, and give the path of its files"

@@ -356,7 +356,7 @@ class StepGradient:
         return norms.masked_fill(self._from_all_replicas(broken) > 0, torch.nan)
 
     def _without_loss(self, records: Sequence[dict[str, Tensor]], count: int) -> Tensor:
-        """[count] above 0 for the samples of a pass whose loss is not finite, the same on every rank of the block."""
+        """[count] above 0 for samples with a loss that is not finite. Every rank of the block gets the same."""
         found = torch.zeros(count, dtype=torch.float64, device=self._policy.parallel.device)
         for record in records:
             found.index_add_(0, record["numbers"].to(found.device), record["scores"].isfinite().logical_not().to(found))

@@ -5,8 +5,8 @@
 
 RUN_DIR/lock.json names the process and holds its last heartbeat. On one machine the kernel's file lock decides
 (flock(2)). It ends with the process. Some file systems do not share it between machines, and some keep it for a machine
-that died. Between machines a lock is stale once its heartbeat stops changing. A run whose machine stood still that
-long, and whose lock another run has taken, ends.
+that died. Between machines a lock is stale once its heartbeat stops changing. Then another run may take it. If the
+first one wakes up again, it finds this and ends.
 """
 
 from __future__ import annotations
@@ -234,7 +234,7 @@ def _write(descriptor: int, owner: Owner) -> None:
 
 
 def _owner_at(path: Path) -> Owner | None:
-    """The owner that a file names now. A network file system shows other machines' writes to who opens it anew."""
+    """The owner that a file names now. It is opened anew: only then does NFS show what other machines wrote."""
     with suppress(OSError):
         descriptor = os.open(path, os.O_RDONLY)
         try:

@@ -125,7 +125,7 @@ def test_copies_of_experts_are_summed_for_each_sample() -> None:
 
 def test_energies_of_logits_cost_a_forward_pass_unless_the_gradient_pass_gives_them() -> None:
     def phases(**options: Any) -> Any:
-        gradnorm = {"mode": "two_pass", "source": options.pop("source", "logit")} | options.pop("gradnorm", {})
+        gradnorm = {"mode": "two_pass", "source": options.pop("source", "logit")}
         algo = {"baseline": "pooled", "snr": {"num_folds": 1}} | options
         found = setting(1, {"gradnorm": gradnorm, "algo": algo}, machine=PlannerMachine(ROUND, PLAIN))
         return training_phases(found)["norms"].terms.get("products", 0.0), log_prob_phase(found).terms["products"]
