@@ -1,6 +1,6 @@
 """The example's rows, and the rewards that a program can compute.
 
-    sums          What is 12 + 7? Answer with the number only.                      built-in reward `exact_match`
+    sums          What is 12 + 7?                                                   `last_number`, 0 or 1
     instructions  Write 3 lines about a storm. Use the words "wind" and "night".    `instructions`, 0 to 1
     problems      word problems of reasoning-gym's gsm_symbolic                     `last_number`, 0 or 1
 
@@ -58,8 +58,7 @@ def sum_rows(seed: int) -> tuple[list[Row], list[Row]]:
     def rows(part: Sequence[tuple[int, int]]) -> list[Row]:
         both_orders = sorted({order for a, b in part for order in [(a, b), (b, a)]})
         generator.shuffle(both_orders)
-        question = "What is {} + {}? Answer with the number only."
-        return [{"question": question.format(a, b), "answer": str(a + b)} for a, b in both_orders]
+        return [{"question": f"What is {a} + {b}?", "answer": str(a + b)} for a, b in both_orders]
 
     return rows(pairs[HELDOUT_PAIRS:]), rows(pairs[:HELDOUT_PAIRS])
 
