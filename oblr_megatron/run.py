@@ -323,9 +323,6 @@ class Run:
 def open_run(config: Config) -> Iterator[Run]:
     """Open a run that trains: `open_sampling`, the model, its optimizer and its schedule.
 
-    The state is saved before an error goes on that all ranks raise together, because saving is collective. Examples:
-    the engines are lost for good, a reward that worked fails for every response, samples cannot be written.
-
     Raises:
         UserError: bad input, found before the process group or any engine is started.
     """
@@ -382,9 +379,19 @@ def open_run(config: Config) -> Iterator[Run]:
             run.restore(resumed.state)
         try:
             yield run
-        except Exception as error:  # a push may raise any class on all ranks, such as CUDA out of memory
-            if getattr(error, "raised_on_all_ranks", False) and not isinstance(error, BrokenWeightsError):
-                run.rescue()
-            raise
         finally:
             run.saver.close()
+
+
+@contextmanager
+def rescued(run: Run) -> Iterator[None]:
+    """Save the state before an error goes on that all ranks raise together, because saving is collective.
+
+    Examples: the engines are lost for good, a reward that worked fails for every response, samples cannot be written.
+    """
+    try:
+        yield
+    except Exception as error:  # a push may raise any class on all ranks, such as CUDA out of memory
+        if getattr(error, "raised_on_all_ranks", False) and not isinstance(error, BrokenWeightsError):
+            run.rescue()
+        raise

@@ -221,7 +221,8 @@ class Sampling:
         with self.timer("reward"):
             result = self.reward.whole(known) if known else self.reward.score(prompts, samples)
         record.rewards.append(result)
-        values = [math.nan if n in result.unscored else reward for n, reward in enumerate(result.main_rewards)]
+        unscored = result.unscored
+        values = [math.nan if n in unscored else reward for n, reward in enumerate(result.main_rewards)]
         record.visits.append((prompts, torch.tensor(values, dtype=torch.float64).view(-1, group)))
         return Scored(
             rewards=torch.tensor(result.rewards, dtype=torch.float64).view(-1, group),

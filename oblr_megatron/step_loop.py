@@ -22,7 +22,7 @@ from oblr_megatron.observe.console import closing_lines
 from oblr_megatron.observe.report import REPORT_FILE
 from oblr_megatron.observe.status import finished
 from oblr_megatron.opening import open_sampling, started
-from oblr_megatron.run import Run, open_run
+from oblr_megatron.run import Run, open_run, rescued
 from oblr_megatron.runtime.command_line import add_run_arguments, guarded, parse, run_overrides
 from oblr_megatron.runtime.processes import die_with_launcher, directory_last
 from oblr_megatron.sampling import Sampling
@@ -72,7 +72,7 @@ def run_training(config: Config) -> int:
         with open_sampling(config) as sampling, started(sampling):
             sample(sampling)
     else:
-        with open_run(config) as run, started(run.sampling):
+        with open_run(config) as run, started(run.sampling), rescued(run):
             train(run)
     if rank_from_environment()[0] == 0:
         report = config.run_dir / REPORT_FILE

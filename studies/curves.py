@@ -46,6 +46,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--only", nargs="+", default=[], metavar="ARM", help="run only these arms and the arms that supply their rates"
     )
+    parser.add_argument("--tasks", nargs="+", default=[], metavar="TASK", help="only these tasks of the plan")
     parser.add_argument(
         "--deadline-s", type=float, default=DEADLINE_S, metavar="S", help="deadline of a run (default: %(default)s)"
     )
@@ -73,7 +74,7 @@ def study_curves(options: argparse.Namespace) -> int:
 
     require_for_studies("matplotlib", "scipy")
     whole = load_plan(options.plan).compared_with(options.reference)
-    plan = whole.only(options.only) if options.only else whole
+    plan = whole.only(options.only, options.tasks)
     if options.jobs < 1:
         raise UserError(f"--jobs {options.jobs} is less than 1", where="command line", fix="give 1 or more")
     out = options.out.resolve()

@@ -20,6 +20,7 @@ An arm's own settings override its preset's, which override [defaults].
 from __future__ import annotations
 
 import tomllib
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
@@ -233,17 +234,21 @@ class Plan(Section):
             raise UserError(f"unknown arm {arm!r}", where="--reference", fix=f"name one of {', '.join(self.arms)}")
         return self.model_copy(update={"reference": arm or self.reference})
 
-    def only(self, arms: list[str]) -> Plan:
-        """The plan restricted to some arms and the arms that supply their rates.
+    def only(self, arms: Sequence[str] = (), tasks: Sequence[str] = ()) -> Plan:
+        """The plan restricted to some arms and the arms that supply their rates, and to some tasks; empty: all.
 
         Raises:
-            UserError: an arm is unknown.
+            UserError: an arm or a task is unknown.
         """
-        for arm in arms:
-            if arm not in self.arms:
-                raise UserError(f"unknown arm {arm!r}", where="--only", fix=f"name one of {', '.join(self.arms)}")
-        kept = {*arms, *(self.arms[arm].rates_of for arm in arms)}
-        return self.model_copy(update={"arms": {name: arm for name, arm in self.arms.items() if name in kept}})
+        for option, named, known in (("--only", arms, list(self.arms)), ("--tasks", tasks, self.tasks)):
+            if unknown := [name for name in named if name not in known]:
+                what = f"the plan has no {unknown[0]!r}"
+                raise UserError(what, where=option, fix=f"name one of {', '.join(known)}")
+        kept = {*arms, *(self.arms[arm].rates_of for arm in arms)} or self.arms
+        chosen = {name: arm for name, arm in self.arms.items() if name in kept}
+        return self.model_copy(
+            update={"arms": chosen, "tasks": tuple(task for task in self.tasks if not tasks or task in tasks)}
+        )
 
 
 def load_plan(path: Path) -> Plan:

@@ -71,13 +71,16 @@ def prepare_recipe(task: str, path: Path, directory: Path) -> Path:
     """Return DIRECTORY/TASK; copy the recipe's model and rows to it unless it is complete.
 
     Raises:
-        UserError: see `read_recipe`; or the model is missing, or the directory holds another recipe.
+        UserError: see `read_recipe`; or the model is missing, or the directory holds another recipe or other rows.
     """
     recipe, target = read_recipe(task, path), directory / task
     stamp = target / START_FILE
     if stamp.exists():
-        if json.loads(stamp.read_text(encoding="utf-8")) != recipe.table:
-            raise UserError(f"{path} has changed", where=str(target), fix="restore it, or give another --out")
+        changed = [] if json.loads(stamp.read_text(encoding="utf-8")) == recipe.table else [path]
+        rows = {name: source for name, source in recipe.files.items() if name != MODEL and source.exists()}
+        changed += [source for name, source in rows.items() if source.read_bytes() != (target / name).read_bytes()]
+        if changed:
+            raise UserError(f"{changed[0]} has changed", where=str(target), fix="restore it, or give another --out")
         return target
     for source in recipe.files.values():
         if not source.exists():

@@ -25,6 +25,7 @@ from studies.sweep import Cell, Selection, select
 
 ASKED_FILE = "asked.json"
 PLACES = ("run_dir", "start_dir", "control_from")  # paths may change: a study can be moved
+MEASURED = {"mean_at_k", "accuracy"}  # values of an evaluation that a curve needs
 COSTS = ("timing_s/step", "timing_s/gradient", "timing_s/push", "perf/peak_memory_bytes")
 
 
@@ -116,11 +117,17 @@ def asked_of(run_dir: Path) -> dict[str, Any] | None:
 
 
 def is_whole(run_dir: Path, backend: str, num_steps: int) -> bool:
-    """Whether metrics.jsonl holds the record of the last step."""
+    """Whether metrics.jsonl holds the evaluations of the start and of the last step."""
     directory = metrics_dir(run_dir, backend)
-    return (directory / METRICS_FILE).exists() and any(
-        record["step"] == num_steps for record in read_metrics(directory)
-    )
+    if not (directory / METRICS_FILE).exists():
+        return False
+    measured = {record["step"] for record in read_metrics(directory) if _evaluated(record) >= MEASURED}
+    return {0, num_steps} <= measured
+
+
+def _evaluated(record: dict[str, Any]) -> set[str]:
+    """Names of the evaluation's values in the record, without the set's."""
+    return {name.rpartition("/")[2] for name, value in record.items() if name.startswith("eval/") and value is not None}
 
 
 def first_difference(asked: dict[str, Any], found: dict[str, Any]) -> str | None:
@@ -145,7 +152,7 @@ def read_result(key: Key, out: Path) -> Result | None:
     """The run's curve; None while the run is incomplete.
 
     Raises:
-        UserError: its files are damaged, or evaluations are missing.
+        UserError: its files are damaged.
     """
     run_dir = key.run_dir(out)
     asked = asked_of(run_dir)
@@ -164,9 +171,6 @@ def read_result(key: Key, out: Path) -> Result | None:
         for record, entropy in zip(records, following, strict=True)
         if record.get(sampled) is not None and record.get(greedy) is not None
     ]
-    if not points or points[0][0] != 0 or points[-1][0] != num_steps:
-        what = f"{sampled} or {greedy} is missing at step 0 or {num_steps}"
-        raise UserError(what, where=str(run_dir), fix="remove the run's directory and its line in rows.jsonl")
     steps, accuracy, greedily, solved_any, entropy = np.array(points, dtype=np.float64).T
     costs = {name: float(np.median([record.get(name, math.nan) for record in records[1:]])) for name in COSTS}
     return Result(key, steps, accuracy, greedily, num_steps, solved_any, entropy, costs)

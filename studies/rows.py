@@ -1,15 +1,16 @@
 """Finished runs as lines of DIR/rows.jsonl, small enough for a repository.
 
 A clone has no run directories. The study makes them again from the lines, and continues where the file ends. There
-are two kinds of lines: settings, each before its first run, and runs with their keys and learning curves.
+are two kinds of lines: settings (all but the run's key), each before its first run, and runs with their curves.
 
-    {"settings": "1f0c4a", "backend": "toy", "config": {...}}          all settings but those of the run's key
+    {"settings": "1f0c4a", "backend": "toy", "config": {...}, "machine": "...", "versions": {...}}
     {"task": "sums", "arm": "tempered", "cell": "64x1/lr0.001", "seed": 100, "made": "1f0c4a", "start": "7d21e0",
      "date": "2026-11-28", "curve": {"step": [0, 8, ...], ...}, "costs": {"timing_s/step": 0.1, ...}}
 
-A setting that did not exist when the run was made has today's default, which must therefore change nothing. `start` is
-a digest of the weights that the run began with. Other processors make others (start.py), so that the repository holds
-them, too: runs from two starts are not comparable.
+A setting that did not exist when the run was made has today's default, which must therefore change nothing. Settings
+hold the machine and the libraries' versions, too, since 2026-11-29. `start` is a digest of the weights that the run
+began with, and of a recipe's rows. Other processors make others (start.py), so that the repository holds the weights of
+generated tasks: runs from two starts are not comparable.
 """
 
 from __future__ import annotations
@@ -28,7 +29,9 @@ from typing import Any
 from oblr_megatron.errors import UserError
 from oblr_megatron.metrics import METRICS_FILE, write_whole
 from studies.plan import Plan, merged
+from studies.recipe import START_FILE
 from studies.results import ASKED_FILE, Key, Result, asked_of, keys_on_disk, metrics_dir, read_result
+from studies.summary import environment
 from studies.sweep import Cell
 
 ROWS_FILE = "rows.jsonl"
@@ -41,7 +44,7 @@ def keep(key: Key, out: Path) -> None:
     result, asked = read_result(key, out), asked_of(key.run_dir(out))
     if result is None or asked is None:
         return
-    settings = {"backend": asked["backend"], "config": _beyond_key(asked["config"])}
+    settings = {"backend": asked["backend"], "config": _beyond_key(asked["config"]), **_where()}
     made = hashlib.sha256(json.dumps(settings, sort_keys=True).encode()).hexdigest()[:12]
     row = {
         "task": key.task,
@@ -124,8 +127,11 @@ def check_starts(out: Path, starts: Mapping[str, Path]) -> None:
 
 @cache
 def start_digest(start: Path) -> str:
-    """Digest of a start's weights; "" without any."""
+    """Digest of a start's weights, and of a recipe's rows; "" without weights."""
     files = sorted((start / "model").glob("*.safetensors"))
+    stamp = start / START_FILE
+    if files and stamp.exists() and "reward" in json.loads(stamp.read_text(encoding="utf-8")):  # made by recipe.py
+        files += sorted(start.glob("*.jsonl")) + sorted(start.glob("*.parquet"))
     return hashlib.sha256(b"".join(file.read_bytes() for file in files)).hexdigest()[:12] if files else ""
 
 
@@ -145,6 +151,11 @@ def _named(path: Path, number: int) -> Iterator[None]:
     except (ValueError, KeyError, TypeError) as error:
         what = f"not the line of a run: {error!r}".replace("\n", " ")
         raise UserError(what, where=f"{path}:{number}", fix="restore the line, or remove it") from None
+
+
+def _where() -> dict[str, Any]:
+    """Machine and versions of this run."""
+    return {name: value for name, value in environment().items() if name != "date"}
 
 
 def _beyond_key(config: dict[str, Any]) -> dict[str, Any]:

@@ -15,10 +15,11 @@ from torch import Tensor
 from oblr_megatron.checkpoint.hf_dir import check_hf_dir
 from oblr_megatron.config import Config, parse_config
 from oblr_megatron.engine.protocol import SamplingRequest
-from oblr_megatron.errors import UserError
+from oblr_megatron.errors import RunError, UserError
 from oblr_megatron.evaluation.accuracy import metrics
 from oblr_megatron.evaluation.answers import evaluate
 from oblr_megatron.preflight.inputs import open_inputs
+from oblr_megatron.rewards.base import cause_of
 from oblr_megatron.rewards.registry import build_reward
 from oblr_megatron.types import Prompt, Sample
 from studies.train_backend import train_table
@@ -59,7 +60,10 @@ def open_recipe(config: ToyConfig) -> Iterator[TrlTask]:
 
         def score(index: int, tokens: list[int]) -> float:
             sample = sample_of(prompts[index], tokens, tokenizer, group=0)
-            return reward.score([prompts[index]], [sample]).rewards[0]
+            result = reward.score([prompts[index]], [sample])
+            if result.unscored:  # TRL cannot leave out a sample
+                raise RunError(f"a response got no reward: {cause_of([result], run.reward)}")
+            return result.rewards[0]
 
         def evaluated(model: PreTrainedModel) -> dict[str, float]:
             grades = evaluate(name, TransformersSampler(model, tokenizer), held_out, reward, run)

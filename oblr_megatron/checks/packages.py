@@ -112,5 +112,5 @@ def require_for_studies(*names: str) -> None:
     for name in names:
         if find_spec(name) is None:
             raise UserError(
-                f"{name} is not installed", where="study", fix="call pip install '.[study]' in the repository"
+                f"{name} is not installed", where="study", fix="call pip install -e '.[study]' in the repository"
             )

@@ -36,14 +36,15 @@ REFUSED, INVALID, FAILED = 409, 400, 500
 DAMAGED = "damaged"
 """The "kind" in the JSON of a refusal if a bucket was damaged on the way: a second push may help."""
 
-PROTOCOL = 12
+PROTOCOL = 13
 """Version of these messages, to be raised with every change. Both sides must have the same."""
 
 
 class Message(BaseModel):
     """Base of all messages; an unknown field is an error."""
 
-    model_config = ConfigDict(extra="forbid", frozen=True)
+    # a log-prob may be NaN: the trainer leaves the sample out (JSON's null would make it an invalid answer)
+    model_config = ConfigDict(extra="forbid", frozen=True, ser_json_inf_nan="constants")
 
 
 class Holding(Message):

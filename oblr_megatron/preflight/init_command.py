@@ -40,7 +40,7 @@ KEPT = 0.99  # share of rows that data.max_prompt_tokens keeps
 RESPONSE_TOKENS = 512
 THINKING = "enable_thinking"  # Qwen3's switch; by default its models think
 NO_THOUGHTS = "Without thoughts, which take thousands of tokens. For true, raise rollout.max_response_tokens."
-FOLDS = "Parts of a step, from which its noise is measured: a multiple of the GPUs, unless several hold one model."
+FOLDS = "Parts of a step, from which its noise is measured. A multiple of the model's replicas."
 RATES = ((50_000_000, 5e-4), (400_000_000, 3e-5), (math.inf, 1e-6))
 """(parameters, learning rate of models below): of the demo, of SmolLM2-135M (examples), and the usual rate."""
 

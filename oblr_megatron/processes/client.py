@@ -124,6 +124,9 @@ class ForkServer:
                 self._end()  # `fork` starts it again
             except OSError:
                 return
+            except BaseException:  # such as Ctrl-C: the next request would read this one's answer
+                self._end()
+                raise
 
     def close(self) -> None:
         """End the fork server, all its workers and everything they started. May be called more than once."""
@@ -175,9 +178,13 @@ class ForkServer:
         self._wait_ready()
         ours, theirs = socket.socketpair()
         answer = b""
-        with suppress(OSError), theirs:  # it has ended, or does not answer
-            socket.send_fds(self._control, [FORK], [theirs.fileno()])
-            answer = self._control.recv(PID_BYTES)
+        try:
+            with suppress(OSError), theirs:  # it has ended, or does not answer
+                socket.send_fds(self._control, [FORK], [theirs.fileno()])
+                answer = self._control.recv(PID_BYTES)
+        except BaseException:  # see `kill`
+            self._end()
+            raise
         pid = int.from_bytes(answer, "little", signed=True)
         if pid > 0:
             return Worker(pid, ours)

@@ -180,6 +180,9 @@ class Pool:
         except (OSError, EOFError):
             self._end_worker(place)
             return [Score(error="the worker process died during the call")] * len(rows)
+        except BaseException:  # such as Ctrl-C: the next call would read this one's reply
+            self._end_worker(place)
+            raise
         finally:
             self._idle.put(place)
 
@@ -210,7 +213,8 @@ class Pool:
                 )
             worker = self._server.fork()
             half = divmod(max(1, round(self.limit_s / 2 * 1e6)), 1_000_000)  # two writes wait: one sends a part
-            worker.socket.setsockopt(socket.SOL_SOCKET, socket.SO_SNDTIMEO, struct.pack("ll", *half))  # a timeval
+            for option in (socket.SO_SNDTIMEO, socket.SO_RCVTIMEO):  # a reply may stop in its middle
+                worker.socket.setsockopt(socket.SOL_SOCKET, option, struct.pack("ll", *half))  # a timeval
             place.own = worker, Connection(worker.socket.detach())
         return place.own[1]
 

@@ -173,7 +173,10 @@ class VllmServer:
         try:
             return TypeAdapter(kind).validate_json(text)
         except ValidationError as error:
-            raise RunError(f"{self.name} sent an invalid answer to {path}: {error}") from error
+            first, reason = error.errors(include_url=False)[0], f"{self.name} sent an invalid answer to {path}: "
+            if first["type"] == "json_invalid":
+                raise self._foreign(reason + text[:200].decode(errors="replace")) from error
+            raise RunError(f"{reason}{'.'.join(map(str, first['loc']))}: {first['msg']}") from error
 
     async def _request(self, path: str, payload: bytes | None, what: str, seconds: float) -> bytes:
         self._session = self._session or open_session()
@@ -203,7 +206,7 @@ class VllmServer:
             body = json.loads(text)
             reason, kind = str(body["error"]), str(body.get("kind", ""))
         except (ValueError, KeyError, TypeError):
-            reason, kind = text[:200].decode(errors="replace"), ""
+            reason, kind = text[:200].decode(errors="replace"), None
         message = f"{self.name} answered with status {status} while {self.owner} waited for {what}: {reason}"
         if status == http.REFUSED:
             refused = DamagedError if kind == http.DAMAGED else ServerRefusedError
@@ -212,7 +215,11 @@ class VllmServer:
             raise DroppedError(message)
         if status >= http.FAILED:
             raise ServerLostError(message)
-        raise RunError(message)
+        raise self._foreign(message) if kind is None else RunError(message)
+
+    def _foreign(self, message: str) -> RunError:
+        """The error for an answer that is not ours: that of a proxy, once the server itself has answered."""
+        return ServerLostError(message) if self.instance else RunError(message)
 
 
 class DroppedError(ServerLostError):

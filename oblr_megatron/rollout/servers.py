@@ -17,7 +17,7 @@ import logging
 import secrets
 import time
 from collections.abc import Callable, Mapping, Sequence
-from functools import cached_property, partial
+from functools import partial
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from oblr_megatron.engine.http_messages import DraftReport, Holding, Info
@@ -177,6 +177,8 @@ class _Servers:
         key, (silence_s, hang_s) = api_key(), silences(config.rollout)
         self.servers = [VllmServer(url, key, silence_s=silence_s, hang_s=hang_s) for url in config.rollout.servers]
         self._config = config
+        # read once, outside the loop, where slow storage would stop the other servers' questions; it may disappear
+        self._model = ModelIdentity.of(config.model.path)
         self._known: set[VllmServer] = set()  # servers that have answered before
         self._open: dict[VllmServer, asyncio.Task[Info | RunError]] = {}  # questions that no probe waited for
         self.loop = HttpLoop()
@@ -231,11 +233,6 @@ class _Servers:
         if returns:
             logger.warning("%s is back, and gets the weights again", server.name)
         return returns
-
-    @cached_property
-    def _model(self) -> ModelIdentity:
-        """Of the run's model; kept, because the directory may disappear while a run trains."""
-        return ModelIdentity.of(self._config.model.path)
 
     async def reports(self) -> list[DraftReport]:
         """One report from each server that answers; the next batch notices those that do not."""

@@ -133,7 +133,7 @@ def _with_packages(command: Callable[[], int]) -> int:
         missing = (error.name or "").partition(".")[0]
         if missing in ("", *OWN_PACKAGES):
             raise
-        fix = "activate the environment of `make env`, or run pip install '.[cpu]' (or '.[gpu]') in a clone"
+        fix = "activate the environment of `make env`, or run pip install -e '.[cpu]' (or '.[gpu]') in a clone"
         raise UserError(f"the package {missing} is not installed", where=sys.executable, fix=fix) from error
 
 

@@ -64,6 +64,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         signal.signal(number, forward)
     raise_open_files()
     os.environ.update({LAUNCHER: identity(os.getpid()), **SAFE_PATH})
+    os.environ.setdefault("CUDA_DEVICE_MAX_CONNECTIONS", "1")  # megatron-core: communication starts before its overlap
     with own_tmpdir():
         return _torchrun(sys.argv[1:] if arguments is None else list(arguments), forward)
 

@@ -169,6 +169,8 @@ def test_a_run_that_loses_its_engine_saves_its_state(tmp_path: Path, overrides: 
     assert manifest.step == updates == manifest.state["step"]
     assert manifest.state["data"]["index"] == updates * 8, "no prompt of the lost step is skipped"
     assert (tmp_path / "run" / "report.html").exists()
+    status = json.loads((tmp_path / "run" / "status.json").read_text())
+    assert (status["state"], status["step"]) == ("failed", updates)
     assert not (tmp_path / "run" / "hf").exists(), "only a run that ended well exports there"
     _, alive = psutil.wait_procs(family, timeout=30)
     assert not alive

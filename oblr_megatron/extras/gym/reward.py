@@ -65,7 +65,7 @@ def check_package(where: str) -> None:
     if installed is None or not REASONING_GYM.accepts(installed[1]):
         what = f"reasoning-gym {installed[1]} is installed" if installed else "reasoning-gym is not installed"
         what += f", {REASONING_GYM.accepted} is accepted" if installed else ""
-        raise UserError(what, where=where, fix="call pip install '.[gym]' in the repository")
+        raise UserError(what, where=where, fix="call pip install -e '.[gym]' in the repository")
 
 
 def make_task(name: str, options: Mapping[str, Any], *, seed: int = 0, size: int = 1, where: str = "") -> Any:

@@ -38,7 +38,7 @@ def check_trackers(names: Sequence[str]) -> None:
             raise UserError(
                 f"the tracker {name!r} needs the package {name}, which is not installed",
                 where=where,
-                fix=f"call pip install '.[{name}]' in the repository, or leave the tracker out",
+                fix=f"call pip install -e '.[{name}]' in the repository, or leave the tracker out",
             )
 
 

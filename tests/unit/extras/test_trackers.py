@@ -128,7 +128,7 @@ print(json.dumps([row["training/global_step"] for row in Storage.get_logs("sums"
 
 
 def test_a_missing_package_is_named_with_its_extra(tmp_path: Path) -> None:
-    assert "pip install '.[mlflow]'" in fix_without("mlflow", tmp_path)
+    assert "pip install -e '.[mlflow]'" in fix_without("mlflow", tmp_path)
 
 
 @pytest.mark.parametrize("name", ["mlflow", "trackio"])

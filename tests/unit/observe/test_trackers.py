@@ -118,7 +118,7 @@ def test_names_are_checked_before_the_run(names: list[str], part: str) -> None:
 
 
 def test_a_missing_package_is_named_with_its_extra(tmp_path: Path) -> None:
-    assert "pip install '.[wandb]'" in fix_without("wandb", tmp_path)
+    assert "pip install -e '.[wandb]'" in fix_without("wandb", tmp_path)
 
 
 def test_names_are_verls_where_it_has_one() -> None:

@@ -1,13 +1,28 @@
-"""A pool that waits longer."""
+"""A pool that waits longer, and an interrupt."""
 
 from __future__ import annotations
 
+import signal
+from collections.abc import Iterator
+from contextlib import contextmanager
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
 from oblr_megatron.processes.pool import Pool
+
+
+@contextmanager
+def interrupted(seconds: float = 0.3) -> Iterator[None]:
+    """Raise KeyboardInterrupt in the main thread of the block after so long."""
+    before = signal.signal(signal.SIGALRM, signal.default_int_handler)
+    signal.setitimer(signal.ITIMER_REAL, seconds)
+    try:
+        yield
+    finally:
+        signal.setitimer(signal.ITIMER_REAL, 0)
+        signal.signal(signal.SIGALRM, before)
 
 
 def unhurried(patch: pytest.MonkeyPatch, *hanging: str) -> list[float]:

@@ -19,6 +19,7 @@ import pytest
 from oblr_megatron.errors import DeadlineError, RunError
 from oblr_megatron.processes import client
 from oblr_megatron.processes.client import ForkServer, Worker
+from tests.unit.processes.conftest import interrupted
 from tests.unit.processes.test_pool import wait_until_gone
 
 HANGS = 1000
@@ -118,6 +119,18 @@ def test_one_that_hangs_is_started_again(tmp_path: Path, monkeypatch: pytest.Mon
         server.kill(worker)
         wait_until_gone(worker.pid)
         monkeypatch.undo()
+        assert family(server.fork())[0] != first.pid
+
+
+def test_one_whose_answer_was_not_awaited_is_started_again(tmp_path: Path) -> None:
+    """Ctrl-C in `kill`: the answer would otherwise be taken for that of the next request."""
+    with started(tmp_path) as server:
+        worker = server.fork()
+        first = psutil.Process(worker.pid).parents()[0]
+        first.suspend()
+        with interrupted(), pytest.raises(KeyboardInterrupt):
+            server.kill(worker)
+        wait_until_gone(worker.pid)
         assert family(server.fork())[0] != first.pid
 
 

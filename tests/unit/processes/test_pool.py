@@ -20,7 +20,7 @@ import pytest
 from oblr_megatron.errors import RunError
 from oblr_megatron.processes.pool import Pool
 from oblr_megatron.runtime.stopping import SIGNALS
-from tests.unit.processes.conftest import unhurried
+from tests.unit.processes.conftest import interrupted, unhurried
 from tests.unit.waiting import until
 
 SCORERS = "tests.unit.processes.scorers"
@@ -140,6 +140,18 @@ def test_a_worker_that_does_not_read_is_replaced() -> None:
         assert first is not None
         os.kill(int(first), signal.SIGSTOP)
         second = pool.ask("x" * 2**21, "", "").value
+        assert second is not None and second != first and not is_running(int(first))
+
+
+def test_after_an_interrupted_call_the_next_has_its_own_reply() -> None:
+    """Ctrl-C in a notebook: the worker with the unread reply is ended."""
+    with make("process_id", num_workers=1) as pool:
+        first = pool.ask("", "", "").value
+        assert first is not None
+        os.kill(int(first), signal.SIGSTOP)
+        with interrupted(), pytest.raises(KeyboardInterrupt):
+            pool.ask("", "", "")
+        second = pool.ask("", "", "").value
         assert second is not None and second != first and not is_running(int(first))
 
 

@@ -8,11 +8,13 @@ from __future__ import annotations
 import asyncio
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
+from math import inf, isnan, nan
 from types import SimpleNamespace
 from typing import Any, NoReturn
 
 import aiohttp
 import pytest
+from pydantic_core import to_json
 
 from oblr_megatron.engine import http_messages as http
 from oblr_megatron.engine.http_messages import Holding
@@ -80,6 +82,28 @@ def test_a_request_that_did_not_get_through_is_sent_again(status: int, monkeypat
     server._session = Proxy((status, "wait"), (200, good.model_dump_json()))
     (group,) = asyncio.run(server.sample(ASKED, Holding(), 60.0))
     assert [one.response_ids for one in group] == [(1,)] and server._session.requests == 2
+
+
+def test_log_probs_that_are_no_numbers_arrive() -> None:
+    """The trainer leaves such a sample out; an invalid answer would end the run, and its resume as well."""
+    response = http.Response(ids=(1, 2, 3), logprobs=(nan, -inf, -0.5), text="", finish_reason="stop")
+    server: Any = VllmServer(URL, "")
+    server._session = Proxy((200, to_json(http.SampleAnswer(holding=Holding(), groups=[[response]])).decode()))
+    ((sample,),) = asyncio.run(server.sample(ASKED, Holding(), 60.0))
+    assert isnan(sample.logprobs[0]) and sample.logprobs[1:] == (-inf, -0.5)
+
+
+@pytest.mark.parametrize("answer", [(404, "no such page"), (200, "<html>"), (403, '{"detail": "no"}')])
+def test_an_answer_that_is_not_ours_is_a_loss_once_the_server_has_answered(answer: tuple[int, str]) -> None:
+    """A proxy gives it while its server restarts. From the first question on, it is another program's."""
+    server: Any = VllmServer(URL, "")
+    server._session = Proxy(answer)
+    with pytest.raises(RunError) as caught:
+        asyncio.run(server.sample(ASKED, Holding(), 60.0))
+    assert not isinstance(caught.value, ServerLostError)
+    server.instance = "one"
+    with pytest.raises(ServerLostError):
+        asyncio.run(server.sample(ASKED, Holding(), 60.0))
 
 
 HEALTHY, HUNG = ((200, http.Health(silent=silent).model_dump_json()) for silent in (899.0, 901.0))

@@ -61,6 +61,17 @@ def test_a_truncated_last_line_is_not_the_last_step(tmp_path: Path) -> None:
     assert not is_whole(run_dir, "toy", 4)
 
 
+@pytest.mark.parametrize("step", [0, 4])
+def test_a_run_without_its_first_or_last_evaluation_is_incomplete(step: int, tmp_path: Path) -> None:
+    """As when every reward of the evaluation failed; a study then goes on with its other runs."""
+    run_dir = write_run(tmp_path, key_of("sums", "rloo", 1e-3, 0), [0.1] * 5)
+    records = [json.loads(line) for line in (run_dir / "metrics.jsonl").read_text().splitlines()]
+    del records[step]["eval/sums/mean_at_k"]
+    (run_dir / "metrics.jsonl").write_text("".join(json.dumps(record) + "\n" for record in records))
+    assert not is_whole(run_dir, "toy", 4)
+    assert read_result(key_of("sums", "rloo", 1e-3, 0), tmp_path) is None
+
+
 @pytest.mark.parametrize(
     ("change", "named"),
     [

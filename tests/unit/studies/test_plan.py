@@ -66,6 +66,9 @@ def test_selected_arms_include_those_that_supply_their_rates(tmp_path: Path) -> 
     assert plan.fewest_runs() == 3 * 2 * 2 + 4 * 5  # rates x sweep seeds of the arms with two rates, and all seeds
     with pytest.raises(UserError, match=r"'roo' \[--only\]"):
         plan.only(["roo"])
+    assert plan.only(tasks=plan.tasks[:1]).tasks == plan.tasks[:1] and plan.only().arms == plan.arms
+    with pytest.raises(UserError, match=r"'roo' \[--tasks\]"):
+        plan.only(tasks=["roo"])
     assert plan.compared_with("rloo").reference == "rloo" != plan.compared_with(None).reference == plan.reference
     with pytest.raises(UserError, match=r"'roo' \[--reference\]"):
         plan.compared_with("roo")

@@ -20,6 +20,7 @@ from oblr_megatron.metrics import read_metrics
 from studies.curves import Curves
 from studies.plan import load_plan
 from studies.recipe import prepare_recipe
+from studies.rows import start_digest
 from studies.toy_trainer import ToyConfig
 from studies.train_backend import train_table
 from studies.trl_recipe import check_settings
@@ -56,6 +57,16 @@ def test_a_run_needs_the_start_alone(recipe: Path, tmp_path: Path) -> None:
     model = run.model  # of the recipe, the plan, the arm
     assert (model.dtype, model.make_vocab_size_divisible_by, model.lora.rank) == ("float32", 4, 4)
     assert prepare_recipe("words", recipe, start.parent) == start
+
+
+def test_a_start_is_its_weights_and_its_rows(recipe: Path, tmp_path: Path) -> None:
+    start = prepare_recipe("words", recipe, tmp_path / "start")
+    digest = start_digest(start)
+    start_digest.cache_clear()
+    (start / "train.jsonl").write_text((start / "train.jsonl").read_text() + "\n")
+    assert start_digest(start) != digest
+    with pytest.raises(UserError, match=r"rows\.jsonl has changed"):
+        prepare_recipe("words", recipe, tmp_path / "start")
 
 
 def test_bad_recipes_are_refused(recipe: Path, tmp_path: Path) -> None:
