@@ -161,7 +161,7 @@ oblr_python() {
     if [[ -n ${OBLR_CONTAINER:-} ]]; then
         for directory in "$(realpath -m -- "$run_dir")" "$(realpath -m -- "$logs")"; do
             # what is written beyond the mounts is lost with the container, and a link may lead there
-            [[ $directory != "$(realpath -m -- "$OBLR_HOME")"/* ]] || continue
+            [[ $directory != "$OBLR_HOME"/* ]] || continue
             mkdir -p "$directory" || die "$EXIT_USER" "cannot make $directory on ${nodes[0]}. Fix: name another place"
             mounts+=",$directory:$directory"
         done
@@ -422,6 +422,8 @@ oblr_end() {
     ((status != 0)) || oblr_await_outcome
     state="$(oblr_field state)"
     reason="$(oblr_field reason)" # bash 5.2 dies of a trapped signal between two $() of one command
+    # a signal may come between the run's last record and its launchers' ends, and give them its status
+    if ((status != EXIT_USER)) && [[ $state == finished || ($state == stopped && -n $stopping) ]]; then status=0; fi
     if ((status == 0)) && [[ $state == finished ]]; then
         say "finished after step $(oblr_field step): $run_dir"
         exit 0
@@ -431,6 +433,7 @@ oblr_end() {
         die "$EXIT_USER" "the run refused its input; the job is not requeued"
     fi
     if [[ $stopping == TERM || $reason == SIGTERM ]]; then # a cancelled job must not be requeued
+        oblr_tell_errors
         say "ended by SIGTERM after step $(oblr_field step); this script does not requeue it"
         exit $((status == 0 ? 0 : EXIT_RUN))
     fi

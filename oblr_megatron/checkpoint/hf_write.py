@@ -37,6 +37,7 @@ def whole_directory(target: Path, *, replaces: bool = False) -> Iterator[Path]:
     """
     with partial_directory(target) as partial:
         yield partial
+        sync(partial)  # the names of its files
         if replaces:
             put(partial, target)
         else:

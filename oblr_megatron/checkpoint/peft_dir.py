@@ -23,7 +23,7 @@ from torch import Tensor
 from oblr_megatron.checkpoint.hf_dir import HFDir
 from oblr_megatron.checkpoint.hf_write import MAX_SHARD_BYTES, whole_directory, write_description, write_weights
 from oblr_megatron.checkpoint.safetensors_header import DTYPE_BYTES, read_header
-from oblr_megatron.checkpoint.safetensors_io import TensorReader, open_tensors, write_file
+from oblr_megatron.checkpoint.safetensors_io import TensorReader, num_bytes, open_tensors, write_file
 from oblr_megatron.checkpoint.store import check_absent, check_space, sync
 from oblr_megatron.errors import UserError
 from oblr_megatron.families import MATRICES
@@ -182,11 +182,12 @@ def merge_adapter(
     """
     check_absent(target)
     base = adapter.base
-    check_space(target.parent, base.num_bytes)
-    with open_merged(adapter) as tensors, whole_directory(target) as partial:
+    with open_merged(adapter) as tensors:
         metas = [TensorMeta(name, dtype or tensors.metas[name].dtype, size) for name, size in base.shapes.items()]
-        write_description(base.config, base.copied, partial, dtype)
-        return write_weights(((meta.name, tensors[meta.name]) for meta in metas), metas, partial, max_shard_bytes)
+        check_space(target.parent, sum(map(num_bytes, metas)))
+        with whole_directory(target) as partial:
+            write_description(base.config, base.copied, partial, dtype)
+            return write_weights(((meta.name, tensors[meta.name]) for meta in metas), metas, partial, max_shard_bytes)
 
 
 def _read_config(path: Path) -> dict[str, Any]:

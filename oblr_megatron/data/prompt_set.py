@@ -70,7 +70,9 @@ class PromptSet:
         self._texts: list[str] = []
         self._tokens = array("i")
         self._ends = array("q", [0])
+        only_talk = config.chat_template
         for row, text, ids in islice(self._fitting(rows, config, tokenizer), limit):
+            only_talk &= not isinstance(row.question, str)
             self._rows.append(row._replace(question=""))  # `text` contains the question
             self._texts.append(text)
             self._tokens.extend(ids)
@@ -78,6 +80,9 @@ class PromptSet:
         self.skipped.sort(key=lambda skip: (skip.file, skip.line))
         if not self._rows:
             raise without_rows(path, skipped)
+        if only_talk and config.template != "{question}":
+            fix = "put its text into data.system_prompt or into the rows"
+            logger.warning("data.template is not used: every question of %s is a conversation. Fix: %s", path, fix)
 
     def __len__(self) -> int:
         return len(self._rows)
@@ -220,7 +225,7 @@ def _fix(skipped: Sequence[Skipped]) -> str:
         "refused by": "give conversations that the chat template accepts, or set data.chat_template to false",
         "duplicate": KEEP_DUPLICATES,
         "contradicted": KEEP_DUPLICATES,
-        "overlapping": "give other training rows, or raise data.overlap_threshold",
+        "overlapping": "give other training rows, other sets in evaluate.data, or data.overlap_threshold = 0",
         "cannot be generated": "change the options of the source",
         "flagged": "give training rows without overlaps_benchmark",
     }

@@ -63,6 +63,12 @@ def check_template(config: DataConfig, tokenizer: PreTrainedTokenizerBase) -> No
         )
     template = str(tokenizer.chat_template)
     if unread := [name for name in config.chat_template_options if not re.search(rf"\b{re.escape(name)}\b", template)]:
+        if unread[0] == "tools":  # which the environment has set
+            raise UserError(
+                "the chat template describes no tools",
+                where="config: rollout.environment.tools",
+                fix="use a model whose chat template reads `tools`",
+            )
         raise UserError(
             f"the chat template reads no option {unread[0]!r}, which data.chat_template_options sets",
             where="config: data.chat_template_options",

@@ -19,6 +19,8 @@ from typing import TYPE_CHECKING, Any
 from oblr_megatron.errors import EXIT_OK, UserError
 
 if TYPE_CHECKING:
+    from collections.abc import Sequence
+
     from transformers import PreTrainedTokenizerBase
 
     from oblr_megatron.checkpoint.hf_dir import HFDir
@@ -31,7 +33,8 @@ ANSWERS: tuple[str, ...] = ("answer", "solution", "ground_truth", "gold", "targe
 ANSWERS += ("reward_model.ground_truth", "extra_info.answer")  # verl's
 """Columns that are looked for, in this order."""
 BOX = "\\boxed{}"
-TASK = "{question}\nPlease reason step by step, and put your final answer within \\boxed{}."
+ASKED = "Please reason step by step, and put your final answer within \\boxed{}."
+TASK = f"{{question}}\n{ASKED}"
 GYM_TASK = "{question}\nThink step by step, and put the final answer between <answer> and </answer>."
 MATHEMATICAL = re.compile(r"[-+]?[\d.,]+%?|[-+]?\d+\s*/\s*\d+|.*[\\^$].*", re.DOTALL)
 MOST = 0.8  # share of mathematical answers that makes "math" the reward
@@ -40,6 +43,7 @@ KEPT = 0.99  # share of rows that data.max_prompt_tokens keeps
 RESPONSE_TOKENS = 512
 THINKING = "enable_thinking"  # Qwen3's switch; by default its models think
 NO_THOUGHTS = "Without thoughts, which take thousands of tokens. For true, raise rollout.max_response_tokens."
+TALK = "The rows are conversations, rendered by the model's chat template."
 FOLDS = "Parts of a step, from which its noise is measured. A multiple of the model's replicas."
 RATES = ((50_000_000, 5e-4), (400_000_000, 3e-5), (math.inf, 1e-6))
 """(parameters, learning rate of models below): of the demo, of SmolLM2-135M (examples), and the usual rate."""
@@ -186,14 +190,21 @@ def settings(model: HFDir, data: DataConfig, out: Path, *, on_gpu: bool) -> Sect
         UserError: no row can be used.
     """
     from oblr_megatron.data.prompt_set import read_prompts
+    from oblr_megatron.data.rows import asked_text, read_rows
     from oblr_megatron.observe.performance.flops import total_parameters
 
     positions = int(model.config.get("max_position_embeddings", 4 * RESPONSE_TOKENS))
     tokenizer = model.tokenizer()
-    reward, why, template = _reward(data, tokenizer)
     chat = getattr(tokenizer, "chat_template", None)
+    rows = [] if data.train[0].gym_task else list(read_rows(data.train[0], data, [], training=True))
+    talk = bool(chat and rows) and not any(isinstance(row.question, str) for row in rows)
+    reward, why, template = _reward(data, tokenizer, [row.answer for row in rows])
+    asked = {"template": (template, "The prompt around a row's question.")}
+    if talk:  # rendered as they are, so that a template would not be used
+        reward, why, asked = _asked(reward, why, [asked_text(row.question) for row in rows])
     thinks = THINKING in str(chat)
-    changes = {"template": template, "chat_template": bool(chat), "max_prompt_tokens": max(1, positions // 2)}
+    changes = {"chat_template": bool(chat), "max_prompt_tokens": max(1, positions // 2)}
+    changes |= {key: value for key, (value, _) in asked.items()}
     changes |= {"chat_template_options": {THINKING: False}} if thinks else {}
     data = data.model_copy(update=changes)
     lengths = sorted(len(one.token_ids) for one in read_prompts(data.train[0], data, tokenizer, training=True))
@@ -217,8 +228,12 @@ def settings(model: HFDir, data: DataConfig, out: Path, *, on_gpu: bool) -> Sect
         "data": {
             **_source(data.train[0]),
             **{f"{one}_column": (name, f"Column of the {one}.") for one, name in columns.items() if name != one},
-            "template": (template, "The prompt around a row's question."),
-            **({"chat_template": (True, "The template is a user's turn for a chat model.")} if chat else {}),
+            **asked,
+            **(
+                {"chat_template": (True, TALK if talk else "The template is a user's turn for a chat model.")}
+                if chat
+                else {}
+            ),
             **({f"chat_template_options.{THINKING}": (False, NO_THOUGHTS)} if thinks else {}),
             "max_prompt_tokens": (
                 longest,
@@ -247,9 +262,27 @@ def _source(source: SourceConfig) -> dict[str, tuple[str | int | float, str]]:
     }
 
 
-def _reward(data: DataConfig, tokenizer: PreTrainedTokenizerBase) -> tuple[str, str, str]:
+def _asked(reward: str, why: str, asked: Sequence[str]) -> tuple[str, str, dict[str, tuple[str, str]]]:
+    r"""reward.name, comment, and keys of [data] for conversations: who asks for the form that "math" reads?
+
+    Args:
+        reward: what the answers suggest.
+        why: its comment.
+        asked: what the users say, row by row.
+    """
+
+    def usual(mark: str) -> bool:
+        return sum(mark in one for one in asked) >= MOST * len(asked)
+
+    if reward != "math" or usual("\\boxed"):
+        return reward, why, {}
+    if usual("####"):
+        return "math:gsm8k", why.replace(r"the last \boxed{...}", "the text after ####"), {}
+    return reward, why, {"system_prompt": (ASKED, "For rows without a system turn: the reward needs the box.")}
+
+
+def _reward(data: DataConfig, tokenizer: PreTrainedTokenizerBase, answers: Sequence[str]) -> tuple[str, str, str]:
     r"""(reward.name, comment, data.template): "math" for mathematical answers, if the model can write \boxed{}."""
-    from oblr_megatron.data.rows import read_rows
 
     def writes(text: str) -> bool:
         return text in str(tokenizer.decode(tokenizer.encode(text, add_special_tokens=False)))
@@ -259,7 +292,6 @@ def _reward(data: DataConfig, tokenizer: PreTrainedTokenizerBase) -> tuple[str, 
         if writes("<answer>") and writes("</answer>"):
             return "reasoning_gym", f"{own} the last <answer>...</answer>.", GYM_TASK
         return "reasoning_gym:whole", f"{own} the whole response.", "{question}"
-    answers = [row.answer for row in read_rows(data.train[0], data, [], training=True)]
     mathematical = sum(MATHEMATICAL.fullmatch(answer.strip()) is not None for answer in answers)
     own = 'Or "package.module:function" of your own (docs/rewards.md).'
     if writes(BOX) and answers and mathematical >= MOST * len(answers):

@@ -14,6 +14,7 @@ import torch
 from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM
 
+from oblr_megatron.checkpoint import peft_dir
 from oblr_megatron.checkpoint.convert import to_hf, to_megatron
 from oblr_megatron.checkpoint.hf_dir import HFDir, check_hf_dir
 from oblr_megatron.checkpoint.peft_dir import CONFIG, TENSORS, check_adapter_dir, merge_adapter
@@ -23,6 +24,7 @@ from tests.tiny import make_hf_dir
 
 IDS = torch.tensor([[3, 1, 4, 15, 9, 2, 6]])
 ALPHA = 6.0
+WEIGHTS = "model.safetensors"
 
 
 @pytest.fixture
@@ -52,6 +54,17 @@ def test_the_merged_directory_and_checkpoint_have_the_weights_of_the_definition(
     to_hf(tmp_path / "checkpoint", tmp_path / "again")
     again = load_file(tmp_path / "again" / "model.safetensors")
     assert all(torch.equal(again[name], held[name]) for name in again)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_the_room_is_that_of_the_merged_dtype(
+    dtype: torch.dtype, base: HFDir, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    asked: list[int] = []
+    monkeypatch.setattr(peft_dir, "check_space", lambda _, size: asked.append(size))
+    write(Adapter(base.path, 4, ALL, seed=1), tmp_path / "adapter", alpha=ALPHA)
+    written = merge_adapter(check_adapter_dir(tmp_path / "adapter", base), tmp_path / "merged", dtype)
+    assert asked == [written] == [sum(tensor.nbytes for tensor in load_file(tmp_path / "merged" / WEIGHTS).values())]
 
 
 def test_peft_computes_the_logits_of_the_merged_model(base: HFDir, tmp_path: Path) -> None:

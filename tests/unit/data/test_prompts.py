@@ -169,12 +169,26 @@ def test_malformed_conversations_are_skipped(chat_tokenizer: PreTrainedTokenizer
     assert [skip[1:3] for skip in prompts.skipped] == [*((line, reason) for line in (1, 2, 3, 4)), (5, "no 'question'")]
 
 
+def test_a_template_that_no_question_uses_is_told(
+    chat_tokenizer: PreTrainedTokenizerFast, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    rows = [{"question": QUESTION, "answer": 2}]
+    keys = {"chat_template": True, "template": "{question} Think."}
+    stream(chat_tokenizer, write_rows(tmp_path / "a.jsonl", rows), **keys)
+    assert "data.template is not used: every question of" in caplog.text
+    caplog.clear()
+    stream(chat_tokenizer, write_rows(tmp_path / "b.jsonl", [*rows, {"question": "1+2=", "answer": 3}]), **keys)
+    assert "data.template" not in caplog.text
+
+
 def test_the_template_and_chat_template_options(chat_tokenizer: PreTrainedTokenizerFast, monkeypatch) -> None:
     given = {"chat_template": True, "template": "{question} Think.", "chat_template_options": {"mood": "calm"}}
     monkeypatch.setattr(chat_tokenizer, "chat_template", chat_tokenizer.chat_template + "{{ mood }}")
     assert held_out(chat_tokenizer, **given)[0].text == "<u>1+2= Think.<a>calm"
     with pytest.raises(UserError, match="reads no option 'mod'"):
         held_out(chat_tokenizer, chat_template=True, chat_template_options={"mod": "calm"})
+    with pytest.raises(UserError, match="describes no tools"):
+        held_out(chat_tokenizer, chat_template=True, chat_template_options={"tools": []})
     with pytest.raises(UserError, match="sets tokenize") as error:
         held_out(chat_tokenizer, chat_template=True, chat_template_options={"tokenize": True})
     assert error.value.where == "config: data.chat_template_options"

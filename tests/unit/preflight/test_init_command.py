@@ -19,6 +19,7 @@ from oblr_megatron.checkpoint.hf_dir import check_hf_dir
 from oblr_megatron.cli import main
 from oblr_megatron.config import Config, load_config, parse_config
 from oblr_megatron.config.data import DataConfig
+from oblr_megatron.data.prompt_set import read_prompts
 from oblr_megatron.data.rows import read_rows
 from oblr_megatron.errors import EXIT_OK, EXIT_USER
 from oblr_megatron.observe.performance import flops
@@ -195,6 +196,30 @@ def test_the_usual_sets_are_recognized_by_their_rows(
     golds = [one.answer for one in read_rows(train, config.data, [], training=True)]
     wanted = {"gsm8k": "{n}000", "math": "\\frac{{{n}}}{{7}}", "": "{n}"}[convention]
     assert golds == [wanted.format(n=n) for n in range(5)]
+
+
+@pytest.mark.parametrize(
+    ("request_", "reward", "system"),
+    [
+        ('Let\'s think. Output the final answer after "####".', "math:gsm8k", False),
+        ("Put it within \\boxed{}.", "math", False),
+        ("", "math", True),
+    ],
+)
+def test_conversations_ask_for_what_the_reward_reads(
+    request_: str, reward: str, system: bool, tmp_path: Path, bytes_model: Path
+) -> None:
+    """Rows of verl, whose prompts are messages. A template around the question would not reach the model."""
+    rows = [
+        {"prompt": [{"role": "user", "content": f"{n}+1? {request_}"}], "reward_model": {"ground_truth": f"{n + 1}"}}
+        for n in range(5)
+    ]
+    config = written(tmp_path, bytes_model, rows)
+    assert (config.reward.name, config.data.template, config.data.chat_template) == (reward, "{question}", True)
+    assert ("\\boxed{}" in config.data.system_prompt) == system
+    tokenizer = check_hf_dir(bytes_model).tokenizer()
+    prompt = next(iter(read_prompts(config.data.train[0], config.data, tokenizer, training=True))).text
+    assert ("####" in prompt, "\\boxed{}" in prompt) == (reward == "math:gsm8k", reward == "math")
 
 
 @pytest.mark.parametrize(

@@ -91,6 +91,9 @@ FAILED: dict[str, Any] = {"reason": "RunError: no engine", "saved": (7,)}
 ENDS: dict[str, tuple[int, State | None, dict[str, Any], tuple[int, bool]]] = {
     # status of srun, state of the run, further arguments of `ended`, status of the script and whether it is requeued
     "finished": (0, "finished", {"stopping": "USR1"}, (0, False)),
+    "finished, a late signal": (138, "finished", {"stopping": "USR1"}, (0, False)),
+    "stopped, a late signal": (138, "stopped", {"reason": "the time limit", "stopping": "USR1"}, (0, True)),
+    "stopped, then a failure": (1, "stopped", {"reason": "the time limit"}, (1, False)),
     "cancelled": (0, "stopped", CANCELLED, (0, False)),  # or preempted: SLURM itself requeues such jobs
     "cancelled, killed": (1, "running", CANCELLED, (1, False)),
     "wrong input": (2, None, {"stopping": "USR1", "OBLR_REQUEUE_FAILED": "1"}, (2, False)),
