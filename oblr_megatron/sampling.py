@@ -338,7 +338,8 @@ class Sampling:
         metrics |= self.utilization.metrics(samples, scored, timing)
         metrics |= self.ranks.gather(record.done, timing, self.timer.own)
         record.metrics = metrics | record.metrics | self.engines.metrics()
-        record.metrics |= {"data/epoch": self.stream.epoch, "data/skipped": self.stream.num_skipped}
+        epoch = self.stream.epoch if self.ahead is None else self.ahead.epoch  # of this step, not of the next
+        record.metrics |= {"data/epoch": epoch, "data/skipped": self.stream.num_skipped}
         self.write(record)
         if self.prompt_log is not None:
             self.prompt_log.write(record.done, record.visits)

@@ -31,7 +31,8 @@ class Ahead:
         The engines must not share memory with the trainer by turns.
         """
         self.position: dict[str, Any] = stream.state_dict()
-        """Position in the data before the prompts were taken."""
+        self.epoch: int = stream.epoch
+        """Position in the data before the prompts were taken, and completed passes over it."""
         self.prompts: list[Prompt] = stream.next_prompts(config.num_prompts)
         """The Q prompts of the step."""
         request = SamplingRequest.for_training(config, call_seed(config.seed, step))

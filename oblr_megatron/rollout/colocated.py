@@ -14,6 +14,7 @@ samples equal those of an unbroken run.
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import nullcontext
 from dataclasses import replace
@@ -44,6 +45,8 @@ if TYPE_CHECKING:
     from oblr_megatron.types import Prompt, Sample
     from oblr_megatron.weights.adapter import AdapterShape
     from oblr_megatron.weights.manifest import Source
+
+logger = logging.getLogger(__name__)
 
 Value = TypeVar("Value")
 SLEEP_TIMEOUT_S = 120.0  # for an engine to free or reclaim its GPU memory
@@ -231,6 +234,8 @@ class ColocatedEngines(RecoveringEngines):
         own = attempt(partial(self._pusher.push, source, version))
         if isinstance(own.exception, torch.OutOfMemoryError):  # others wait in a collective, not for the outcome
             raise own.exception
+        if own.exception is not None and not isinstance(own.exception, RunError):  # others may wait in a collective
+            logger.error("push %d failed on rank %d: %s", version, self._parallel.rank, own.error)
         seconds = 2 * self._deadlines.push  # giving up a failed push has a deadline of its own
         outcomes = self.gather(own, f"push {version}", seconds)
         stats = [outcomes[owner].value for owner in self._placement.owners]
