@@ -423,9 +423,6 @@ def _streamed(path: str, *, name: str | None) -> Any:
     return builder.as_streaming_dataset()
 
 
-_UNWRITABLE = (errno.EROFS, errno.EACCES, errno.EPERM, errno.ENOENT)
-
-
 @contextmanager
 def _silent() -> Iterator[None]:
     """Keep the loggers in _REPEATED off the console."""
@@ -438,6 +435,9 @@ def _silent() -> Iterator[None]:
     finally:
         for logger, disabled in zip(loggers, before, strict=True):
             logger.disabled = disabled
+
+
+_UNWRITABLE = (errno.EROFS, errno.EACCES, errno.EPERM, errno.ENOENT)
 
 
 def _is_cached(path: str | bytes | None) -> bool:

@@ -67,7 +67,7 @@ def check_template(config: DataConfig, tokenizer: PreTrainedTokenizerBase) -> No
             raise UserError(
                 "the chat template describes no tools",
                 where="config: rollout.environment.tools",
-                fix="use a model whose chat template reads `tools`",
+                fix="use a model with a chat template that reads `tools`",
             )
         raise UserError(
             f"the chat template reads no option {unread[0]!r}, which data.chat_template_options sets",

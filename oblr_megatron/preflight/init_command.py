@@ -203,7 +203,7 @@ def settings(model: HFDir, data: DataConfig, out: Path, *, on_gpu: bool) -> Sect
     if talk:  # rendered as they are, so that a template would not be used
         reward, why, asked = _asked(reward, why, [asked_text(row.question) for row in rows])
     thinks = THINKING in str(chat)
-    changes = {"chat_template": bool(chat), "max_prompt_tokens": max(1, positions // 2)}
+    changes: dict[str, Any] = {"chat_template": bool(chat), "max_prompt_tokens": max(1, positions // 2)}
     changes |= {key: value for key, (value, _) in asked.items()}
     changes |= {"chat_template_options": {THINKING: False}} if thinks else {}
     data = data.model_copy(update=changes)
@@ -262,17 +262,17 @@ def _source(source: SourceConfig) -> dict[str, tuple[str | int | float, str]]:
     }
 
 
-def _asked(reward: str, why: str, asked: Sequence[str]) -> tuple[str, str, dict[str, tuple[str, str]]]:
+def _asked(reward: str, why: str, said: Sequence[str]) -> tuple[str, str, dict[str, tuple[str, str]]]:
     r"""reward.name, comment, and keys of [data] for conversations: who asks for the form that "math" reads?
 
     Args:
         reward: what the answers suggest.
         why: its comment.
-        asked: what the users say, row by row.
+        said: what the users say, row by row.
     """
 
     def usual(mark: str) -> bool:
-        return sum(mark in one for one in asked) >= MOST * len(asked)
+        return sum(mark in one for one in said) >= MOST * len(said)
 
     if reward != "math" or usual("\\boxed"):
         return reward, why, {}

@@ -183,6 +183,7 @@ class ForkServer:
                 socket.send_fds(self._control, [FORK], [theirs.fileno()])
                 answer = self._control.recv(PID_BYTES)
         except BaseException:  # see `kill`
+            ours.close()
             self._end()
             raise
         pid = int.from_bytes(answer, "little", signed=True)

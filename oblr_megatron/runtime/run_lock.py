@@ -234,7 +234,7 @@ def _write(descriptor: int, owner: Owner) -> None:
 
 
 def _owner_at(path: Path) -> Owner | None:
-    """The owner that a file names now. It is opened anew: only then does NFS show what other machines wrote."""
+    """The owner that a file names now. Opening it again makes NFS show what other machines wrote."""
     with suppress(OSError):
         descriptor = os.open(path, os.O_RDONLY)
         try:

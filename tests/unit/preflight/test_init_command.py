@@ -209,7 +209,7 @@ def test_the_usual_sets_are_recognized_by_their_rows(
 def test_conversations_ask_for_what_the_reward_reads(
     request_: str, reward: str, system: bool, tmp_path: Path, bytes_model: Path
 ) -> None:
-    """Rows of verl, whose prompts are messages. A template around the question would not reach the model."""
+    """verl's prompts are messages. A template around the question would not reach the model."""
     rows = [
         {"prompt": [{"role": "user", "content": f"{n}+1? {request_}"}], "reward_model": {"ground_truth": f"{n + 1}"}}
         for n in range(5)
