@@ -152,7 +152,7 @@ def read_result(key: Key, out: Path) -> Result | None:
     """The run's curve; None while the run is incomplete.
 
     Raises:
-        UserError: its files are damaged.
+        UserError: its files are damaged, or it evaluated another task.
     """
     run_dir = key.run_dir(out)
     asked = asked_of(run_dir)
@@ -171,6 +171,9 @@ def read_result(key: Key, out: Path) -> Result | None:
         for record, entropy in zip(records, following, strict=True)
         if record.get(sampled) is not None and record.get(greedy) is not None
     ]
+    if not points or points[0][0] != 0 or points[-1][0] != num_steps:
+        what = f"{sampled} or {greedy} is missing at step 0 or {num_steps}, where other evaluations are"
+        raise UserError(what, where=str(run_dir), fix="remove the run's directory and its line in rows.jsonl")
     steps, accuracy, greedily, solved_any, entropy = np.array(points, dtype=np.float64).T
     costs = {name: float(np.median([record.get(name, math.nan) for record in records[1:]])) for name in COSTS}
     return Result(key, steps, accuracy, greedily, num_steps, solved_any, entropy, costs)

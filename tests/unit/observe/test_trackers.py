@@ -6,6 +6,7 @@ Values are read back through each package's own API and compared with metrics.js
 from __future__ import annotations
 
 import json
+import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -92,6 +93,7 @@ def test_tensorboard_gets_finite_values_and_alarms(offline: Path) -> None:
         trackers.log({"step": 1, "lr": 0.5, "loss": None})
         trackers.log({"step": 2, "lr": 0.25, "loss": 2.0})
         trackers.alarm(ALARM)
+    time.sleep(1)  # files are read in the order of their names, which hold whole seconds
     with Trackers(config, said.append, rank=0, resume_step=1) as trackers:
         trackers.start()
         trackers.log({"step": 2, "lr": 0.125, "loss": 4.0})

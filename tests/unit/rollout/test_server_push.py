@@ -120,11 +120,11 @@ def refused(step: str, *errors: Exception) -> Any:
 
 
 @pytest.fixture
-def engines_of(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
+def engines_of(tiny_hf: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
     made = []
 
     def make(*servers: Any) -> ServerEngines:
-        engines = ServerEngines(make_config(tmp_path, tmp_path / "run", servers=["http://127.0.0.1:9"]), ONE_RANK)
+        engines = ServerEngines(make_config(tiny_hf, tmp_path / "run", servers=["http://127.0.0.1:9"]), ONE_RANK)
         made.append(engines)
         engines._transport = StubTransport()
         monkeypatch.setattr(engines._servers, "wait_for_any", lambda _: asyncio.sleep(0, 0))
