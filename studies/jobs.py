@@ -29,7 +29,6 @@ LOG_FILE = "log.txt"
 POLL_S = 0.05
 WORKER = (sys.executable, "-m", "studies.worker")
 ROOT = Path(__file__).resolve().parents[1]
-PRIVATE = {"HF_HUB_DISABLE_TELEMETRY": "1"}  # else TRL's trainers report their use
 FORKED = ("toy", "trl_grpo", "trl_rloo")  # for these backends, imports take as long as a short run
 
 
@@ -98,7 +97,6 @@ class _Forked:
 
 def forked(asked: Path, log: Path) -> None:
     """Do the run, in the forked process."""
-    os.environ |= PRIVATE
     import torch
 
     from studies.worker import main
@@ -128,7 +126,7 @@ def spawned(command: Sequence[str], log: Path) -> subprocess.Popen[bytes]:
 def child_environment() -> dict[str, str]:
     """The environment of a process with one thread that imports `studies`, which is not installed, from anywhere."""
     path = filter(None, (str(ROOT), os.environ.get("PYTHONPATH")))
-    return os.environ | {**PRIVATE, "OMP_NUM_THREADS": "1", "PYTHONPATH": os.pathsep.join(path)}
+    return os.environ | {"OMP_NUM_THREADS": "1", "PYTHONPATH": os.pathsep.join(path)}
 
 
 class Running:

@@ -126,7 +126,10 @@ def open_trainer(
     """
     trl = import_trl()
     from datasets import Dataset
+    from huggingface_hub import constants
     from transformers import PrinterCallback
+
+    constants.HF_HUB_DISABLE_TELEMETRY = True  # else the trainer reports its use; the variable is read at import
 
     def reward(completion_ids: list[list[int]], question: list[int], **rest: object) -> list[float]:
         return [score(index, list(tokens)) for index, tokens in zip(question, completion_ids, strict=True)]

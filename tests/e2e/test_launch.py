@@ -33,7 +33,7 @@ directory, fate = sys.argv[1:]
 rank = os.environ["RANK"]
 with StopRequest(CheckpointConfig()) as stop:
     dist.init_process_group("gloo")
-    open(f"{directory}/ready_{rank}", "w").close()
+    open(f"{directory}/ready_{rank}", "w").write(os.environ["CUDA_DEVICE_MAX_CONNECTIONS"])
     reason, stop.stepping = None, True
     while reason is None:
         time.sleep(0.05)
@@ -111,6 +111,7 @@ def test_a_signal_lets_the_ranks_save_and_end_with_0(tmp_path: Path, number: sig
         _, stderr = job.communicate(timeout=60)
         assert job.returncode == 0, stderr
         assert saved(tmp_path) == [number.name] * 2
+        assert (tmp_path / "ready_0").read_text() == "1", "megatron-core's overlap needs it"
         assert stderr.count(f"{number.name}: saving at the next step boundary") == 1
 
 

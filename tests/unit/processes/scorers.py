@@ -4,9 +4,12 @@ from __future__ import annotations
 
 import ctypes
 import os
+import stat
+import struct
 import subprocess
 import sys
 import time
+from contextlib import suppress
 
 import numpy as np
 
@@ -64,6 +67,15 @@ def mixed_too(response: str, answer: str, prompt: str) -> object:
 
 def process_id(response: str, answer: str, prompt: str) -> float:
     return float(os.getpid())
+
+
+def half_reply(response: str, answer: str, prompt: str) -> None:
+    """Send the length of a reply, as a worker does that is stopped in the middle of it."""
+    for name in os.listdir("/proc/self/fd"):
+        with suppress(OSError):
+            if stat.S_ISSOCK(os.fstat(int(name)).st_mode):
+                os.write(int(name), struct.pack("!i", 100))
+    time.sleep(60)
 
 
 def wait(seconds: str) -> float:

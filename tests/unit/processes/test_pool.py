@@ -143,6 +143,12 @@ def test_a_worker_that_does_not_read_is_replaced() -> None:
         assert second is not None and second != first and not is_running(int(first))
 
 
+def test_a_reply_that_stops_in_its_middle_has_a_deadline() -> None:
+    with make("half_reply", num_workers=1, deadline_s=1.0) as pool:
+        outcome = pool.ask("", "", "")
+    assert outcome.value is None and "died" in outcome.error
+
+
 def test_after_an_interrupted_call_the_next_has_its_own_reply() -> None:
     """Ctrl-C in a notebook: the worker with the unread reply is ended."""
     with make("process_id", num_workers=1) as pool:

@@ -158,6 +158,15 @@ def lose(server: VllmServer) -> None:
     server.lose(f"{server.name} was lost")
 
 
+def test_the_models_directory_is_not_read_while_servers_are_asked(
+    servers: _Servers, path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Slow storage would stop the other questions."""
+    Answers(monkeypatch, dict.fromkeys(URLS, info_of(path)))
+    monkeypatch.setattr(ModelIdentity, "of", lambda path: pytest.fail(f"read {path}"))
+    assert servers.loop.run(servers.wait_for_any(60)) == 0 and servers.present() == servers.servers
+
+
 @pytest.mark.parametrize(
     "changes", [{"max_model_len": 10}, {"vllm": {"kv_cache_dtype": "fp8"}}, {"quantization": "fp8_per_tensor"}]
 )

@@ -15,7 +15,7 @@ import pytest
 
 from oblr_megatron.config import parse_config
 from oblr_megatron.data.prompts import PromptStream
-from oblr_megatron.errors import UserError
+from oblr_megatron.errors import RunError, UserError
 from oblr_megatron.metrics import read_metrics
 from studies.curves import Curves
 from studies.plan import load_plan
@@ -94,6 +94,16 @@ def test_settings_that_trl_lacks_are_refused(recipe: Path, tmp_path: Path, key: 
     value = {"rollout.top_k": "=16", "model.lora": ".rank=4"}.get(key, "=0.5")
     with pytest.raises(UserError, match=f"no {key}"):
         check_settings(parse_config(table, "here", [key + value]), "words")
+
+
+@pytest.mark.skipif(find_spec("trl") is None, reason="TRL, the peer, is not installed")
+def test_a_response_without_a_reward_ends_a_run_of_trl(recipe: Path, tmp_path: Path) -> None:
+    """TRL cannot leave one out; a reward of 0 would be wrong. Held-out answers are t2 and t3."""
+    from studies import trl_backend
+
+    (tmp_path / "reward.py").write_text("def ones(response, answer):\n    return 1 / (answer in ('t2', 't3'))\n")
+    with pytest.raises(RunError, match="a response got no reward: .*ZeroDivisionError"):
+        trl_backend.run_trl(config_of(recipe, tmp_path), "grpo")
 
 
 @pytest.mark.skipif(find_spec("trl") is None, reason="TRL, the peer, is not installed")

@@ -189,8 +189,13 @@ def run_config(start: Path, run_dir: Path, **more: Any) -> ToyConfig:
 
 @pytest.mark.parametrize("trainer", ["grpo", "rloo"])
 def test_a_run_has_the_prompts_and_records_of_a_toy_run(trainer, start, tmp_path, monkeypatch):
+    from huggingface_hub.utils import _telemetry
+
+    reported = list[object]()
+    monkeypatch.setattr(_telemetry, "_start_telemetry_thread", lambda: reported.append(trainer))
     config, asked = run_config(start, tmp_path / "trl"), prompts_asked_of_trl(monkeypatch)
     trl_backend.run_trl(config, trainer)
+    assert not reported, "TRL reports the use of its trainers"
     run_toy(config.model_copy(update={"run_dir": tmp_path / "toy"}))
     policy, rows = load(start, TASK), TASK.rows()[0]
     want = [

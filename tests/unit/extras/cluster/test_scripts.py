@@ -217,6 +217,12 @@ def test_a_container_has_the_run_directory_and_the_logs_where_the_host_has_them(
     (tmp_path / "link").symlink_to(tmp_path / "scratch")
     started(tmp_path, "qwen3_8b", f"run_dir={tmp_path}/link/run", OBLR_CONTAINER="image")
     assert f"{ROOT}:{ROOT},{run_dir}:{run_dir}," in (tmp_path / "srun.calls").read_text().splitlines()[-1]
+    (tmp_path / "real").mkdir()
+    (tmp_path / "real" / "slurm").symlink_to(ROOT / "slurm")
+    (tmp_path / "home").symlink_to(tmp_path / "real")
+    run_dir, home = tmp_path / "real" / "run", str(tmp_path / "home")
+    started(tmp_path, "qwen3_8b", f"run_dir={home}/run", OBLR_CONTAINER="image", OBLR_HOME=home)
+    assert f"{home}:{home},{run_dir}:{run_dir}," in (tmp_path / "srun.calls").read_text().splitlines()[-1]
     (tmp_path / "file").touch()
     refused = started(tmp_path, "qwen3_8b", f"run_dir={tmp_path}/file/run", OBLR_CONTAINER="image")
     assert refused.returncode == 2 and f"error: cannot make {tmp_path}/file/run on node. Fix:" in refused.stderr
