@@ -62,7 +62,7 @@ test: style
 test-oldest: env
 	OBLR_OTHER_PYTHON=$(abspath $(BIN)/python) $(MAKE) test VENV=.venv-oldest PYTHON=python3.11
 
-# And what runs nightly: soaks, kills, SLURM jobs, benchmarks, preset dry runs, big conversions.
+# And what runs nightly: soaks, kills, benchmarks, preset dry runs, big conversions.
 test-all: style
 	$(BIN)/python tools/run_tests.py all
 

@@ -65,7 +65,7 @@ def make_parser() -> Parser:
     train = commands.add_parser("train", help="train from a TOML config")
     add_run_arguments(train)
     train.add_argument(
-        "--nproc-per-node", type=count, default=1, metavar="N", help="ranks on this machine, started by torchrun"
+        "--nproc-per-node", type=count, default=1, metavar="N", help="ranks on this machine (default: %(default)s)"
     )
     train.add_argument("--master-port", type=port_number, metavar="PORT", help="rendezvous port; a free one by default")
     add_dry_run_arguments(train)
@@ -78,9 +78,9 @@ def make_parser() -> Parser:
     add_serve_arguments(commands.add_parser("serve", help=what, description=f"{what}. {limits}"))
     for name, purpose in OPTIONAL.items():
         _add_optional_arguments(f"oblr-megatron {name}", commands.add_parser(name, help=purpose))
-    add_doctor_arguments(commands.add_parser("doctor", help="show what is installed and what a run uses because of it"))
+    add_doctor_arguments(commands.add_parser("doctor", help="show packages and hardware, and what a run uses of them"))
 
-    status = commands.add_parser("status", help="print whether a run goes on, and its step")
+    status = commands.add_parser("status", help="print the state and the step of a run")
     status.add_argument("run_dir", type=Path, metavar="RUN_DIR", help="directory of a run")
     status.set_defaults(function=_status)
     report = commands.add_parser("report", help="write one self-contained HTML file about a run")

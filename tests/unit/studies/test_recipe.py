@@ -102,7 +102,7 @@ def test_a_response_without_a_reward_ends_a_run_of_trl(recipe: Path, tmp_path: P
     from studies import trl_backend
 
     (tmp_path / "reward.py").write_text("def ones(response, answer):\n    return 1 / (answer in ('t2', 't3'))\n")
-    with pytest.raises(RunError, match="a response got no reward: .*ZeroDivisionError"):
+    with pytest.raises(RunError, match=r"a response got no reward: .*ZeroDivisionError"):
         trl_backend.run_trl(config_of(recipe, tmp_path), "grpo")
 
 
