@@ -14,7 +14,7 @@ from oblr_megatron.algo.pools import Pools, pools_of
 from oblr_megatron.algo.schedule import Schedule, build_schedule
 from oblr_megatron.checkpoint.distributed import load_training_state, load_weights, training_state
 from oblr_megatron.checkpoint.hf import export_adapter, export_hf, load_hf_weights
-from oblr_megatron.checkpoint.resume import Checkpoint, damage_of, uses_base
+from oblr_megatron.checkpoint.resume import ADAPTERS, Checkpoint, damage_of, uses_base
 from oblr_megatron.checkpoint.saver import Facts, Saved, Saver
 from oblr_megatron.checkpoint.store import read_manifest
 from oblr_megatron.config.baselines import facts_of
@@ -124,6 +124,7 @@ class Run:
         if not record.unrewarded:
             self.schedule.observe(stats)
         history = self.history(record.prompts)
+        record.metrics["gradnorm/nonfinite"] = gradient.num_broken
         if config.uses_norms:
             record.metrics |= step_metrics.of_norms(norms_sq, gradient.exact_sq)
             record.metrics |= step_metrics.of_energies(
@@ -303,20 +304,23 @@ class Run:
             self.pools.load_state_dict(facts["pools"])
 
     def _export(self, name: str) -> list[str]:
-        """Write the weights, and adapters on their own; return why that failed, equal on every rank.
+        """Write the weights, and adapters on their own; return what failed, equal on every rank.
 
         The export of an earlier process stays until then, because model.path may be in it.
         """
         replaces, lora, model = self.config.checkpoint.resume != "none", self.config.model.lora, self.sampling.model
-        try:
-            export_hf(self.policy, model, self.config.run_dir / name, replaces=replaces)
-            if lora.rank:
-                shape, base = AdapterShape(lora.rank, lora.targets), model.path.absolute()
-                target = self.config.run_dir / name.replace("hf", "adapter")
-                export_adapter(self.policy, shape, lora.alpha, base, target, replaces=replaces)
-        except (UserError, RunError) as error:
-            return [f"{name} was not written: {error}"]
-        return []
+        failures = []
+        for own in (ADAPTERS[name], name) if lora.rank else (name,):  # one may fit where the other does not
+            target = self.config.run_dir / own
+            try:
+                if own == name:
+                    export_hf(self.policy, model, target, replaces=replaces)
+                else:
+                    shape, base = AdapterShape(lora.rank, lora.targets), model.path.absolute()
+                    export_adapter(self.policy, shape, lora.alpha, base, target, replaces=replaces)
+            except (UserError, RunError) as error:
+                failures.append(f"{own} was not written: {error}")
+        return failures
 
 
 @contextmanager

@@ -50,6 +50,16 @@ def _place_of(error: BaseException) -> str:
     return f"correct {users[-1].filename}, line {users[-1].lineno}" if users else ""
 
 
+def absolute(target: str) -> str:
+    """The same function, also from another directory.
+
+    >>> absolute("/tools/search.py:find"), absolute("package.module:function")
+    ('/tools/search.py:find', 'package.module:function')
+    """
+    module, _, name = target.rpartition(":")
+    return f"{Path(module).absolute()}:{name}" if module.endswith(".py") else target
+
+
 def resolve(target: str) -> Any:
     """Import the object named "package.module:function" or "path/to/file.py:function".
 

@@ -81,6 +81,7 @@ oblr_begin() {
     script="$0"
     [[ $0 == /* ]] || script="$PWD/$0" # before cd
     cd "$OBLR_HOME"
+    OBLR_HOME="$PWD"
     [[ -r $OBLR_CONFIG ]] || die "$EXIT_USER" "cannot read the config $OBLR_CONFIG in $OBLR_HOME; set OBLR_CONFIG"
     mapfile -t nodes < <(scontrol show hostnames "${SLURM_JOB_NODELIST_HET_GROUP_0:-$SLURM_JOB_NODELIST}")
     ((${#nodes[@]})) || die "$EXIT_RUN" "scontrol lists no node of job $SLURM_JOB_ID"

@@ -12,7 +12,18 @@
 #SBATCH --output=%x-%j.out
 
 # Adapters of Qwen3-8B on 1 H100 of a node: sbatch slurm/oblr_qwen3_8b_lora.sh [section.key=value ...]
-# The preset of the whole model with the keys below. Documentation: docs/lora.md, docs/cluster.md; settings: slurm/lib.sh.
+# The preset of the whole model with the keys below; a config of your own, given as OBLR_CONFIG, has its own keys.
+# Documentation: docs/lora.md, docs/cluster.md; settings: slurm/lib.sh.
+keys=(
+    model.lora.rank=16
+    optimizer.lr=1e-5
+    num_prompts=64
+    parallel.tensor_model_parallel_size=1
+    parallel.pipeline_model_parallel_size=1
+    parallel.sequence_parallel=false
+    rollout.tensor_parallel_size=1
+)
+[[ -z ${OBLR_CONFIG:-} ]] || keys=()
 OBLR_CONFIG="${OBLR_CONFIG:-slurm/configs/qwen3_8b.toml}"
 OBLR_GPUS_PER_NODE="${OBLR_GPUS_PER_NODE:-1}"
 
@@ -23,12 +34,4 @@ if [[ ! -r $OBLR_HOME/slurm/lib.sh ]]; then
 fi
 # shellcheck source=slurm/lib.sh
 source "$OBLR_HOME/slurm/lib.sh"
-oblr_run \
-    model.lora.rank=16 \
-    optimizer.lr=1e-5 \
-    num_prompts=64 \
-    parallel.tensor_model_parallel_size=1 \
-    parallel.pipeline_model_parallel_size=1 \
-    parallel.sequence_parallel=false \
-    rollout.tensor_parallel_size=1 \
-    "$@"
+oblr_run "${keys[@]}" "$@"

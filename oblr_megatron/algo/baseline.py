@@ -61,13 +61,17 @@ def baseline_values(
 
 
 def advantages(name: str, rewards: Tensor, norms_sq: Tensor, lengths: Tensor, history: History = NO_HISTORY) -> Tensor:
-    """A = (r - b) / divisor [Q, G] fp64. Arguments and errors are those of `baseline_values`."""
+    """A = (r - b) / divisor [Q, G] fp64, 0 where the divisor is a deviation of almost 0.
+
+    Arguments and errors are those of `baseline_values`.
+    """
     rewards = rewards.to(torch.float64)
     centred = rewards - baseline_values(name, rewards, norms_sq, lengths, history)
     divisors = {"group_std": rewards, "batch_std": rewards.reshape(1, -1), "centred_std": centred.reshape(1, -1)}
     spread = divisors.get(facts_of(name).divisor)
     if spread is not None and spread.shape[1] > 1:  # a single response has no std, and A = 0
-        centred = centred / (spread.std(dim=-1, keepdim=True) + STD_EPS)
+        std = spread.std(dim=-1, keepdim=True)
+        centred = torch.where(std > STD_EPS, centred / (std + STD_EPS), 0.0)  # r - b need not be 0 there
     return centred
 
 

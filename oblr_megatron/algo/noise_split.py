@@ -75,7 +75,8 @@ class NoiseSplit:
         router_losses: bool = False,
         chosen: bool = False,
     ) -> None:
-        self._alone = facts_of(algo.baseline).over == "nothing"
+        facts = facts_of(algo.baseline)
+        self._alone = facts.over == "nothing" and facts.divisor == "one"
         self._defined = (
             group_size > 1
             and (self._alone or (algo.baseline in MEANS and not algo.norm_power))

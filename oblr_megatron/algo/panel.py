@@ -58,7 +58,7 @@ def _defined(name: str, of_run: str) -> bool:
 
 def own_share(name: str, rewards: Tensor) -> float:
     """The weight of a response's own reward in its baseline, averaged over the responses that the baseline averages."""
-    match BASELINES[name].over:
+    match facts_of(name).over:
         case "group":
             return 1 / rewards.shape[1]
         case "batch":

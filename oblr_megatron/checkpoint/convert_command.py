@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from oblr_megatron.errors import EXIT_OK, UserError
-from oblr_megatron.runtime.command_line import count
+from oblr_megatron.runtime.command_line import whole
 
 if TYPE_CHECKING:
     import torch
@@ -32,7 +32,10 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--hf-source", type=Path, metavar="DIR", help="directory with config and tokenizer, if SRC has none"
     )
     to_hf.add_argument(
-        "--max-shard-bytes", type=count, metavar="N", help="largest weight file in bytes; 5 GB by default"
+        "--max-shard-bytes",
+        type=lambda text: whole(text, 1, 2**63 - 1),
+        metavar="N",
+        help="largest weight file in bytes; 5 GB by default",
     )
     to_hf.set_defaults(function=_to_hf)
     for direction in (to_megatron, to_hf):

@@ -39,7 +39,6 @@ from megatron.core.dist_checkpointing.strategies.torch import (
     _replace_state_dict_keys_with_sharded_keys,
     mcore_to_pyt_state_dict,
 )
-from megatron.core.tensor_parallel.random import get_cuda_rng_tracker
 from torch.distributed.checkpoint import CheckpointException
 
 from oblr_megatron.checkpoint.save_planner import LinearPlanner, alone
@@ -202,17 +201,15 @@ def _frozen(module: Any) -> set[str]:
 
 
 def _random_states() -> State:
-    """Random states of Python, numpy, torch, CUDA and megatron-core's tracker.
+    """Random states of Python, numpy and torch on the CPU.
 
-    No step uses them today: samples and folds have their own seeds. A reward function, dropout or a library may.
+    No step uses them today: samples and folds have their own seeds, and dropout is off. A library may.
     """
     name, keys, *rest = cast(tuple[Any, ...], numpy.random.get_state(legacy=True))
     return {
         "python": random.getstate(),
         "numpy": (name, keys.tolist(), *rest),
         "torch": torch.get_rng_state(),
-        "cuda": torch.cuda.get_rng_state(),
-        "megatron": get_cuda_rng_tracker().get_states(),
     }
 
 
@@ -221,9 +218,6 @@ def _set_random_states(state: State) -> None:
     random.setstate(state["python"])
     numpy.random.set_state(state["numpy"])
     torch.set_rng_state(state["torch"])
-    if torch.cuda.is_available():
-        torch.cuda.set_rng_state(state["cuda"])
-    get_cuda_rng_tracker().set_states(state["megatron"])
 
 
 def _reason(error: BaseException) -> str:

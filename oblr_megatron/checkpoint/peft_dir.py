@@ -61,11 +61,6 @@ class AdapterDir:
     scale: float  # alpha / rank, or alpha / sqrt(rank)
     tensors: HFDir  # the file of A and B
 
-    @property
-    def size(self) -> int:
-        """Bytes of its tensors."""
-        return self.tensors.num_bytes
-
 
 def write_adapter(
     stream: Iterator[tuple[str, Tensor]],

@@ -31,6 +31,7 @@ logger = logging.getLogger(__name__)
 
 NEWEST = "newest"
 EXPORTS = ("hf", "hf_best")  # in a run directory
+ADAPTERS = {"hf": "adapter", "hf_best": "adapter_best"}  # of an export, with LoRA
 HF_CONFIG = "hf/config.json"  # in a checkpoint
 CARRIED = (
     *("seed", "data.shuffle", "model.dtype", "optimizer.name"),
@@ -85,15 +86,16 @@ def find(config: Config, model: HFDir) -> list[Checkpoint]:
             manifest = store.read_manifest(path)
             store.check_contents(path, manifest, [HF_CONFIG])  # `check_fits` reads it
             usable.append(Checkpoint(path, manifest))
-        except UnreadError:  # an older one would lose steps, and start a second history of the run
-            raise
         except CheckpointError as error:
+            if isinstance(error, UnreadError) and not usable:
+                raise  # an older one would lose steps, and start a second history of the run
             problems.append(error)
     if problems and not usable:
         raise problems[0]
     logged_until(config.run_dir)  # raises before anything starts
     for problem in problems:
-        logger.warning("skipped a damaged checkpoint: %s", problem)
+        kind = "an unreadable" if isinstance(problem, UnreadError) else "a damaged"
+        logger.warning("skipped %s checkpoint: %s", kind, problem)
     for checkpoint in usable[:1]:
         check_fits(checkpoint, config, model)
     return usable

@@ -250,7 +250,7 @@ class Saver:
             if isinstance(error, RuntimeError) and (isinstance(error, RunError) or not timed_out(error)):
                 raise
             others = "the other ranks and " * (dist.get_world_size() > 1)
-            what = f"{others}its checkpoint in {self._directory}"
+            what = f"{others}its checkpoint in {self._directory} (parallel.distributed_timeout_s)"
             raise DeadlineError(f"rank {self._rank}", what, self._seconds) from error
 
 

@@ -57,7 +57,7 @@ class UnreadError(CheckpointError):
 
 
 class NoSpaceError(RunError):
-    """There is no room for a checkpoint."""
+    """The disk or the quota is full, or would be."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -106,6 +106,7 @@ def check_absent(target: Path) -> None:
     Raises:
         UserError: names the obstacle.
     """
+    _check_no_mount(target)
     listed = os.path.isdir(target) and not os.path.islink(target) and os.access(target, os.R_OK)
     if listed and not os.listdir(target):
         target = target.parent  # where the target is written, to be renamed
@@ -121,10 +122,17 @@ def check_replaceable(target: Path) -> None:
         UserError: names the obstacle.
     """
     target = target.resolve()
+    _check_no_mount(target)
     if target.is_dir():
         check_writable(target.parent, str(target))
     else:
         check_absent(target)
+
+
+def _check_no_mount(target: Path) -> None:
+    """A whole directory is renamed to its target at the end, which the system refuses for a mount point."""
+    if os.path.ismount(target):
+        raise UserError("the target is a mount point", where=str(target), fix="name a directory inside it")
 
 
 @contextmanager
@@ -291,7 +299,7 @@ def check_space(directory: Path, num_bytes: int, *, freed: int = 0) -> None:
     free = status.f_bavail * status.f_frsize + freed
     needed = num_bytes + int(num_bytes * RESERVE_FRACTION) + RESERVE_BYTES
     if free < needed:
-        raise NoSpaceError(f"no room for a checkpoint: {size(needed)} needed, {size(free)} free in {existing}")
+        raise NoSpaceError(f"no room: {size(needed)} needed, {size(free)} free in {existing}")
 
 
 def _entry(file: Path) -> FileEntry:

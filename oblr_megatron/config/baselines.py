@@ -44,8 +44,8 @@ class Baseline:
 
     @property
     def needs_group(self) -> bool:
-        """Whether G = 1 makes no sense: b_i has no other response, or is r_i itself, so that A = 0 always."""
-        return self.over in ("others", "group")
+        """Whether G = 1 makes no sense: b_i has no other response, or is r_i itself, or one reward has no deviation."""
+        return self.over in ("others", "group") or self.divisor == "group_std"
 
     @property
     def zero_on_equal(self) -> bool:

@@ -108,7 +108,7 @@ def problems(config: Config) -> Iterator[Problem]:
 
 
 def biases(config: Config) -> Iterator[str]:
-    """Allowed options that bias the gradient or have no effect, one line each, for the start of the run."""
+    """Allowed options that bias the gradient, keep nothing or have no effect, one line each, for a run's start."""
     rollout, facts, penalty = config.rollout, facts_of(config.algo.baseline), config.algo.kl_coefficient
     if rollout.overlap == "one_step":
         yield (
@@ -152,6 +152,9 @@ def biases(config: Config) -> Iterator[str]:
             f"a filter of [rollout] ({filters}) biases the gradient: tokens outside it are never drawn, so the mean "
             "score is not 0; with a rollout.top_k of 1 to 1,024 it does not"
         )
+    saves = config.checkpoint
+    if not (saves.every_steps or saves.best_metric or saves.exit_before_timeout_s or saves.export_hf or rollout.only):
+        yield "checkpoint.every_steps 0 and export_hf false: the run leaves no weights; set one of them to keep these"
     yield from without_effect(config)
 
 

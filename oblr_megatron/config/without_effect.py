@@ -83,6 +83,18 @@ TURNED_OFF: tuple[tuple[str, tuple[str, ...], str, Off], ...] = (
     ("algo", ("token_scale",), 'algo.aggregation is not "constant"', lambda c: c.algo.aggregation != "constant"),
     ("algo", ("kl_loss",), "algo.kl_coefficient is 0", lambda c: c.algo.kl_coefficient == 0),
     ("algo", ("center_tokens",), "algo.center is false", lambda c: not c.algo.center),
+    (
+        "algo.snr",
+        ("num_folds",),
+        'algo.snr.estimator is "momentum" or "prompts"',
+        lambda c: c.algo.snr.estimator in ("momentum", "prompts"),
+    ),
+    (
+        "algo.snr",
+        ("warmup_steps",),
+        "it is not below num_steps",
+        lambda c: c.algo.schedule == "snr" and c.algo.snr.warmup_steps >= c.num_steps,
+    ),
     ("algo.snr", _SNR, 'algo.schedule is not "snr"', lambda c: c.algo.schedule != "snr"),
     ("optimizer", ("min_lr_ratio",), 'algo.schedule is not "cosine"', lambda c: c.algo.schedule != "cosine"),
     (

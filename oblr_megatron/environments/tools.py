@@ -21,7 +21,7 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from oblr_megatron.processes.pool import Pool
-from oblr_megatron.user_functions import resolve
+from oblr_megatron.user_functions import absolute, resolve
 
 LONGEST = 10_000
 """Characters of a tool's result; the rest is cut."""
@@ -38,14 +38,14 @@ class Toolbox:
         num_workers: processes; as many calls run at a time.
         deadline_s: of one call.
         """
-        self._targets = {tool.rpartition(":")[2]: tool for tool in tools}
+        self._targets = {tool.rpartition(":")[2]: absolute(tool) for tool in tools}  # a call may change the directory
         self._deadline_s = deadline_s
         self._pool = Pool(
             f"{__name__}:run_tool",
             num_workers=num_workers,
             deadline_s=deadline_s,
             grace_s=1.0,
-            imports=tools,
+            imports=tuple(self._targets.values()),
             returns_text=True,
         )
 

@@ -137,6 +137,11 @@ class StepGradient:
         return self._stats[0]
 
     @property
+    def num_broken(self) -> int:
+        """Samples that were left out so far, in all updates, because their norm or loss is not finite."""
+        return len(self._broken)
+
+    @property
     def mean_stats(self) -> GradientStats:
         """The statistics of all updates together."""
         last, count = self._stats[-1], len(self._stats)
@@ -193,8 +198,10 @@ class StepGradient:
         for part, advantage, old in self._later:
             self._sums = FoldSums(self._policy, self._sharing, self._config, whole=True)
             with self._timer("gradient"):
-                self._add_known(part, torch.zeros(len(part.samples), dtype=torch.float64), advantage, old)
+                norms = self._add_known(part, torch.zeros(len(part.samples), dtype=torch.float64), advantage, old)
+            self._note_broken(part, norms)
             self._stats.append(self._finish())
+            self._refuse_broken()
             yield self._stats[-1]
 
     def norms(self, batch: Wave, active: Tensor, *, source: str | None = None) -> Tensor:
@@ -381,10 +388,14 @@ class StepGradient:
         """Keep the norms [n] of a batch's samples, and what the end of the step needs of them."""
         norms = norms.view(len(batch.positions), -1)
         self.norms_sq[list(batch.positions)] = norms
-        broken = norms.isfinite().logical_not().flatten().nonzero().flatten().tolist()
-        self._broken += [batch.samples[n] for n in broken]
+        self._note_broken(batch, norms)
         if self._config.uses_norms:
             self.coefficients[list(batch.positions)] = advantage(range(len(norms)), norms)
+
+    def _note_broken(self, batch: Wave, norms: Tensor) -> None:
+        """Keep the samples that were left out because their norm or loss is not finite."""
+        broken = norms.isfinite().logical_not().flatten().nonzero().flatten().tolist()
+        self._broken += [batch.samples[n] for n in broken]
 
     def _finish(self) -> GradientStats:
         """Leave g of an update in main_grad; returns its statistics."""

@@ -150,9 +150,10 @@ class MetricsWriter:
         run_dir.mkdir(parents=True, exist_ok=True)
         _write_environment(run_dir, self._world_size, resumed=resume_step is not None)
         kept = logged_until(run_dir, 0 if resume_step is None else resume_step)
-        if self._late and kept and kept[-1]["step"] == resume_step:
-            whole = kept[-1] | self._late
-            kept[-1] = {name: whole[name] for name in ("step", *in_table_order(whole.keys() - {"step"}))}
+        if self._late:  # a new run directory has no record of that step
+            own: Record = kept.pop() if kept and kept[-1]["step"] == resume_step else {"step": resume_step}
+            whole = own | self._late
+            kept.append({name: whole[name] for name in ("step", *in_table_order(whole.keys() - {"step"}))})
         write_whole(run_dir / METRICS_FILE, map(_line, kept), synced=True)
 
     def close(self) -> None:

@@ -247,7 +247,7 @@ def _truncation(window: Window) -> str:
         return ""
     return (
         f"Truncated responses went from {ends[0]:.0%} to {ends[1]:.0%}, and the reward sees answers that were cut; "
-        "raise rollout.max_response_tokens."
+        "raise rollout.max_response_tokens, or rollout.environment.max_turns if episodes reach it."
     )
 
 

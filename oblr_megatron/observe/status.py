@@ -18,6 +18,7 @@ name and renamed, so a reader sees the old file or the new one, never a part. A 
 
 from __future__ import annotations
 
+import errno
 import json
 import time
 import traceback
@@ -83,7 +84,7 @@ def read_status(run_dir: Path) -> Status:
     """
     path = run_dir / STATUS_FILE
     try:
-        status = Status(**json.loads(path.read_text(encoding="utf-8")))
+        status = Status(**json.loads(_text(path)))
         status = replace(status, unix_time=float(status.unix_time))
     except FileNotFoundError:
         raise UserError("no run has started here", where=str(path), fix="give the run_dir of a run") from None
@@ -94,6 +95,16 @@ def read_status(run_dir: Path) -> Status:
         raise UserError(f"the status is damaged: {error}", where=str(path), fix="remove this file") from None
     owner = Owner(status.pid, status.host, status.process, status.unix_time, status.unix_time)
     return replace(status, state="lost") if status.state == "running" and not owner.is_alive() else status
+
+
+def _text(path: Path) -> str:
+    """The text of a file that another host may replace while this one reads it."""
+    try:
+        return path.read_text(encoding="utf-8")
+    except OSError as error:
+        if error.errno != errno.ESTALE:
+            raise
+        return path.read_text(encoding="utf-8")  # the new file
 
 
 def finished(config: Config, *, rank: int = 0) -> bool:

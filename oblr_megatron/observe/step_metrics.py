@@ -15,6 +15,7 @@ from oblr_megatron.algo.baseline import baseline_values, mixed_groups, sanitize_
 from oblr_megatron.algo.formulas import NO_HISTORY, History
 from oblr_megatron.algo.weighting import tempering
 from oblr_megatron.config.algo import AlgoConfig
+from oblr_megatron.config.baselines import facts_of
 from oblr_megatron.observe.performance.utilization import working_s
 from oblr_megatron.rewards.base import RewardResult
 from oblr_megatron.types import GradientStats, Prompt, Sample, Scored
@@ -72,12 +73,9 @@ def quoted(text: str) -> str:
 
 
 def of_norms(norms_sq: Tensor, exact_sq: Tensor) -> dict[str, float]:
-    """Number of a step's norms [Q, G] that are not finite, and agreement of estimates with exact norms, where known."""
+    """Agreement of a step's estimates [Q, G] with exact norms, where these are known."""
     compared = exact_sq > 0
-    metrics: dict[str, float] = {"gradnorm/nonfinite": int(norms_sq.isfinite().logical_not().sum())}
-    if compared.any():
-        metrics["gradnorm/estimate_corr"] = correlation(exact_sq[compared], norms_sq[compared])
-    return metrics
+    return {"gradnorm/estimate_corr": correlation(exact_sq[compared], norms_sq[compared])} if compared.any() else {}
 
 
 def of_energies(
@@ -139,8 +137,10 @@ def of_baseline(
     if not measured.any():
         return metrics
     if exact:
-        ratio = variance_ratio_vs_rloo(rewards[measured], norms_sq[measured], values[measured])
-        metrics["baseline/variance_ratio_vs_rloo"] = ratio
+        if facts_of(algo.baseline).divisor == "one":
+            ratio = variance_ratio_vs_rloo(rewards[measured], norms_sq[measured], values[measured])
+            share = panel.own_share(algo.baseline, rewards)
+            metrics["baseline/variance_ratio_vs_rloo"] = ratio / (1 - share) ** 2
         ratios = panel.variance_ratios(rewards, norms_sq, lengths, algo.baseline, history)
         metrics |= {f"baseline/{name}/variance_ratio": ratio for name, ratio in ratios.items()}
     if algo.keep < 1:

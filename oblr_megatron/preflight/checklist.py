@@ -93,16 +93,27 @@ def check(run: Proposed, *known: Need) -> None:
 
 
 def check_room(config: Config, model: HFDir) -> None:
-    """Refuse a run without space for one checkpoint; partial directories of killed saves will be removed."""
+    """Refuse a run without space for one checkpoint and its exports, whichever it writes.
+
+    Partial directories of killed saves will be removed.
+    """
     saves = config.checkpoint
-    if config.rollout.only or not (saves.every_steps or saves.best_metric or saves.exit_before_timeout_s):
+    if config.rollout.only:
+        return
+    needed, written = 0, []
+    if saves.every_steps or saves.best_metric or saves.exit_before_timeout_s:
+        needed += checkpoint_bytes(model, config)
+        written.append("checkpoint.every_steps, best_metric and exit_before_timeout_s (every_steps = 0)")
+    if saves.export_hf:
+        needed += model.num_bytes * (2 if saves.best_metric else 1)
+        written.append("checkpoint.export_hf (false)")
+    if not needed:
         return
     try:
         directory = config.run_dir / CHECKPOINTS
-        check_space(directory, checkpoint_bytes(model, config), freed=disk_bytes(directory))
+        check_space(directory, needed, freed=disk_bytes(directory))
     except NoSpaceError as error:
-        keys = "checkpoint.every_steps, best_metric and exit_before_timeout_s"
-        fix = f"choose a run_dir with more space, or leave out {keys} (every_steps = 0)"
+        fix = f"choose a run_dir with more space, or leave out {' or '.join(written)}"
         raise UserError(str(error), where="run_dir", fix=fix) from error
 
 
@@ -190,12 +201,13 @@ def _replay(run: Proposed) -> None:
 
 
 def _exports(run: Proposed) -> None:
-    from oblr_megatron.checkpoint.resume import EXPORTS
+    from oblr_megatron.checkpoint.resume import ADAPTERS, EXPORTS
 
     saves = run.config.checkpoint
     if saves.export_hf and not run.config.rollout.only:
         for name in EXPORTS if saves.best_metric else EXPORTS[:1]:
-            check_replaceable(run.config.run_dir / name)  # it may be a file
+            for own in (name, ADAPTERS[name]) if run.config.model.lora.rank else (name,):
+                check_replaceable(run.config.run_dir / own)  # it may be a file
 
 
 def _copied(run: Proposed) -> None:

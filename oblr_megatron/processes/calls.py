@@ -24,6 +24,7 @@ import resource
 import traceback
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass
+from decimal import Decimal
 from multiprocessing.connection import Connection
 from typing import Any
 
@@ -218,7 +219,7 @@ def score_of(value: object) -> Score:
     """The score for a reward: a Python number, or a scalar of numpy or torch. An error unless it has a usable size."""
     try:
         plain = value.item() if hasattr(value, "item") else value
-        number = float(plain) if isinstance(plain, numbers.Real) else math.nan
+        number = float(plain) if isinstance(plain, (numbers.Real, Decimal)) else math.nan
     except (TypeError, ValueError, RuntimeError, OverflowError):  # an array; an integer larger than any float
         number = math.nan
     if not math.isfinite(number):

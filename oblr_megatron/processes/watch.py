@@ -120,6 +120,9 @@ class Watched(Coroutine[Any, Any, Any]):
     def __await__(self) -> Generator[Any, Any, Any]:
         return self._coroutine.__await__()
 
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._coroutine, name)  # cr_running, cr_frame, ...: anyio reads them when it cancels
+
 
 def watch_tasks(loop: asyncio.AbstractEventLoop, watch: Watch, tasks: dict[int, set[asyncio.Task[Any]]]) -> None:
     """Let every task of a job note when it runs, and collect the tasks by job."""

@@ -44,7 +44,7 @@ def find(config: Config, model: HFDir) -> list[Checkpoint]:
         return []
     if resume != NEWEST:
         what = "a run with rollout.only has no checkpoints, so it cannot begin from one"
-        fix = "set model.path to the checkpoint's hf directory"
+        fix = "convert it with oblr-megatron convert to-hf, and set model.path to the result"
         raise UserError(what, where=f"config: checkpoint.resume {resume}", fix=fix)
     before = _config_of(run_dir)
     steps = [record["step"] or 0 for record in logged_until(run_dir)]

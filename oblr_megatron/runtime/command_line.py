@@ -52,7 +52,8 @@ def count(text: str) -> int:
 def whole(text: str, least: int, most: int) -> int:
     """An option's value: a whole number from `least` to `most`, decimal digits only."""
     if not text.isdecimal() or not least <= int(text[:20]) <= most:
-        bounds = f"of {least} or more" if most == LARGEST else f"from {least} to {most}"
+        small = most == LARGEST and not (text.isdecimal() and int(text[:20]) > most)
+        bounds = f"of {least} or more" if small else f"from {least} to {most}"
         raise argparse.ArgumentTypeError(f"{text!r} is not a whole number {bounds}")
     return int(text)
 

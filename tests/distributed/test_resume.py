@@ -206,6 +206,28 @@ def test_a_checkpoint_that_cannot_be_read_now_is_not_skipped(
     assert state_of(parts) == before
 
 
+def test_an_older_checkpoint_that_cannot_be_read_now_does_not_stop_a_resume(
+    inputs: Path, unbroken: Path, tmp_path: Path
+) -> None:
+    parts = tmp_path / "parts"
+    shutil.copytree(unbroken, parts, ignore=shutil.ignore_patterns("status.json"))
+    ((status, said),) = run_ranks(_older_stale, 1, config_of(inputs, parts, "checkpoint.resume=newest"))
+    assert status == 0 and f"skipped an unreadable checkpoint: stale [{checkpoints_of(parts)[1]}]" in said
+    assert_equal(exported(parts), exported(unbroken))
+
+
+def _older_stale(config: Config) -> tuple[int, str]:
+    read, older = store.read_manifest, checkpoints_of(config.run_dir)[1]
+
+    def stale(path: Path) -> Any:
+        if path.name == older.name:
+            raise store.UnreadError("stale", where=str(path))
+        return read(path)
+
+    store.read_manifest = stale
+    return train_here(config)
+
+
 def _stale(config: Config) -> tuple[int, str]:
     """The rank that reads the newest checkpoint's tensors finds a stale handle."""
     entry, newest = store._entry, checkpoints_of(config.run_dir)[0]
@@ -382,8 +404,16 @@ def test_weights_that_no_checkpoint_has_are_saved_if_the_export_fails(
     ((status, said),) = run_ranks(_full_at_the_export, 1, config_of(inputs, run_dir, never))
     assert status == 1 and "hf was not written: " in said and not (run_dir / "hf").exists()
     assert [path.name for path in checkpoints_of(run_dir)] == [checkpoints_of(unbroken)[0].name]
-    train(config_of(inputs, run_dir, "checkpoint.resume=newest", never))
+    said = train(config_of(inputs, run_dir, "checkpoint.resume=newest", never))
+    assert "finished 8 of 8 steps" in said, "no step was left"
     assert_equal(exported(run_dir), exported(unbroken))
+
+
+def test_an_adapter_is_written_where_the_merged_weights_do_not_fit(inputs: Path, tmp_path: Path) -> None:
+    run_dir = tmp_path / "run"
+    ((status, said),) = run_ranks(_full_at_the_export, 1, config_of(inputs, run_dir, "model.lora.rank=2"))
+    assert status == 1 and "hf was not written: " in said and "adapter was not written" not in said
+    assert (run_dir / "adapter" / "adapter_model.safetensors").exists() and not (run_dir / "hf").exists()
 
 
 def _full_at_the_export(config: Config) -> tuple[int, str]:

@@ -233,6 +233,14 @@ def test_an_evaluation_of_the_resumed_step_joins_its_record(tmp_path):
     assert rates(tmp_path) == [(0, 0.5), (1, 1.5), (2, 2.5), (3, 9.0)]
 
 
+def test_an_evaluation_of_a_step_of_another_run_has_its_own_record(tmp_path):
+    """A new run directory, begun from a checkpoint whose process could not evaluate."""
+    with MetricsWriter(tmp_path, resume_step=2) as writer:
+        writer.write(2, {"eval/sums/accuracy": 0.25})
+        writer.write(3, {"lr": 9.0})
+    assert read_metrics(tmp_path) == [{"step": 2, "eval/sums/accuracy": 0.25}, {"step": 3, "lr": 9.0}]
+
+
 @pytest.mark.parametrize("before", ['{"started": "2030-01-02T03:04:05+00:00", "world_size": 4}', "{", "[]", None])
 def test_a_resumed_run_records_its_environment_and_keeps_the_start(tmp_path, before):
     path = tmp_path / "environment.json"

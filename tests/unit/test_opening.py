@@ -56,6 +56,7 @@ def test_a_resumed_run_keeps_its_mode_if_other_settings_allow_it(
         ({"every_steps": 2}, True),
         ({"every_steps": 0, "best_metric": "eval/held/accuracy"}, True),
         ({"every_steps": 0, "exit_before_timeout_s": 60}, True),
+        ({"every_steps": 0, "export_hf": True}, True),
         ({"every_steps": 0}, False),
     ],
 )
@@ -63,11 +64,21 @@ def test_a_run_that_saves_for_any_reason_needs_room(
     checkpoint: dict[str, Any], refused: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(checklist, "check_space", Mock(side_effect=NoSpaceError("1 GiB needed, 0 GiB free")))
-    monkeypatch.setattr(checklist, "checkpoint_bytes", Mock())
+    monkeypatch.setattr(checklist, "checkpoint_bytes", Mock(return_value=14))
     evaluate = {"data": {"held": "held.jsonl"}, "every_steps": 1}
-    config = config_with(run_dir=tmp_path, checkpoint=checkpoint, evaluate=evaluate)
+    config = config_with(run_dir=tmp_path, checkpoint={"export_hf": False} | checkpoint, evaluate=evaluate)
     with pytest.raises(UserError, match="1 GiB needed") if refused else nullcontext():
-        checklist.check_room(config, Mock())
+        checklist.check_room(config, Mock(num_bytes=2))
+
+
+def test_a_checkpoint_and_the_exports_need_room_together(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    asked = Mock()
+    monkeypatch.setattr(checklist, "check_space", asked)
+    monkeypatch.setattr(checklist, "checkpoint_bytes", Mock(return_value=14))
+    best = {"checkpoint": {"best_metric": "eval/held/accuracy"}, "evaluate": {"data": {"held": "h"}, "every_steps": 1}}
+    for more in ({}, best):
+        checklist.check_room(config_with(run_dir=tmp_path, **more), Mock(num_bytes=2))
+    assert [call.args[1] for call in asked.call_args_list] == [14 + 2, 14 + 2 * 2]
 
 
 def test_every_setting_that_changed_since_the_checkpoint_is_named() -> None:

@@ -162,6 +162,26 @@ def test_many_norms_that_are_not_finite_end_the_run_and_save_the_samples(tmp_pat
     assert [len(json.loads(line)["response_ids"]) for line in written] == [2, 3, 4, 5]
 
 
+def test_samples_that_break_in_a_later_update_are_counted(tmp_path: Path, policy: Policy) -> None:
+    parts, found = make_run(tmp_path, baseline="rloo", snr={"estimator": "momentum"}), []
+    change(parts, "algo", updates_per_batch=2)
+    gradient = StepGradient(policy, parts.config).begin(1)
+    prompts = [Prompt(n, str(n), "", (3,), "", "") for n in range(2)]
+    gradient.add(whole_step(Batch(prompts, SAMPLES, SCORED)), AdvantageRule(SCORED, parts.config, parts.history([])))
+    for _ in gradient.updates():
+        found.append(gradient.num_broken)
+        for _, parameter in policy.base_parameters():
+            parameter.data.fill_(NAN)
+    assert found == [0, 2]
+
+
+def test_a_mean_with_its_own_response_has_the_variance_of_rloo(tmp_path: Path, measured: Measured) -> None:
+    parts = make_run(tmp_path, baseline="group_mean")
+    change(parts, "gradnorm", always=True)
+    measured.step(parts, 1.0, 2.0, 3.0, 4.0)
+    assert parts.record.metrics["baseline/variance_ratio_vs_rloo"] == pytest.approx(1.0)
+
+
 def test_a_full_disk_leaves_no_rank_alone_in_the_save(tmp_path: Path, measured: Measured) -> None:
     """Other ranks write nothing: they raise this error and save. Rank 0 has to raise it, too."""
     parts = make_run(tmp_path, baseline="optimal")
@@ -239,7 +259,8 @@ def test_a_baseline_without_norms_measures_none_unless_asked(tmp_path: Path, mea
     parts = make_run(tmp_path, baseline="rloo")
     measured.step(parts, 1.0, 1.0, 1.0, 1.0)
     assert not measured.asked
-    assert parts.record.metrics == {"baseline/spread": 0.0, "baseline/self_dependence": 0.0}, "these need no norms"
+    without = {"gradnorm/nonfinite": 0, "baseline/spread": 0.0, "baseline/self_dependence": 0.0}
+    assert parts.record.metrics == without, "these need no norms"
     change(parts, "gradnorm", always=True)
     measured.step(parts, 1.0, 1.0, 1.0, 1.0)
     assert measured.asked and parts.record.metrics["gradnorm/sq_mean"] == 1.0

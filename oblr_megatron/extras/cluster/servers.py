@@ -76,8 +76,8 @@ def _start(options: argparse.Namespace) -> int:
 def kept(command: Sequence[str], url: str, *, start_s: float, hang_s: float) -> int:
     """Run a server, and start it again whenever it ends after it was ready; returns its last exit status.
 
-    A signal to this process, a mistake of the user (status 2), a failed first start, and MOST_FAILURES failed starts in
-    a row end it for good.
+    A signal to this process, status 0, a mistake of the user (status 2 before it was ever ready), a failed first start,
+    and MOST_FAILURES failed starts in a row end it for good.
 
     Args:
         command: starts the server.
@@ -86,7 +86,7 @@ def kept(command: Sequence[str], url: str, *, start_s: float, hang_s: float) -> 
         hang_s: kill a server if its engine gives no answer for this many seconds.
     """
     server: subprocess.Popen[bytes] | None = None
-    stopped, failures = False, MOST_FAILURES - 1  # the first start has one try
+    stopped, right, failures = False, False, MOST_FAILURES - 1  # the first start has one try
 
     def stop(*_: object) -> None:
         nonlocal stopped
@@ -112,7 +112,9 @@ def kept(command: Sequence[str], url: str, *, start_s: float, hang_s: float) -> 
             time.sleep(POLL_S)
         status = server.returncode
         failures = 0 if was_ready else failures + 1
-        if failures < MOST_FAILURES and not stopped and status not in (EXIT_OK, EXIT_USER):
+        right |= was_ready  # its options; a later status 2 has a cause that may pass
+        refused = status == EXIT_OK or (status == EXIT_USER and not right)
+        if failures < MOST_FAILURES and not stopped and not refused:
             how = f"status {status}" if status >= 0 else signal.Signals(-status).name
             print(f"the server ended ({how}); it is started again in {PAUSE_S:g} s", flush=True)
             time.sleep(PAUSE_S)

@@ -186,8 +186,8 @@ def _is_name(part: str, greek: bool) -> bool:
 
 
 def _equal_groups(gold: Group, given: Group, symbolic: Symbolic) -> bool:
-    if gold.kind == "union" and given.kind == "list" and all(isinstance(item, Named) for item in given.items):
-        given = Group(given.text, "union", given.items)  # x < 2 or x > 3
+    if {gold.kind, given.kind} == {"union", "list"}:
+        gold, given = _as_union(gold), _as_union(given)
     if "()" in (gold.kind, given.kind):
         gold, given = _as_point(gold), _as_point(given)
     kinds = {gold.kind, given.kind}
@@ -200,6 +200,12 @@ def _equal_groups(gold: Group, given: Group, symbolic: Symbolic) -> bool:
     if gold.kind in ("list", "union"):
         return _unordered(gold, given, symbolic)
     return all(_equal(a, b, symbolic) for a, b in zip(gold.items, given.items, strict=True))
+
+
+def _as_union(side: Group) -> Group:
+    """A list of inequalities, such as x < 2 or x > 3, is the union of its intervals."""
+    named = side.kind == "list" and all(isinstance(item, Named) for item in side.items)
+    return Group(side.text, "union", side.items) if named else side
 
 
 def _unordered(gold: Group, given: Group, symbolic: Symbolic) -> bool:

@@ -58,6 +58,7 @@ _BARE_ROOT = re.compile(r"(?<![A-Za-z\\])sqrt(?=\s*[(\[{])")
 _ROMAN_SWITCH = re.compile(r"\{\s*\\(?:rm|bf|it)\s+([A-Za-z ]+)\}")
 _TEXT_NUMBER = re.compile(r"\\text\{\s*([+-]?[0-9][0-9.,/]*)\s*\}")
 _AND_OR_TEXT = re.compile(r"\s*\\text\{\s*,?\s*(?:and|or|或|和)\s*\}\s*")
+_SEVERAL = re.compile(r"[,;(\[]|(?<![A-Za-z])(?:and|or)(?![A-Za-z])")  # in a text: a list, a point, an interval
 _AND_OR = re.compile(r"(?<![A-Za-z\\])(?:and|or)(?![A-Za-z])|[或和]|\\l?or(?![A-Za-z])|\\vee(?![A-Za-z])")
 _DEGREE = re.compile(
     r"\^\{\s*(?:\\circ|°)\s*\}|\\degree(?![A-Za-z])"
@@ -108,6 +109,8 @@ def normalize(text: str) -> str:
     text = _TEXT.sub(r"\\text{", _FACE.sub("", text))
     text = _ROMAN_SWITCH.sub(r"\\text{\1}", text)
     text = _PERCENT.sub("%", _DEGREE.sub("°", text))
+    if _is_text(text) and _SEVERAL.search(text):
+        text = text[len("\\text{") : text.find("}")].strip()
     text = _AND_OR.sub(" ; ", _AND_OR_TEXT.sub(" ; ", text)) if not _is_text(text) else text
     text = _TEXT_NUMBER.sub(r"\1", _SPACES.sub(" ", _SPACE.sub(" ", text)).strip())
     return _bare(text)

@@ -52,6 +52,11 @@ def of_other_prompts(rewards: Tensor, norms_sq: Tensor, lengths: Tensor, history
     return ((means.sum() - means) / (len(means) - 1)).expand_as(rewards)
 
 
+@baseline(over="nothing", divisor="group_std")
+def half(rewards: Tensor, norms_sq: Tensor, lengths: Tensor, history: History) -> Tensor:
+    return torch.full_like(rewards, 0.5)
+
+
 def mean(values: Tensor) -> Tensor:
     """Of each group [Q, G]."""
     return values.mean(1, keepdim=True).expand_as(values)
@@ -227,6 +232,7 @@ def configured(*overrides: str) -> Config:
     ("function", "overrides", "said"),
     [
         ("plain", ["group_size=1"], "needs other responses in the group"),
+        ("half", ["group_size=1"], "needs other responses in the group"),
         ("of_other_prompts", ["num_prompts=1", "algo.snr.num_folds=1"], "takes its prior from the other prompts"),
         ("of_other_prompts", ["rollout.overlap=stream"], "reads the rewards of all prompts"),
         ("weighted", ["gradnorm.sample_fraction=0.5"], "reads every norm of its step"),
@@ -240,6 +246,13 @@ def test_the_config_is_checked_with_the_facts(function: str, overrides: list[str
     with pytest.raises(UserError) as caught:
         configured(f"algo.baseline={named(function)}", *overrides)
     assert said in caught.value.what
+
+
+def test_a_group_without_deviation_has_no_advantage() -> None:
+    """r - b is 0.5 there, and 0.5 / 1e-6 would be the whole gradient."""
+    rewards = torch.tensor([[1.0, 1.0], [0.0, 1.0]], dtype=torch.float64)
+    found = advantages(named("half"), rewards, torch.ones_like(rewards), torch.ones_like(rewards))
+    assert found == pytest.approx(torch.tensor([[0.0, 0.0], [-(0.5**0.5), 0.5**0.5]]).double(), rel=1e-5)
 
 
 def test_a_divisor_that_reads_all_norms_takes_two_passes() -> None:

@@ -6,13 +6,14 @@ import errno
 import genericpath
 import os
 import socket
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from oblr_megatron.checkpoint.store import check_absent
+from oblr_megatron.checkpoint.store import check_absent, check_replaceable
 from oblr_megatron.checks.run_dir import LOCK_FILE, check_run_dir, check_shared
 from oblr_megatron.errors import UserError
 
@@ -88,3 +89,10 @@ def test_below_a_directory_that_the_user_may_not_enter(locked: Path) -> None:
         check_run_dir(locked / "runs" / "one")
     with pytest.raises(UserError, match=f"the target cannot be created: {locked} is not a writable directory"):
         check_absent(locked / "models" / "hf")
+
+
+@pytest.mark.parametrize("check", [check_absent, check_replaceable])
+def test_a_mount_point_is_no_target(check: Callable[[Path], None]) -> None:
+    """What is written beside it cannot be renamed to it."""
+    with pytest.raises(UserError, match=r"is a mount point \[/proc\]. Fix: name a directory inside it"):
+        check(Path("/proc"))

@@ -10,6 +10,7 @@ import asyncio
 import json
 import sys
 from collections.abc import Iterator
+from contextlib import closing
 from pathlib import Path
 
 import pytest
@@ -82,6 +83,15 @@ def test_calls(
 ) -> None:
     unhurried(monkeypatch, f"{HERE}:sleeps")  # a worker itself answers for a late async call
     assert asyncio.run(box.call(tool, arguments)).startswith(expected)
+
+
+def test_a_tool_is_found_after_a_call_that_changed_the_directory(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "own.py").write_text("import os\n\ndef moves():\n    os.chdir('/')\n    return 'moved'\n")
+    monkeypatch.chdir(tmp_path)
+    with closing(Toolbox(["own.py:moves"], num_workers=1, deadline_s=30.0)) as box:
+        assert [asyncio.run(box.call("moves", {})) for _ in range(2)] == ["moved", "moved"]
 
 
 def test_calls_run_at_the_same_time(box: Toolbox, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -12,12 +12,14 @@ import sys
 import threading
 import time
 from contextlib import closing
+from decimal import Decimal
 from pathlib import Path
 
 import psutil
 import pytest
 
 from oblr_megatron.errors import RunError
+from oblr_megatron.processes.calls import score_of
 from oblr_megatron.processes.pool import Pool
 from oblr_megatron.runtime.stopping import SIGNALS
 from tests.unit.processes.conftest import interrupted, unhurried
@@ -51,6 +53,11 @@ def test_values_come_back_in_order() -> None:
 def test_numpy_numbers_are_accepted() -> None:
     with make("as_numpy") as pool:
         assert pool.ask("", "", "").value == 0.5
+
+
+def test_decimal_numbers_are_accepted() -> None:
+    assert score_of(Decimal("0.5")).value == 0.5
+    assert score_of(Decimal("NaN")).error == "the reward Decimal('NaN') is not a finite number"
 
 
 @pytest.mark.parametrize(

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import asyncio
 import os
 import time
 from itertools import pairwise
 
 import pytest
 
-from oblr_megatron.processes.watch import NOBODY, Watch
+from oblr_megatron.processes.watch import JOB, NOBODY, Watch, watch_tasks
 
 READS = 100_000
 
@@ -48,4 +49,25 @@ def test_a_job_is_charged_for_its_own_steps_alone(monkeypatch: pytest.MonkeyPatc
     assert watch.seconds_of_others(8) == 3.0
     watch.set(NOBODY)  # at 11
     assert watch.seconds_of_others(9) == 10.0
+    watch.close()
+
+
+def test_a_watched_task_is_cancelled_with_its_task_group() -> None:
+    """As at the end of a session of an MCP client. anyio asks a task's coroutine whether it runs."""
+    anyio = pytest.importorskip("anyio")
+    watch = Watch()
+
+    async def episode() -> str:
+        async with anyio.create_task_group() as group:
+            group.start_soon(anyio.sleep, 60)
+            await anyio.sleep(0.01)
+            group.cancel_scope.cancel()
+        return "done"
+
+    async def main() -> str:
+        watch_tasks(asyncio.get_running_loop(), watch, {})
+        JOB.set(7)
+        return await asyncio.create_task(episode())
+
+    assert asyncio.run(main()) == "done"
     watch.close()

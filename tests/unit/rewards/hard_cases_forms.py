@@ -76,6 +76,7 @@ CASES: dict[str, list[tuple[str, str, bool]]] = {
         (r"(-\infty,2)\cup(3,\infty)", r"(3,\infty)\cup(-\infty,2)", True),
         (r"(-\infty,2]\cup(3,\infty)", r"(-\infty,2) \cup (3,\infty)", False),
         (r"x<2 \text{ or } x>3", r"(-\infty,2)\cup(3,\infty)", True),
+        (r"(-\infty,2)\cup(3,\infty)", r"x<2 \text{ or } x>3", True), ("(2,3)", r"x<2 \text{ or } x>3", False),
         (r"\mathbb{R}\setminus\{0\}", r"(-\infty,0)\cup(0,\infty)", True), (r"[2,\infty)", r"k \geqslant 2", True),
         ("k>2", r"k \geqslant 2", False), (r"2 \le k", r"k \geqslant 2", True), ("[-2,7]", r"x \in [-2,7]", True),
         (r"-2\le x\le 7", r"x \in [-2,7]", True), (r"7 \ge x \ge -2", r"x \in [-2,7]", True),

@@ -74,7 +74,7 @@ def test_a_damaged_step_is_sampled_again(run_dir: Path, caplog: pytest.LogCaptur
         (["group_size=4"], "group_size 2, but the run has 4"),
         (["data.shuffle=false"], "data.shuffle true, but the config has false"),
         (["rollout.temperature=0.5"], r"rollout.temperature 1.0, but the run has 0.5"),
-        (["checkpoint.resume=other/checkpoints/step_00000002"], "has no checkpoints"),
+        (["checkpoint.resume=other/checkpoints/step_00000002"], "has no checkpoints.*convert to-hf"),
     ],
 )
 def test_other_settings_are_refused(run_dir: Path, overrides: list[str], named: str) -> None:

@@ -13,7 +13,7 @@ import pytest
 
 from oblr_megatron.config import load_config
 from oblr_megatron.errors import EXIT_USER
-from oblr_megatron.runtime.command_line import add_run_arguments, guarded, parse, run_overrides
+from oblr_megatron.runtime.command_line import add_run_arguments, count, guarded, parse, run_overrides, whole
 
 OLD = "old/checkpoints/step_00000004"
 
@@ -46,6 +46,13 @@ def test_a_flag_does_not_replace_the_checkpoint_of_a_config(
     add_run_arguments(parser)
     options = parse(parser, [str(file), *given, "--resume"])
     assert load_config(file, run_overrides(options)).checkpoint.resume == resume
+
+
+def test_a_number_has_bounds() -> None:
+    assert whole("5000000000", 1, 2**63 - 1) == 5_000_000_000
+    for text, bounds in (("0", "of 1 or more"), ("2147483648", "from 1 to 2147483647"), ("x", "of 1 or more")):
+        with pytest.raises(argparse.ArgumentTypeError, match=f"{text}' is not a whole number {bounds}"):
+            count(text)
 
 
 def importing(name: str) -> Callable[[], int]:

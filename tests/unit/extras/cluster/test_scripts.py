@@ -186,6 +186,19 @@ def test_tasks_inherit_the_scripts_environment(tmp_path: Path) -> None:
     assert any(line.startswith("OBLR_API_KEY=") for line in found)
 
 
+def test_a_config_of_the_users_own_keeps_its_keys(tmp_path: Path) -> None:
+    """The job of adapters has keys for the preset alone."""
+    own = "slurm/configs/qwen3_0.6b.toml"
+    for settings, found in (({}, True), ({"OBLR_CONFIG": own}, False)):
+        started(tmp_path, "qwen3_8b_lora", OBLR_GPUS_PER_NODE="1", **settings)
+        assert ("model.lora.rank=16" in (tmp_path / "srun.calls").read_text().splitlines()[-1]) is found
+
+
+def test_a_relative_repository_is_made_absolute(tmp_path: Path) -> None:
+    started(tmp_path, "qwen3_8b", OBLR_HOME="..", OBLR_CONTAINER="image")
+    assert f" --container-workdir={ROOT} " in (tmp_path / "srun.calls").read_text()
+
+
 def test_tasks_in_a_container_run_the_repositorys_code(tmp_path: Path) -> None:
     """The image has a copy of its own, which PYTHONPATH precedes, also under -P."""
     (tmp_path / "json").mkdir()

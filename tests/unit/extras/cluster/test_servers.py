@@ -74,6 +74,8 @@ if sys.argv[2] == "fails":
     sys.exit(1)
 if sys.argv[2] == "starts":
     signal.pause()
+if sys.argv[2] == "refuses" and sum(line.strip().isdecimal() for line in open(sys.argv[1])) == 2:
+    sys.exit(2)
 silences = iter([0, 5, 20])
 class Answers(http.server.BaseHTTPRequestHandler):
     def do_GET(self):
@@ -94,6 +96,17 @@ def test_a_lost_server_is_started_again_until_a_signal(tmp_path: Path) -> None:
     until(lambda: len(starts(events)) == 2 and read(events)[-1] == "asked")
     keeper.terminate()
     assert status_of(keeper) == 7 and len(starts(events)) == 2
+
+
+def test_a_server_that_was_ready_is_started_again_after_a_refusal(tmp_path: Path) -> None:
+    """Its options were right, so the cause may pass: a file server fails over, the port is still taken."""
+    events, port = tmp_path / "events", free_port()
+    keeper = keep(events, "refuses", port=port)
+    until(lambda: read(events)[1:2] == ["asked"])
+    os.kill(int(read(events)[0]), signal.SIGKILL)
+    until(lambda: len(starts(events)) == 3 and read(events)[-1] == "asked")
+    keeper.terminate()
+    assert status_of(keeper) == 7
 
 
 def test_a_server_whose_engine_hangs_is_killed_and_started_again(tmp_path: Path) -> None:
