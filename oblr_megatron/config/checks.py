@@ -146,7 +146,7 @@ def biases(config: Config) -> Iterator[str]:
             "rollout.dynamic_sampling biases the gradient's direction: it drops groups of equal rewards, which have a "
             f'gradient under {cause}; algo.baseline = "optimal" or "rloo" without a KL penalty has none there'
         )
-    if rollout.replay is None and rollout.filters and not config.replays_support:
+    if rollout.filters and not config.replays_support:
         filters = ", ".join(f"{name} {value:g}" for name, value in rollout.filters.items())
         yield (
             f"a filter of [rollout] ({filters}) biases the gradient: tokens outside it are never drawn, so the mean "

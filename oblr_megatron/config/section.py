@@ -42,7 +42,7 @@ class Section(BaseModel):
             raise ValueError("give a number below 2^63")
         if get_origin(annotation) is dict:
             return value
-        if value == "none" and type(None) in kinds and kinds & {int, float}:
+        if value == "none" and type(None) in kinds:
             return None  # a command line has no other word for it
         if kinds & {int, float} and isinstance(value, (bool, str)):
             raise ValueError(_as_number(value))

@@ -20,6 +20,12 @@ _SNR = ("exponent", "reference", "max_change", "warmup_steps")
 
 # section, its keys, what is turned off, and whether it is
 TURNED_OFF: tuple[tuple[str, tuple[str, ...], str, Off], ...] = (
+    (
+        "rollout",
+        ("num_engines", "gpu_memory_utilization", "sleep_level"),
+        "rollout.servers sample",
+        lambda c: bool(c.rollout.servers),
+    ),
     ("rollout", ("wave_tokens",), 'rollout.overlap is not "stream"', lambda c: c.rollout.overlap != "stream"),
     ("rollout", ("speculation_below",), 'rollout.speculation is "none"', lambda c: c.rollout.speculation == "none"),
     (

@@ -62,6 +62,8 @@ def child_environment(environment: Mapping[str, str], spec: EngineSpec) -> dict[
         for name, value in environment.items()
         if name not in _TORCHRUN + _MEGATRON and not name.startswith(_TORCHRUN_PREFIXES)
     }
+    if "VLLM_PLUGINS" in kept:  # a list of all that vLLM may load
+        kept["VLLM_PLUGINS"] += ",oblr_megatron"
     kept |= SAFE_PATH | {
         "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
         "VLLM_HOST_IP": "127.0.0.1",

@@ -29,11 +29,11 @@ class ModelIdentity:
     def of(cls, path: Path) -> ModelIdentity:
         """Read a directory; a `UserError` if it is not a complete checkpoint."""
         source = check_hf_dir(path)
-        traits = forward_traits(source.hf_config()) | {"stop_tokens": _stop_tokens(source)}
+        traits = forward_traits(source.hf_config()) | {"stop_tokens": stop_tokens(source)}
         return cls(shapes_digest(checkpoint_shapes(path)), traits, source.fingerprint)
 
 
-def _stop_tokens(source: HFDir) -> list[int]:
+def stop_tokens(source: HFDir) -> list[int]:
     """Tokens at which vLLM ends a response: the tokenizer's, and those of generation_config.json or of config.json."""
     from transformers import GenerationConfig
 

@@ -133,8 +133,7 @@ def serve(options: argparse.Namespace) -> int:
 
     on_gpu = torch.cuda.is_available()
     spec = spec_of(options, "cuda" if on_gpu else "cpu")
-    if on_gpu:
-        refuse(build_problem())
+    refuse(build_problem(on_gpu=on_gpu))
     check_quantization(spec)
     check_vllm_options(spec.vllm, on_gpu=on_gpu, where="--vllm")
     check_processor(spec.vllm, on_gpu=on_gpu, where="--vllm")

@@ -89,8 +89,7 @@ def check(options: argparse.Namespace) -> EvalTask:
     if adapter is not None:
         fix = f"add rollout.dtype=bfloat16, or {MERGE}"
         check_slot(config.engine_dtype, on_gpu=on_gpu, where="--adapter", fix=fix)
-    if on_gpu:
-        refuse(build_problem())
+    refuse(build_problem(on_gpu=on_gpu))
     tokenizer = model.tokenizer()
     sets = load_sets(sources, config, tokenizer)
     warn_of_golds(sets, config, tokenizer)

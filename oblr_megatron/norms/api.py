@@ -147,7 +147,8 @@ def weighted_grad_sum(
         )
     with _prepared(model, microbatches, mode, summed=True, window_tokens=window_tokens) as (handle, gradients, given):
         count = len(given.tokens)
-        size = max(1, count) if groups is None else groups
+        alone = isinstance(weights, torch.Tensor) and handle.parallel.pp_size == 1  # no weight waits for a norm
+        size = (1 if alone else max(1, count)) if groups is None else groups
         if size < 1 or count % size:
             what = f"{count} samples are not whole groups of {size}"
             raise UserError(what, where="groups", fix="give every group all its samples on each replica")
@@ -176,11 +177,11 @@ def clipped_grad_sum(
     if not 0 < max_norm < math.inf:
         raise UserError(f"max_norm is {max_norm}", where="clipped_grad_sum", fix="give a finite number above 0")
 
-    def clipped(sq_norms: Tensor) -> Tensor:
+    def clipped(_: Sequence[int], sq_norms: Tensor) -> Tensor:
         scale = (max_norm / sq_norms.sqrt()).clamp(max=1.0)  # 1 for a norm of 0
         return torch.where(sq_norms.isfinite(), scale, 0.0)
 
-    return weighted_grad_sum(model, microbatches, loss, clipped, mode=mode)
+    return weighted_grad_sum(model, microbatches, loss, clipped, mode=mode, groups=1)  # c_i reads only its own norm
 
 
 class _Given:
@@ -276,6 +277,12 @@ def _check_ids(model: TappedModel, batches: Sequence[TokenBatch]) -> None:
         if batch.input_ids.numel() and not 0 <= int(batch.input_ids.min()) <= int(batch.input_ids.max()) < size:
             what = f"a token id is outside the vocabulary of {size}"
             raise UserError(what, where="microbatches", fix="tokenize with the model's own tokenizer")
+        if batch.cu_seqlens is not None:
+            bounds, whole = batch.cu_seqlens.tolist(), list(batch.input_ids.shape)
+            if whole[0] != 1 or bounds[:1] != [0] or bounds[-1:] != whole[1:] or bounds != sorted(bounds):
+                what = f"cu_seqlens {bounds} do not cut the {whole[0]} row of {whole[1]} tokens into samples"
+                fix = "give one row, and ascending bounds from 0 to its length"
+                raise UserError(what, where="microbatches", fix=fix)
 
 
 def _check_counts(model: TappedModel, count: int) -> None:
@@ -312,6 +319,12 @@ def _total(loss: Loss, factors: Tensor | None, output: Tensor, batch: TokenBatch
 
 
 def _check_mode(mode: str, model: TappedModel) -> None:
+    if mode == "bookkeep" and model.modules[0].config.fp8:
+        raise UserError(
+            "mode 'bookkeep' would keep a whole gradient of every sample: FP8 layers give no factors",
+            where="mode",
+            fix="use 'two_pass', or 'stash' with groups",
+        )
     if mode not in get_args(Mode):
         raise UserError(f"there is no mode {mode!r}", where="mode", fix=f"use one of {', '.join(get_args(Mode))}")
     if mode != "two_pass" and model.parallel.block_size > 1:

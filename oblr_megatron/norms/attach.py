@@ -37,6 +37,7 @@ SCHEDULE: Mapping[str, Any] = {
     "grad_sync_func": None,
     "finalize_model_grads_func": None,
     "grad_scale_func": None,
+    "num_microbatches_with_partial_activation_checkpoints": None,  # the schedule would give the step another argument
 }
 """Fields of megatron-core's configuration while a pass runs."""
 
@@ -61,6 +62,10 @@ REFUSED: Mapping[str, tuple[tuple[Any, ...], str]] = {
     "external_cuda_graph": ((False,), "a graph replays kernels, not taps"),
     "cuda_graph_impl": (("none", None), "a graph replays kernels, not taps"),
     "cpu_offloading": ((False,), "offloaded activations are untested"),
+    "mlp_chunks_for_training": ((1,), "each chunk's share of a gradient would be squared on its own"),
+    "use_transformer_engine_op_fuser": ((False,), "fused layers never call the modules that are tapped"),
+    "overlap_dispatch_backward_with_experts_wgrad": ((False,), "experts' gradients would bypass autograd"),
+    "gtp_remat_size": ((1, None), "weights in further pieces are untested"),
 }
 """Field of TransformerConfig -> accepted values, and the reason."""
 
@@ -116,6 +121,16 @@ def _check(chunk: nn.Module) -> None:
             raise UserError(f"the model is wrapped in a {type(wrapper).__name__}", where="model", fix=fix)
         wrapper = wrapper.module
     module = unwrapped(chunk)
+    wrapped = isinstance(chunk, DistributedDataParallel)
+    if not wrapped and any(hasattr(parameter, "main_grad") for parameter in module.parameters()):
+        raise UserError(
+            "the parameters have a main_grad, which belongs to a wrapper that was not given",
+            where="model",
+            fix="pass the DistributedDataParallel itself, not what is inside",
+        )
+    if fused := next((one for one in module.modules() if _is_fused(type(one))), None):
+        fix = "build the layers without use_te_op_fuser"
+        raise UserError(f"{type(fused).__name__} never calls the modules that are tapped", where="model", fix=fix)
     if not isinstance(module, GPTModel):
         raise UserError(
             f"the model is a {type(module).__name__}, not megatron-core's GPTModel",
@@ -139,6 +154,11 @@ def _check(chunk: nn.Module) -> None:
             fix="set grad_reduce_in_fp32 instead of param_name_patterns_for_fp32_local_accumulation",
         )
     _check_config(module.config, training=module.training)
+
+
+def _is_fused(kind: type) -> bool:
+    """Whether a class is Transformer Engine's fused MLP, by name: megatron-core 0.16 has none."""
+    return any(base.__name__ == "TEFusedMLP" for base in kind.__mro__)
 
 
 def _check_experts(chunk: nn.Module, parallel: Parallel) -> None:

@@ -40,6 +40,11 @@ class OwnGradients(nn.Module):
         """The model's forward."""
         return self.module(*inputs, **options)
 
+    def set_is_first_microbatch(self) -> None:
+        """Let Transformer Engine's layers round their FP8 weights again; megatron-core's schedule asks for it."""
+        module: Any = self.module
+        module.set_is_first_microbatch()
+
     def zero_grad_buffer(self) -> None:
         """Set every `main_grad` to zero."""
         for buffer in (*self.buffers, *self.expert_parallel_buffers):
@@ -57,17 +62,17 @@ class OwnGradients(nn.Module):
         params = [param for param in self.module.parameters() if param.requires_grad]
         experts = experts_of(self.module)
         before = {param: param.grad for param in params}
-        self.buffers, self.expert_parallel_buffers = (
-            [
-                *_buffers([param for param in own if summed or id(param) not in tapped], real=True),
-                *_buffers([param for param in own if not summed and id(param) in tapped], real=False),
-            ]
-            for own in ([p for p in params if p not in experts], [p for p in params if p in experts])
-        )
         hooks = [param.register_post_accumulate_grad_hook(_to_main_grad) for param in params]
         for param in params:
             param.grad = None
         try:
+            self.buffers, self.expert_parallel_buffers = (
+                [
+                    *_buffers([param for param in own if summed or id(param) not in tapped], real=True),
+                    *_buffers([param for param in own if not summed and id(param) in tapped], real=False),
+                ]
+                for own in ([p for p in params if p not in experts], [p for p in params if p in experts])
+            )
             yield
             for param in params if summed else ():
                 grad = param.main_grad.to(param.dtype)  # type: ignore[attr-defined]  # set by _buffers
@@ -77,7 +82,7 @@ class OwnGradients(nn.Module):
                 hook.remove()
             for param in params:
                 param.grad = before[param]
-                del param.main_grad  # type: ignore[attr-defined]
+                param.__dict__.pop("main_grad", None)  # absent if the buffers did not fit
             self.buffers, self.expert_parallel_buffers = [], []
 
 

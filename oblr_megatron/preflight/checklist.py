@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING, Any, Literal
 from oblr_megatron.checkpoint.partials import disk_bytes
 from oblr_megatron.checkpoint.store import NoSpaceError, check_replaceable, check_space, checkpoint_bytes
 from oblr_megatron.checks.layout import check_layout, heads_problem
-from oblr_megatron.checks.lengths import check_positions
+from oblr_megatron.checks.lengths import check_positions, max_model_len
 from oblr_megatron.checks.machine import (
     build_problem,
     check_head_size,
@@ -34,6 +34,7 @@ from oblr_megatron.data.sources import convention_of, kind_of
 from oblr_megatron.environments.registry import check_environment
 from oblr_megatron.errors import UserError
 from oblr_megatron.extension import extension
+from oblr_megatron.memory.engine import EngineMemory, engine_bytes
 from oblr_megatron.observe.trackers.registry import check_trackers
 from oblr_megatron.rewards.registry import check_reward, check_rows
 from oblr_megatron.runtime.stopping import check_time_left
@@ -43,9 +44,9 @@ if TYPE_CHECKING:
     from oblr_megatron.config import Config
     from oblr_megatron.config.data import SourceConfig
 
-Need = Literal["layout", "here", "device", "owner"]
+Need = Literal["layout", "here", "device", "engines", "owner"]
 """Inputs of a check besides the settings of the run: its layout, this machine's files and packages, its device, which
-only torch knows, and what only one rank uses.
+only torch knows, the packages of engines that start here, and what only one rank uses.
 """
 
 
@@ -117,6 +118,23 @@ def check_room(config: Config, model: HFDir) -> None:
         raise UserError(str(error), where="run_dir", fix=fix) from error
 
 
+def check_cache(engine: EngineMemory, config: Config) -> None:
+    """Refuse an engine with a KV cache below one sequence.
+
+    Raises:
+        UserError: with both sizes.
+    """
+    longest = max_model_len(config)
+    if engine.kv_tokens < longest:
+        raise UserError(
+            f"an engine's KV cache holds {engine.kv_tokens:,} tokens, but one sequence has up to {longest:,}: weights "
+            f"take {engine.weights / 1e9:.1f} GB and the rest {engine.other / 1e9:.1f} GB of its "
+            f"{engine.total / 1e9:.1f} GB per device",
+            where="config: rollout",
+            fix="raise rollout.gpu_memory_utilization or tensor_parallel_size (on a CPU kv_cache_gib)",
+        )
+
+
 def _saved_samples(run: Proposed) -> None:
     if run.config.rollout.replay is not None:  # `_replay` asks again, but it imports torch
         check_saved_samples(run.config.rollout.replay)
@@ -162,6 +180,8 @@ def _engines(run: Proposed) -> None:
     if not run.config.rollout.own_engines:
         return
     check_head_size(run.hf_config, run.config.model.path, on_gpu=run.on_gpu)
+    if not run.on_gpu:  # the dry run knows the size of a GPU
+        check_cache(engine_bytes(run.hf_config, run.config, device_bytes=None), run.config)
     place(run.config, run.world_size, run.per_node, on_gpu=run.on_gpu)
     size = run.config.rollout.tensor_parallel_size  # vLLM divides the heads among an engine's devices
     if problem := heads_problem(run.hf_config, size, "rollout.tensor_parallel_size"):
@@ -181,8 +201,7 @@ def _profile(run: Proposed) -> None:
 
 def _engine_packages(run: Proposed) -> None:
     if run.config.rollout.own_engines:
-        if run.on_gpu:
-            refuse(build_problem())
+        refuse(build_problem(on_gpu=run.on_gpu))
         check_speculation(run.config.rollout.speculation, "config: rollout.speculation")
         check_processor(run.config.rollout.vllm, on_gpu=run.on_gpu)
 
@@ -232,7 +251,7 @@ CHECKS: tuple[tuple[str, Callable[[Proposed], None]], ...] = (
     ("device", lambda run: check_pushable(run.hf_config, run.config, on_gpu=run.on_gpu)),
     ("device", _exact_sums),
     ("device", _profile),
-    ("here device", _engine_packages),
+    ("here device engines", _engine_packages),
     ("owner here device", _servers),
     ("owner here device", _replay),
     ("owner here", lambda run: check_room(run.config, run.here)),

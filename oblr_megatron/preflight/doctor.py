@@ -113,7 +113,7 @@ def examine(locks: Sequence[Path] = ()) -> DoctorReport:
     around = _platform() | _cuda_platform()
     on_gpu = machine.capability is not None  # forward compatibility works with an old driver
     driver = driver_problem(around["driver"], around["CUDA of torch"])
-    faults = (compiler_problem(), build_problem()) if on_gpu else (driver,)
+    faults = (compiler_problem(), build_problem(on_gpu=True)) if on_gpu else (driver,)
     wrong += [f"{fault[0]}. Fix: {fault[1]}" for fault in faults if fault is not None]
     used = findings(machine, packages)
     others: dict[str, Callable[[], Finding]] = {"pydantic": _rewards}
@@ -194,6 +194,8 @@ def _devices(machine: Machine, packages: dict[str, str | None]) -> list[Finding]
             Finding("rollouts", f"{vllm} on GPUs", graphs),
             Finding("weight push", "CUDA IPC; NCCL to servers", "to engines on the trainer's GPUs and on other GPUs"),
         ]
+    if machine.capability is None and (problem := build_problem(on_gpu=False)):  # as on a login node
+        parts[1] = Finding("rollouts", "none", problem[0], problem[1])
     if packages["vllm"] is None:
         parts[1] = Finding("rollouts", "none", "only saved samples can be replayed", "install vllm")
     return parts

@@ -72,10 +72,13 @@ def _show(result: DryRun, unchecked: Sequence[str]) -> int:
     """Print model, memory, and what was not checked; the last line is JSON."""
     from rich.console import Console
 
+    from oblr_megatron.config.checks import biases
     from oblr_megatron.preflight.examine import check_fits
     from oblr_megatron.preflight.table import json_line, kinds_of, memory_table
 
     models, memory = result.models, result.memory
+    for line in () if result.config.rollout.only else biases(result.config):
+        print(f"warning: {line}")
     print(result.model)
     norms = "" if result.config.rollout.only else f"; norms: {result.config.gradnorm.mode}"
     print(f"{result.world_size} ranks, each on {result.device.text}{norms}")
@@ -98,15 +101,16 @@ def _show(result: DryRun, unchecked: Sequence[str]) -> int:
 def device_of(config: Config, per_node: int, gpu_memory_gb: float | None) -> RankDevice:
     """GPUs of the given size, else this machine's GPU, else its CPU with memory divided over the ranks of a node.
 
-    On GPUs that are not here, Transformer Engine counts as installed unless the configuration excludes it.
+    On GPUs that are not here, Transformer Engine counts as installed.
     """
     import torch
 
+    from oblr_megatron.checks.machine import suits_transformer_engine
     from oblr_megatron.memory.select_mode import free_memory
     from oblr_megatron.model.precision import this_machine
     from oblr_megatron.preflight.device_memory import RankDevice
 
-    wanted = config.model.transformer_impl != "local"
+    wanted = suits_transformer_engine(config.model)
     here = torch.cuda.is_available()
     if gpu_memory_gb is None and not here:
         return RankDevice(on_gpu=False, num_bytes=free_memory(per_node), transformer_engine=False)

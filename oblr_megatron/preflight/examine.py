@@ -15,7 +15,6 @@ from pathlib import Path
 from typing import Any
 
 from oblr_megatron.checkpoint.hf_dir import check_hf_dir, check_hf_files
-from oblr_megatron.checks.lengths import max_model_len
 from oblr_megatron.checks.run_dir import check_run_dir
 from oblr_megatron.config import Config
 from oblr_megatron.config.data import SourceConfig
@@ -26,7 +25,7 @@ from oblr_megatron.memory.rank_shapes import RankSizes
 from oblr_megatron.memory.select_mode import resolve, with_mode
 from oblr_megatron.model.published import published
 from oblr_megatron.observe.performance.flops import total_parameters
-from oblr_megatron.preflight.checklist import Proposed, check
+from oblr_megatron.preflight.checklist import Proposed, check, check_cache
 from oblr_megatron.preflight.device_memory import RankDevice, RankMemory, rank_memory
 from oblr_megatron.preflight.inputs import check_dealing, find_saved, open_inputs
 from oblr_megatron.preflight.models import Models, build_models
@@ -125,22 +124,16 @@ def check_fits(memory: Sequence[RankMemory], config: Config, device: RankDevice)
     Raises:
         UserError: names the stage, the phase and both sizes.
     """
-    longest, engine = max_model_len(config), memory[0].engine
-    if engine is not None and engine.kv_tokens < longest:
-        raise UserError(
-            f"an engine's KV cache holds {engine.kv_tokens:,} tokens, but one sequence has up to {longest:,}: weights "
-            f"take {_gb(engine.weights)} and the rest {_gb(engine.other)} of its {_gb(engine.total)} per device",
-            where="config: rollout",
-            fix="raise rollout.gpu_memory_utilization or tensor_parallel_size (on a CPU kv_cache_gib)",
-        )
+    if memory[0].engine is not None:
+        check_cache(memory[0].engine, config)
     fullest = max(memory, key=lambda one: one.peak)
     if device.num_bytes is None or fullest.peak <= device.num_bytes:
         return
     sampling = fullest.rollout >= fullest.training  # equal on a CPU with rollout.only
     phase = "during sampling" if sampling else f"at the {fullest.step.moment}"
     awake = fullest.engine.kv_cache if fullest.engine is not None else 0
-    if not device.on_gpu and awake > fullest.step.total:
-        fix = "lower rollout.kv_cache_gib"
+    if not device.on_gpu and (sampling or awake > fullest.step.total):
+        fix = "lower rollout.kv_cache_gib or num_engines"
     elif sampling:
         fix = "lower rollout.gpu_memory_utilization, or start more ranks with parallel.use_distributed_optimizer"
     else:

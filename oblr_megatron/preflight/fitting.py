@@ -10,10 +10,13 @@ from collections.abc import Iterator, Mapping
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from itertools import product
+from math import ceil
 from typing import Any, Literal
 
+from oblr_megatron.checks.lengths import max_model_len
 from oblr_megatron.config import Config
 from oblr_megatron.errors import UserError
+from oblr_megatron.memory.engine import engine_bytes
 from oblr_megatron.memory.pass_plan import longest_sample
 from oblr_megatron.memory.select_mode import resolve, with_mode
 from oblr_megatron.preflight.device_memory import RankDevice, rank_memory
@@ -25,6 +28,8 @@ USED_SHARE = {False: 0.75, True: 0.95}
 On a CPU glibc keeps freed blocks: a rank may take up to a third more than estimated (docs/results.md).
 """
 SHORTEST_RESPONSE = 64
+CACHED = (32, 8, 2)
+"""Sequences of the greatest length for which a CPU engine's KV cache has room: decoding them together is faster."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -40,7 +45,8 @@ def fitting(config: Config, hf_config: Mapping[str, Any], device: RankDevice) ->
     planned = device
     if device.num_bytes is not None:
         planned = replace(device, num_bytes=int(USED_SHARE[device.on_gpu] * device.num_bytes))
-    for choice in choices(config, on_gpu=device.on_gpu):
+    per_token = 0 if device.num_bytes is None else kv_token_bytes(hf_config, config)
+    for choice in choices(config, on_gpu=device.on_gpu, kv_token_bytes=per_token):
         with suppress(UserError):  # it does not fit
             norms = resolve(
                 hf_config,
@@ -56,8 +62,14 @@ def fitting(config: Config, hf_config: Mapping[str, Any], device: RankDevice) ->
     return None
 
 
-def choices(config: Config, *, on_gpu: bool) -> Iterator[Config]:
-    """The config with less and less memory: smaller microbatches, recomputation, offloaded state, shorter responses.
+def kv_token_bytes(hf_config: Mapping[str, Any], config: Config) -> int:
+    """Bytes of a token in the KV cache of a CPU engine."""
+    return engine_bytes(hf_config, config, device_bytes=None).kv_bytes_per_token
+
+
+def choices(config: Config, *, on_gpu: bool, kv_token_bytes: int = 0) -> Iterator[Config]:
+    """The config with less and less memory: smaller microbatches, a CPU engine's smaller KV cache, recomputation,
+    offloaded state, shorter responses.
 
     A microbatch holds at least one whole sample. Nothing is offloaded on a CPU: the host's memory is the rank's.
     """
@@ -65,9 +77,13 @@ def choices(config: Config, *, on_gpu: bool) -> Iterator[Config]:
     response = config.rollout.max_response_tokens
     for tokens in _halved(response, min(response, SHORTEST_RESPONSE)):
         rollout = config.rollout.model_copy(update={"max_response_tokens": tokens})
-        for offload, granularity in product(offloads, ("none", "full")):
+        longest = max_model_len(config.model_copy(update={"rollout": rollout}))
+        needed = () if on_gpu else (count * longest * kv_token_bytes / 2**30 for count in CACHED)
+        caches = dict.fromkeys(max(rollout.kv_cache_gib, ceil(2 * gib) / 2) for gib in needed) or [rollout.kv_cache_gib]
+        for offload, granularity, gib in product(offloads, ("none", "full"), caches):
             optimizer = config.optimizer.model_copy(update={"offload": offload})
-            shorter = config.model_copy(update={"rollout": rollout, "optimizer": optimizer})
+            cached = rollout.model_copy(update={"kv_cache_gib": gib})
+            shorter = config.model_copy(update={"rollout": cached, "optimizer": optimizer})
             for bound in _halved(config.parallel.micro_batch_tokens, longest_sample(shorter)):
                 changes = {"micro_batch_tokens": bound, "recompute_granularity": granularity}
                 yield shorter.model_copy(update={"parallel": config.parallel.model_copy(update=changes)})

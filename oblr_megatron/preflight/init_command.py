@@ -44,6 +44,8 @@ RESPONSE_TOKENS = 512
 THINKING = "enable_thinking"  # Qwen3's switch; by default its models think
 NO_THOUGHTS = "Without thoughts, which take thousands of tokens. For true, raise rollout.max_response_tokens."
 TALK = "The rows are conversations, rendered by the model's chat template."
+PLAIN = "Plain text: the model's stop tokens do not end a turn of its chat template, as of a base model."
+LEAST_FOLDS = 8  # so that up to 8 replicas can share them
 FOLDS = "Parts of a step, from which its noise is measured. A multiple of the model's replicas."
 RATES = ((50_000_000, 5e-4), (400_000_000, 3e-5), (math.inf, 1e-6))
 """(parameters, learning rate of models below): of the demo, of SmolLM2-135M (examples), and the usual rate."""
@@ -87,7 +89,8 @@ def init(options: argparse.Namespace) -> int:
 
     import torch
 
-    sections = settings(model, data, out, on_gpu=torch.cuda.is_available())
+    ranks = max(1, torch.cuda.device_count())
+    sections = settings(model, data, out, on_gpu=torch.cuda.is_available(), ranks=ranks)
     config = parse_config(tomllib.loads(document(sections)), str(out))
 
     from oblr_megatron.checks.run_dir import check_run_dir
@@ -96,7 +99,7 @@ def init(options: argparse.Namespace) -> int:
     from oblr_megatron.preflight.inputs import preflight
 
     check_run_dir(config.run_dir)
-    preflight(config, 1)
+    preflight(config, 1, engines=False)
     device = device_of(config, 1, None)
     fit = fitting(config, model.config, device)
     if fit is not None:
@@ -108,11 +111,11 @@ def init(options: argparse.Namespace) -> int:
         raise _cannot_write(out, error.strerror or "") from error
     print(f"wrote {out}; its comments say what to change")
     if fit is None:
-        print("it does not fit into the memory that is free here: give the dry run --gpu-memory-gb for other machines")
+        print("no choice fits into the memory that is free here: give the dry run --gpu-memory-gb for other machines")
     train = f"oblr-megatron train {shlex.quote(str(out))}"
-    ranks = f" --nproc-per-node {torch.cuda.device_count()}" if torch.cuda.device_count() > 1 else ""
-    print(f"next: {train} --dry-run{ranks}    # does it fit?")
-    print(f"      {train}{ranks}")
+    several = f" --nproc-per-node {ranks}" if ranks > 1 else ""
+    print(f"next: {train} --dry-run{several}    # does it fit?")
+    print(f"      {train}{several}")
     return EXIT_OK
 
 
@@ -128,6 +131,9 @@ def fit_sections(sections: Sections, fit: Fit, device: RankDevice) -> None:
     if fit.config.optimizer.offload != "none":
         why = "Masters and moments are in host memory while engines sample, or they would not fit."
         sections["optimizer"]["offload"] = (fit.config.optimizer.offload, why)
+    if fit.config.rollout.kv_cache_gib != type(fit.config.rollout).model_fields["kv_cache_gib"].default:
+        why = "GiB of an engine's KV cache. Sequences that fit are decoded together."
+        rollout["kv_cache_gib"] = (fit.config.rollout.kv_cache_gib, why)
     response, comment = rollout["max_response_tokens"]
     if fit.config.rollout.max_response_tokens != response:
         rollout["max_response_tokens"] = (fit.config.rollout.max_response_tokens, f"{comment} {response} do not fit.")
@@ -183,8 +189,8 @@ def _names(row: dict[str, Any]) -> list[str]:
     return [*row, *inner]
 
 
-def settings(model: HFDir, data: DataConfig, out: Path, *, on_gpu: bool) -> Sections:
-    """The keys of a first config, for a machine with or without GPUs.
+def settings(model: HFDir, data: DataConfig, out: Path, *, on_gpu: bool, ranks: int = 1) -> Sections:
+    """The keys of a first config, for a machine with or without GPUs. Each rank is a replica of the model.
 
     Raises:
         UserError: no row can be used.
@@ -196,10 +202,13 @@ def settings(model: HFDir, data: DataConfig, out: Path, *, on_gpu: bool) -> Sect
     positions = int(model.config.get("max_position_embeddings", 4 * RESPONSE_TOKENS))
     tokenizer = model.tokenizer()
     chat = getattr(tokenizer, "chat_template", None)
+    folds = -(-LEAST_FOLDS // ranks) * ranks
     rows = [] if data.train[0].gym_task else list(read_rows(data.train[0], data, [], training=True))
     talk = bool(chat and rows) and not any(isinstance(row.question, str) for row in rows)
     reward, why, template = _reward(data, tokenizer, [row.answer for row in rows])
     asked = {"template": (template, "The prompt around a row's question.")}
+    if chat and not talk and not ends_turns(model, tokenizer):
+        chat, asked = None, {"template": (template, f"The prompt around a row's question. {PLAIN}")}
     if talk:  # rendered as they are, so that a template would not be used
         reward, why, asked = _asked(reward, why, [asked_text(row.question) for row in rows])
     thinks = THINKING in str(chat)
@@ -218,7 +227,7 @@ def settings(model: HFDir, data: DataConfig, out: Path, *, on_gpu: bool) -> Sect
         "": {
             "run_dir": (f"run/{out.stem}", "Output: metrics, report, checkpoints, trained model. Must be new."),
             "num_steps": (100, "Optimizer steps."),
-            "num_prompts": (32, "Prompts of a step, a multiple of algo.snr.num_folds."),
+            "num_prompts": (4 * folds, "Prompts of a step, a multiple of algo.snr.num_folds."),
             "group_size": (8, "Responses to each prompt."),
         },
         "model": {
@@ -242,12 +251,29 @@ def settings(model: HFDir, data: DataConfig, out: Path, *, on_gpu: bool) -> Sect
         },
         "rollout": {"max_response_tokens": (response, shared)},
         "reward": {"name": (reward, why)},
-        "algo": {"snr.num_folds": (8, FOLDS)},
+        "algo": {"snr.num_folds": (folds, FOLDS)},
         "optimizer": {
             "lr": (rate, "Learning rate: 5e-4 for tiny models, 3e-5 for 0.1B parameters, 1e-6 for 0.6B and more."),
             "lr_warmup_steps": (10, "Steps in which the rate rises: the first updates are the noisiest."),
         },
     }
+
+
+def ends_turns(model: HFDir, tokenizer: PreTrainedTokenizerBase) -> bool:
+    """Whether a stop token of the model ends a turn of its chat template.
+
+    Base models may ship the template of their chat models, but never learned to end a turn. Their responses would run
+    on to the limit.
+    """
+    from oblr_megatron.engine.identity import stop_tokens
+
+    turns = [{"role": "user", "content": "question"}, {"role": "assistant", "content": "response"}]
+    try:
+        text = str(tokenizer.apply_chat_template(turns, tokenize=False))
+    except Exception:  # noqa: BLE001  a template may refuse anything; the run renders its own prompts
+        return True
+    after = tokenizer.encode(text.rpartition("response")[2], add_special_tokens=False)
+    return not after or after[0] in stop_tokens(model)
 
 
 def _source(source: SourceConfig) -> dict[str, tuple[str | int | float, str]]:

@@ -32,7 +32,7 @@ from oblr_megatron.memory.select_mode import ModeChoice, free_memory, resolve, w
 from oblr_megatron.metrics import write_whole
 from oblr_megatron.model.parallel import local_rank, local_world_size
 from oblr_megatron.model.precision import this_machine
-from oblr_megatron.preflight.checklist import Proposed, check
+from oblr_megatron.preflight.checklist import Need, Proposed, check
 from oblr_megatron.rewards.reachable import doubts
 from oblr_megatron.rollout import resume_sampling
 from oblr_megatron.rollout.replay import check_replayed
@@ -85,23 +85,25 @@ class Inputs:
         return [f"warning: {line}" for line in doubts(sets, config.reward, self.tokenizer, max_tokens=tokens)]
 
 
-def preflight(config: Config, world_size: int, *, owns_run_dir: bool = True) -> Inputs:
+def preflight(config: Config, world_size: int, *, owns_run_dir: bool = True, engines: bool = True) -> Inputs:
     """Check a run and open its inputs.
 
     One rank `owns_run_dir`: it also checks what only this rank uses, such as the servers. The caller has checked the
-    run directory itself (`check_run_dir`), because the lock in it is taken before.
+    run directory itself (`check_run_dir`), because the lock in it is taken before. Without `engines` nothing is said of
+    the packages that start them here: a first config may be written on a login node.
 
     Raises:
         UserError: the first problem.
     """
+    known: tuple[Need, ...] = ("layout", "here", "device", *(("engines",) if engines else ()))
     model, on_gpu = check_hf_dir(config.model.path), torch.cuda.is_available()
     run = Proposed(config, model.config, world_size, local_world_size(world_size), on_gpu, model)
     checkpoints: list[Checkpoint] = []
     if owns_run_dir:
-        check(run, "layout", "here", "device", "owner")
+        check(run, *known, "owner")
         checkpoints = find_saved(config, model)
     else:
-        check(run, "layout", "here", "device")
+        check(run, *known)
     norms = None if config.rollout.only else choose_mode(model, config, checkpoints, world_size)
     return open_inputs(config, model, norms, checkpoints)
 

@@ -161,6 +161,17 @@ def other_settings(saved: SavedStep, config: Config) -> Iterator[Problem]:
             yield f"the samples were saved with {name} {stored}, but the run has {wanted}", f"set {name} to {stored}"
 
 
+def other_filters(saved: SavedStep, config: Config) -> Iterator[Problem]:
+    """Filters of the draws that differ from those of this run."""
+    if saved.filters != config.rollout.filters:
+        stored, wanted = (
+            ", ".join(f"{name} {value:g}" for name, value in one.items()) or "no filter"
+            for one in (saved.filters, config.rollout.filters)
+        )
+        what = f"the samples were saved with {stored}, but the run has {wanted}: log-probs are of what a filter leaves"
+        yield what, "set top_p, top_k and min_p of [rollout] as they were"
+
+
 def _problems(saved: SavedStep, config: Config, vocab_size: int, model: str) -> Iterator[Problem]:
     """Why a step does not fit the run: its sizes, its age, its tokens, its log-probs, its model."""
     yield from other_settings(saved, config)
@@ -171,6 +182,8 @@ def _problems(saved: SavedStep, config: Config, vocab_size: int, model: str) -> 
             "save them with model.moe_routing_replay=true, or set it to false",
         )
     unrecorded = any(sample.recorded is None and sample.length for sample in samples)  # a failed episode has no tokens
+    if unrecorded and not config.replays_support:  # recorded tokens tell what the filter left
+        yield from other_filters(saved, config)
     if config.replays_support and unrecorded:
         yield (
             f"rollout.top_k is {config.rollout.top_k}, but the samples were saved without the tokens that it left",

@@ -22,7 +22,7 @@ from oblr_megatron.config import Config
 from oblr_megatron.errors import Problem, UserError
 from oblr_megatron.formatting import flatten
 from oblr_megatron.metrics import logged_until
-from oblr_megatron.rollout.replay import other_settings
+from oblr_megatron.rollout.replay import other_filters, other_settings
 from oblr_megatron.rollout.step_file import SavedStep, read_step, step_path
 
 logger = logging.getLogger(__name__)
@@ -33,7 +33,8 @@ NEW_RUN = "name a new run_dir"
 def find(config: Config, model: HFDir) -> list[Checkpoint]:
     """The last saved step as a checkpoint without files; [] if the run has done no step.
 
-    A step counts when metrics.jsonl has it, too. A damaged file is logged, and its step is sampled again.
+    A step counts when metrics.jsonl has it, too. Damaged files after the last readable one are logged, and their steps
+    are sampled again.
 
     Raises:
         UserError: The run directory is of a run that trains. Or no saved step can be read. Or the samples are of
@@ -89,5 +90,5 @@ def _problems(saved: SavedStep, config: Config, model: HFDir, before: dict[str, 
     if saved.model != model.fingerprint:
         fix = "set model.path to the model that the run started with"
         yield "the samples were drawn from another model", f"{fix}, or {NEW_RUN}"
-    for what, fix in other_settings(saved, config):
+    for what, fix in (*other_settings(saved, config), *other_filters(saved, config)):
         yield what, f"{fix}, or {NEW_RUN}"

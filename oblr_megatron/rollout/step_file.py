@@ -31,7 +31,7 @@ PROMPT_COLUMNS = {"prompt_row": "row", "prompt_id": "id", "prompt_text": "text"}
 """Column -> field of `Prompt`."""
 ROUTES = "routes"
 """The column of routes, and the fact that holds their sizes [layers, k]."""
-STEP_FACTS = ("step", "temperature", "epoch", "skipped", "model", "position")
+STEP_FACTS = ("step", "temperature", "epoch", "skipped", "model", "position", "filters")
 SCHEMA_VERSION = 1
 
 
@@ -86,6 +86,7 @@ class SavedStep:
     rewards: list[float]  # N, as the run scored them
     model: str = ""  # fingerprint of the weights that the run started from; empty: not known, and not compared
     position: dict[str, Any] = field(default_factory=dict)  # in the data, after the step
+    filters: dict[str, float] = field(default_factory=dict)  # of the draws: `RolloutConfig.filters`
 
     @property
     def group_size(self) -> int:
@@ -148,7 +149,7 @@ def read_step(path: Path) -> SavedStep:
     group_size = facts["group_size"]
     firsts = rows[::group_size]
     saved = SavedStep(
-        **{name: facts[name] for name in STEP_FACTS},
+        **{name: facts[name] for name in STEP_FACTS if name in facts},
         prompts=[_prompt(row) for row in firsts],
         samples=[_sample(row, facts.get(ROUTES), path) for row in rows],
         rewards=[row["reward"] for row in rows],

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import signal
-import socket
 import subprocess
 import sys
 from collections.abc import Callable
@@ -11,6 +10,7 @@ from pathlib import Path
 
 from tests.e2e.conftest import LIMIT_S, ROOT, environment, records
 from tests.e2e.forked_processes import popen
+from tests.ports import free_port
 
 COMMAND = [sys.executable, "-m", "oblr_megatron.cli", "train", "examples/tiny_cpu/config.toml"]
 
@@ -32,8 +32,7 @@ def test_one_rank_needs_no_rendezvous(tmp_path: Path, overrides: Callable[..., l
 def test_a_wait_for_other_ranks_has_a_line_and_ends_with_a_signal(
     tmp_path: Path, overrides: Callable[..., list[str]]
 ) -> None:
-    with socket.create_server(("127.0.0.1", 0)) as free:
-        port = free.getsockname()[1]
+    port = free_port()
     given = {"WORLD_SIZE": "4", "RANK": "0", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "LOCAL_RANK": "0"}
     with start(overrides(tmp_path / "run"), given) as job:
         try:

@@ -172,7 +172,6 @@ def test_shared_memory_has_no_name(rollout):
     for pid in (os.getpid(), engines._engine.pid):
         maps = Path(f"/proc/{pid}/maps").read_text().splitlines()
         assert any("/memfd:oblr-weights" in line for line in maps)
-        assert all(line.endswith("(deleted)") for line in maps if "/dev/shm/" in line)
 
 
 def _request(engines):

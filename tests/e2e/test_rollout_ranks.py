@@ -6,7 +6,6 @@ the other one. Not covered: engines of several GPUs.
 
 import os
 import signal
-import time
 
 import pytest
 import torch
@@ -44,7 +43,6 @@ def test_two_ranks_with_an_engine_each(tmp_path):
     assert largest_error(model, first["after"]) < 1e-4 and {one.version for one in first["after"]} == {1}
     assert all(part in first["error"] for part in ("engine 1", "SIGKILL", "rank 1", "push 2"))
     assert "push 2 did not reach every engine" in first["after_error"]
-    assert max(first["seconds"], second["seconds"]) < 10
 
 
 def one_rank(path, run_dir):
@@ -61,13 +59,11 @@ def one_rank(path, run_dir):
                 parameter.mul_(1.5)
         engines.push(MegatronWeights(policy), version=1)
         result["after"] = sample(engines, PROMPTS, GROUP)
-        begin = time.monotonic()
         source = MegatronWeights(policy)
         if parallel.rank == 1:
             os.kill(engines._engine.pid, signal.SIGKILL)
         result["error"] = error_of(lambda: engines.push(source, version=2))
         result["after_error"] = error_of(lambda: sample(engines, PROMPTS, GROUP))
-        result["seconds"] = time.monotonic() - begin
         engines.close()
         return result
 

@@ -11,7 +11,6 @@ import math
 import os
 import signal
 import subprocess
-import time
 from collections.abc import Callable
 from pathlib import Path
 
@@ -183,9 +182,7 @@ def test_killed_rank_ends_the_job(tmp_path: Path, overrides: Callable[..., list[
         }
         assert ranks.keys() == {0, 1}
         ranks[victim].send_signal(signal.SIGKILL)
-        start = time.monotonic()
         _, stderr = job.communicate(timeout=60)
-        assert time.monotonic() - start < 60
         assert job.returncode != 0
         assert "SIGKILL" in stderr and f"rank      : {victim}" in stderr, stderr[-2000:]
         _, alive = psutil.wait_procs(family, timeout=10)

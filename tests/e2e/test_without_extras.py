@@ -37,8 +37,9 @@ LIMIT_TESTS_S = 3600
 def core(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """The tree without the folders."""
     root = tmp_path_factory.mktemp("core")
+    without = shutil.ignore_patterns("extras", "studies", "study", "__pycache__")
     for name in FOLDERS:
-        shutil.copytree(ROOT / name, root / name, ignore=shutil.ignore_patterns("extras", "studies", "__pycache__"))
+        shutil.copytree(ROOT / name, root / name, ignore=without)
     for file in (file for file in ROOT.iterdir() if file.is_file()):
         shutil.copy(file, root)
     (root / "sitecustomize.py").write_text(ONLY_THE_COPY)

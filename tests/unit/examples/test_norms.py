@@ -25,7 +25,3 @@ def test_the_example_agrees_with_opacus() -> None:
     assert done.returncode == 0, done.stderr[-3000:]
     found = re.fullmatch(r"norms differ from Opacus by (\S+), clipped sums by (\S+)\n", done.stdout)
     assert found and all(float(error) < 1e-12 for error in found.groups()), done.stdout
-
-
-def test_the_example_stays_short() -> None:
-    assert len((ROOT / SCRIPT).read_text(encoding="utf-8").splitlines()) <= 65

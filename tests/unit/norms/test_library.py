@@ -21,7 +21,14 @@ from torch import Tensor, nn
 
 from oblr_megatron.errors import UserError
 from oblr_megatron.model.parallel import shutdown
-from oblr_megatron.norms import clipped_grad_sum, per_sample_sq_grad_norms, products, tapped, weighted_grad_sum
+from oblr_megatron.norms import (
+    TokenBatch,
+    clipped_grad_sum,
+    per_sample_sq_grad_norms,
+    products,
+    tapped,
+    weighted_grad_sum,
+)
 from oblr_megatron.norms.products import Tiles
 from tests.distributed.user_models import Batch, build, groups, mean_cross_entropy, rows, samples
 
@@ -56,6 +63,8 @@ def ddp(model: Any, **options: Any) -> DistributedDataParallel:
         ("gpt", "multi_latent_attention", True),
         ("gpt", "defer_embedding_wgrad_compute", True),
         ("gpt", "cpu_offloading", True),
+        ("gpt", "mlp_chunks_for_training", 2),
+        ("gpt", "use_transformer_engine_op_fuser", True),
     ],
 )
 def test_a_field_that_the_passes_cannot_measure_is_named(family: str, field: str, value: Any) -> None:
@@ -90,6 +99,15 @@ def test_other_models_and_wrappers_are_refused() -> None:
         with pytest.raises(UserError) as error:
             per_sample_sq_grad_norms(ddp(build("gpt")[0], **options), samples(), mean_cross_entropy)
         assert error.value.where == "DistributedDataParallelConfig"
+    inside = ddp(build("gpt")[0]).module
+    with pytest.raises(UserError, match="main_grad, which belongs to a wrapper"):
+        per_sample_sq_grad_norms(inside, samples(), mean_cross_entropy)
+    assert all(param.main_grad is not None for param in inside.parameters())
+    TEFusedMLP = type("TEFusedMLP", (nn.Linear,), {})
+    (model,) = build("gpt")
+    model.decoder.layers[0].mlp.fused = TEFusedMLP(2, 2)
+    with pytest.raises(UserError, match="TEFusedMLP never calls"):
+        per_sample_sq_grad_norms(model, samples(), mean_cross_entropy)
 
 
 def test_a_parameter_without_a_rule_is_refused_by_name_and_no_tap_stays() -> None:
@@ -158,6 +176,22 @@ def test_a_token_outside_the_vocabulary_is_refused(wrong: int) -> None:
     batches[2].input_ids[0, 1] = wrong
     with pytest.raises(UserError, match="outside the vocabulary"):
         per_sample_sq_grad_norms(build("gpt")[0], batches, mean_cross_entropy)
+
+
+@pytest.mark.parametrize("bounds", [[0, 3], [1, 5], [0, 4, 2, 5]])
+def test_packed_bounds_that_do_not_cover_the_row_are_refused(bounds: list[int]) -> None:
+    row = torch.ones(1, 5, dtype=torch.int64)
+    batch = TokenBatch(row, row, torch.ones(1, 5), cu_seqlens=torch.tensor(bounds, dtype=torch.int32))
+    with pytest.raises(UserError, match="do not cut the 1 row of 5 tokens"):
+        per_sample_sq_grad_norms(build("gpt")[0], [batch], mean_cross_entropy)
+
+
+def test_fp8_layers_have_no_factors_to_keep() -> None:
+    (model,) = build("gpt")
+    with tapped(model) as handle:
+        model.config.fp8 = "hybrid"
+        with pytest.raises(UserError, match="whole gradient of every sample"):
+            clipped_grad_sum(handle, samples(), mean_cross_entropy, 1.0, mode="bookkeep")
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])

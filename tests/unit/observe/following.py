@@ -6,6 +6,7 @@ import json
 import os
 import subprocess
 import sys
+import time
 from importlib.util import find_spec
 from pathlib import Path
 
@@ -60,6 +61,7 @@ def requeued(config: Config) -> tuple[str, list[int]]:
     """Follow steps 1 to 3, and 3 to 4 of a job that continues after step 2: the run's id, and the steps sent."""
     (name,) = config.log.trackers
     follow(config, range(1, 4))
+    time.sleep(1)  # wandb names the directory of a start by whole seconds
     before = (config.run_dir / "trackers" / f"{name}.json").read_text()
     assert follow(config, range(3, 5), resume_step=2) == []
     assert (config.run_dir / "trackers" / f"{name}.json").read_text() == before

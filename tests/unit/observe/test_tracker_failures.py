@@ -40,9 +40,8 @@ def refuses(name: str, folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setenv(variable, value)
     monkeypatch.setattr(feed, "CLOSE_SECONDS", 8.0)
     config = configured(folder / "run", name)
-    before, start = set(children_of(os.getpid())), time.monotonic()
+    before = set(children_of(os.getpid()))
     said = follow(config, range(1, 4))
-    assert time.monotonic() - start < 20
     assert [record["step"] for record in read_metrics(config.run_dir)] == [1, 2, 3]
     assert said and said[-1].startswith(f"tracker {name}: ")
     assert set(children_of(os.getpid())) <= before, "a child of earlier tests may end meanwhile"
@@ -91,13 +90,11 @@ def test_a_tracker_that_hangs_is_ended_with_its_children(
     monkeypatch.setattr(feed, "CLOSE_SECONDS", 8.0)
     config, said = configured(tmp_path / "run", "hanging", "raising"), []
     check_trackers(config.log.trackers)
-    start = time.monotonic()
     with Trackers(config, said.append, rank=0, resume_step=None) as trackers:
         trackers.start()
         for step in range(1, 4):
             trackers.log({"step": step, "lr": 0.5})
         until(lambda: all((config.run_dir / name).exists() for name in ("children", "step-3")))
-    assert time.monotonic() - start < 60
     hanging, raising = [line for line in said if "were lost" in line]
     assert hanging.startswith("tracker hanging: 4 of 5 records were lost")  # log x 3 and close
     assert "not done within 8 s" in hanging

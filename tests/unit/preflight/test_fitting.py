@@ -18,7 +18,7 @@ from oblr_megatron.memory.select_mode import resolve, with_mode
 from oblr_megatron.model.published import published
 from oblr_megatron.preflight.device_memory import RankDevice, rank_memory
 from oblr_megatron.preflight.examine import check_fits
-from oblr_megatron.preflight.fitting import USED_SHARE, choices, fitting
+from oblr_megatron.preflight.fitting import USED_SHARE, choices, fitting, kv_token_bytes
 from tests.unit.configs import config_with
 
 SMOLLM2 = {
@@ -69,7 +69,8 @@ def test_a_machine_gets_the_first_choice_that_leaves_room(hf_config: Mapping[str
     assert fit is not None and device.num_bytes is not None and fits(fit.config, hf_config, device)
     assert fit.num_bytes <= USED_SHARE[device.on_gpu] * device.num_bytes
     planned = replace(device, num_bytes=int(USED_SHARE[device.on_gpu] * device.num_bytes))
-    before = list(choices(first_config(), on_gpu=device.on_gpu))
+    per_token = kv_token_bytes(hf_config, first_config())
+    before = list(choices(first_config(), on_gpu=device.on_gpu, kv_token_bytes=per_token))
     before = before[: before.index(fit.config)]
     assert not any(fits(one, hf_config, planned) for one in before), "the first choice that fits has most to offer"
 
@@ -87,6 +88,16 @@ def test_less_memory_first_takes_smaller_microbatches_then_recomputation_then_sh
     assert all(longest_sample(one) <= one.parallel.micro_batch_tokens for one in choices(config, on_gpu=False))
     offloads = [(one.rollout.max_response_tokens, one.optimizer.offload) for one in choices(config, on_gpu=True)]
     assert list(dict.fromkeys(offloads)) == [(n, where) for n in (100, 64) for where in ("none", "sampling")]
+
+
+def test_a_cpu_engine_has_a_cache_for_many_sequences_before_responses_get_shorter() -> None:
+    """A token of Qwen3-0.6B in float32 takes 229,376 bytes: 2,340 tokens fit into the default of 0.5 GiB."""
+    config = config_with(num_prompts=32, data={"max_prompt_tokens": 4096}, rollout={"max_response_tokens": 512})
+    for gigabytes, sequences, gib in ((128, 32, 31.5), (64, 8, 8.0)):
+        fit = fitting(config, QWEN, cpu(gigabytes))
+        assert fit is not None and fit.config.rollout.max_response_tokens == 512
+        assert fit.config.rollout.kv_cache_gib == gib >= sequences * 4608 * 229_376 / 2**30
+    assert {one.rollout.kv_cache_gib for one in choices(config, on_gpu=True, kv_token_bytes=229_376)} == {0.5}
 
 
 def test_a_gpu_keeps_its_responses_if_state_can_leave_it() -> None:

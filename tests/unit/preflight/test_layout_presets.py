@@ -69,7 +69,7 @@ def test_adapters_fit_one_node(command: str) -> None:
     """With the keys that the job script adds to its preset, and on its GPUs."""
     *_, script, arguments = re.split(r"(slurm/\S+)", command)
     text = (PRESETS.parents[1] / script).read_text(encoding="utf-8")
-    keys = [*re.findall(r"^    (\w+(?:\.\w+)*=\S+) \\$", text, re.MULTILINE), *arguments.split()]
+    keys = [*re.findall(r"^    (\w+(?:\.\w+)*=\S+)$", text, re.MULTILINE), *arguments.split()]
     gpus = int(re.findall(r"gpus-per-node=(\d+)", text)[0])
     config = load_config(re.findall(r"slurm/configs/\S+\.toml", text)[0], keys)
     hf_config, _ = model_of(config.model.path)

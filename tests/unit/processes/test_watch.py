@@ -10,6 +10,7 @@ from itertools import pairwise
 import pytest
 
 from oblr_megatron.processes.watch import JOB, NOBODY, Watch, watch_tasks
+from tests.unit.waiting import until
 
 READS = 100_000
 
@@ -27,6 +28,7 @@ def test_the_seconds_of_others_never_fall() -> None:
                 watch.set(number)
                 watch.set(NOBODY)
     try:
+        until(lambda: watch.seconds_of_others(1) > 0)
         found = [watch.seconds_of_others(1) for _ in range(READS)]
     finally:
         os.kill(writer, 9)

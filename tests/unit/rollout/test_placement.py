@@ -128,6 +128,7 @@ def test_an_engine_that_splits_no_prompt_takes_a_token_of_every_sequence(spec):
 
 
 def test_a_gpu_engine_sees_its_blocks_devices():
+    assert child_environment({"VLLM_PLUGINS": "own"}, CPU)["VLLM_PLUGINS"] == "own,oblr_megatron"
     child = child_environment({"CUDA_VISIBLE_DEVICES": "0,1,2,3"}, GPU)
     assert child["CUDA_VISIBLE_DEVICES"] == "2,3"
     assert "OMP_NUM_THREADS" not in child and "TORCHDYNAMO_DISABLE" not in child

@@ -165,6 +165,7 @@ def test_good_files_are_taken(directory: Path) -> None:
     [
         ("num_steps=3", ("step 3 of 3", "num_steps to 2")),
         ("num_prompts=4", ("num_prompts 2,", "has 4")),
+        ("rollout.top_p=0.9", ("saved with no filter", "has top_p 0.9")),
         ("group_size=3", ("group_size 2,", "has 3")),
         ("rollout.temperature=0.7", ("rollout.temperature 1.0,", "has 0.7")),
         ("rollout.max_response_tokens=1", (" 6 tokens", " 5")),

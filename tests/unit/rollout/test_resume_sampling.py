@@ -74,6 +74,7 @@ def test_a_damaged_step_is_sampled_again(run_dir: Path, caplog: pytest.LogCaptur
         (["group_size=4"], "group_size 2, but the run has 4"),
         (["data.shuffle=false"], "data.shuffle true, but the config has false"),
         (["rollout.temperature=0.5"], r"rollout.temperature 1.0, but the run has 0.5"),
+        (["rollout.top_k=8"], r"saved with no filter, but the run has top_k 8"),
         (["checkpoint.resume=other/checkpoints/step_00000002"], "has no checkpoints.*convert to-hf"),
     ],
 )

@@ -9,15 +9,17 @@ import pytest
 
 from studies.tasks import TASKS, Row, Task, brackets, chain, walk
 
-pytestmark = pytest.mark.parametrize("task", TASKS.values(), ids=TASKS.keys())
+each_task = pytest.mark.parametrize("task", TASKS.values(), ids=TASKS.keys())
 
 
+@each_task
 def test_rows_are_distinct_and_the_split_is_the_same_every_time(task: Task) -> None:
     train, held_out = task.rows(500, 50)
     questions = {row.question for row in train + held_out}
     assert len(questions) == 550 and (train, held_out) == task.rows(500, 50)
 
 
+@each_task
 def test_gold_answers_earn_one_and_fit(task: Task) -> None:
     for row in task.rows(300, 1)[0]:
         right = task.teach(row, random.Random(0), 1.0)
@@ -28,6 +30,7 @@ def test_gold_answers_earn_one_and_fit(task: Task) -> None:
             assert task.reward(right + right[0], row.answer) < 1.0
 
 
+@each_task
 def test_teachers_are_right_as_often_as_asked(task: Task) -> None:
     """Wrong answers may be right by chance, and most easy questions of `mixed` are right at any skill."""
     generator = random.Random(0)
@@ -37,6 +40,7 @@ def test_teachers_are_right_as_often_as_asked(task: Task) -> None:
         assert share - 0.05 < sum(right) / len(right) < share + 0.3
 
 
+@each_task
 def test_answers_of_an_untaught_teacher_fit(task: Task) -> None:
     generator = random.Random(1)
     for row in task.rows(300, 1)[0]:
@@ -44,7 +48,7 @@ def test_answers_of_an_untaught_teacher_fit(task: Task) -> None:
         assert len(told) < task.max_response_tokens and set(told) <= set(task.characters)
 
 
-def test_examples_of_the_docstrings(task: Task) -> None:
+def test_examples_of_the_docstrings() -> None:
     assert chain.partial_sums("7+5+9+4:") == [2, 1, 5] and chain.reward("215=5", "5") == 1.0
     assert chain.reward("=5", "5") == 1.0 and chain.reward("2155", "5") == 0.0 and chain.reward("2=5=5", "5") == 0.0
     assert walk.places("4+3-2+1+1-3:") == [7, 5, 6, 7, 4]

@@ -30,7 +30,7 @@ def copy(tmp_path: Path) -> Path:
     for name in NAMES:
         shutil.copy(ROOT / name, tmp_path)
     shutil.copytree(ROOT / "docs", tmp_path / "docs")
-    shutil.copytree(ROOT / "examples", tmp_path / "examples", ignore=shutil.ignore_patterns("__pycache__"))
+    shutil.copytree(ROOT / "examples", tmp_path / "examples", ignore=shutil.ignore_patterns("__pycache__", "study"))
     (tmp_path / "tools").mkdir()
     shutil.copy(ROOT / "tools" / "docs_site.py", tmp_path / "tools")
     for name in ("slurm", "oblr_megatron", "tests"):  # pages link to files in them

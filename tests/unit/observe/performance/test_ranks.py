@@ -8,10 +8,8 @@ from __future__ import annotations
 import json
 import mmap
 
-import torch
-
 from oblr_megatron.metrics import describe
-from oblr_megatron.observe.performance.ranks import RankTable, memory_now, probe_s, row_of
+from oblr_megatron.observe.performance.ranks import RankTable, memory_now, row_of
 
 
 def table() -> RankTable:
@@ -77,8 +75,3 @@ def test_memory_of_this_process_grows_with_what_it_holds() -> None:
         after, _, peak = memory_now()
     assert after - before > 0.9 * size
     assert peak >= after and peak >= peak_before
-
-
-def test_the_probe_takes_longer_for_more() -> None:
-    """512 times the work per product and 64 times as many products."""
-    assert probe_s(torch.device("cpu"), side=256, repeats=64) > probe_s(torch.device("cpu"), side=32, repeats=1) > 0
