@@ -14,7 +14,6 @@ STUDIES = {
     "curves": "learning curves of arms x seeds with equal samples, each arm at the best rate of its own sweep",
     "variance": "variance of the gradient under every baseline, at a fixed policy",
     "bias": "mean score and gradient under truncated sampling, caps and rejection, by enumeration",
-    "collapse": "training against an engine of few bits, with and without score centering",
     "scaling": "the planner's time and memory predictions against measured steps on this machine's cores",
 }
 """Subcommand -> help text. The module of the same name in this package has `add_arguments(parser)`."""

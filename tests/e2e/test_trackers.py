@@ -15,6 +15,7 @@ from tests.e2e.forked import forked
 NAMES = ("wandb", "mlflow", "trackio", "tensorboard")
 
 
+@pytest.mark.nightly  # tests/unit/observe and tests/unit/extras read each tracker's files back
 def test_a_run_and_its_continuation_are_one_run_of_each_tracker(
     overrides: Callable[..., list[str]], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
