@@ -407,3 +407,10 @@ def test_a_run_of_one_step_off_says_that_it_is_biased() -> None:
     config = parse_config(MINIMAL, overrides=[ONE_STEP, "rollout.max_staleness=1"])
     [line] = biases(config)
     assert "signal and noise" in line and "cut at 2" in line
+
+
+def test_none_unsets_what_has_no_default() -> None:
+    """As in a run's config.json, which is given with other values."""
+    table = MINIMAL | {"rollout": {"replay": "rollouts"}, "log": {"project": "mine"}}
+    config = parse_config(table, overrides=["rollout.replay=none", "log.project=none", "algo.preset=none"])
+    assert (config.rollout.replay, config.log.project, config.algo.preset) == (None, None, None)

@@ -17,6 +17,7 @@ from oblr_megatron.memory.pass_plan import longest_sample
 from oblr_megatron.memory.select_mode import resolve, with_mode
 from oblr_megatron.model.published import published
 from oblr_megatron.preflight.device_memory import RankDevice, rank_memory
+from oblr_megatron.preflight.dry_run_command import device_of
 from oblr_megatron.preflight.examine import check_fits
 from oblr_megatron.preflight.fitting import USED_SHARE, choices, fitting, kv_token_bytes
 from tests.unit.configs import config_with
@@ -115,6 +116,21 @@ def test_a_small_machine_recomputes_and_a_smaller_one_gets_nothing() -> None:
     assert fit is not None and fit.config.parallel.recompute_granularity == "full"
     assert fit.config.rollout.max_response_tokens == 2048
     assert fitting(config, SMOLLM2, cpu(4)) is None
+
+
+@pytest.mark.parametrize(
+    ("dtype", "implementation", "fused"),
+    [
+        ("float32", "auto", False),
+        ("bfloat16", "auto", True),
+        ("bfloat16", "local", False),
+    ],
+)
+def test_gpus_that_are_not_here_have_the_layers_that_the_run_will_take(
+    dtype: str, implementation: str, fused: bool
+) -> None:
+    config = first_config(model={"dtype": dtype, "transformer_impl": implementation})
+    assert device_of(config, 1, 80.0) == RankDevice(True, 80 * 10**9, fused)
 
 
 def test_without_a_known_size_everything_fits() -> None:

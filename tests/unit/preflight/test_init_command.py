@@ -109,6 +109,33 @@ def test_a_model_that_can_think_is_asked_not_to(
     assert written(tmp_path / "here", model, SUMS).data.chat_template_options == options
 
 
+@pytest.mark.parametrize(("stop", "chat"), [("~", True), ("!", False)])
+def test_a_model_whose_stop_token_ends_no_turn_gets_plain_text(
+    stop: str, chat: bool, tmp_path: Path, bytes_model: Path
+) -> None:
+    """Base models of Qwen ship the chat template, and stop at the end of a text alone."""
+    (tmp_path / "run").mkdir()
+    model = shutil.copytree(bytes_model, tmp_path / "run" / "model")
+    tokenizer = PreTrainedTokenizerFast.from_pretrained(model)
+    tokenizer.chat_template = CHAT.replace("{% endfor %}", "~{% endfor %}")
+    tokenizer.eos_token = stop
+    tokenizer.save_pretrained(model)
+    (model / "generation_config.json").unlink(missing_ok=True)
+    table = json.loads((model / "config.json").read_text()) | {"eos_token_id": tokenizer.convert_tokens_to_ids(stop)}
+    (model / "config.json").write_text(json.dumps(table))
+    (tmp_path / "here").mkdir()
+    assert written(tmp_path / "here", model, SUMS).data.chat_template is chat
+
+
+@pytest.mark.parametrize(("ranks", "folds"), [(1, 8), (3, 9), (6, 12), (8, 8), (16, 16)])
+def test_every_gpu_has_folds(ranks: int, folds: int, tmp_path: Path, words: Path) -> None:
+    (tmp_path / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in SUMS))
+    data = DataConfig.model_validate({"train": str(tmp_path / "rows.jsonl")})
+    sections = settings(check_hf_dir(words), data, tmp_path / "first.toml", on_gpu=True, ranks=ranks)
+    config = parse_config(tomllib.loads(document(sections)))
+    assert (config.algo.snr.num_folds, config.num_prompts) == (folds, 4 * folds)
+
+
 @pytest.mark.parametrize(("on_gpu", "dtype"), [(True, "bfloat16"), (False, "float32")])
 def test_a_gpu_trains_in_bfloat16(on_gpu: bool, dtype: str, tmp_path: Path, words: Path) -> None:
     (tmp_path / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in SUMS))

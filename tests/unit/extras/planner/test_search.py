@@ -19,6 +19,7 @@ from oblr_megatron.extras.planner.constants import PlannerMachine
 from oblr_megatron.extras.planner.plan_command import request_of
 from oblr_megatron.extras.planner.search import KEEP_FREE, SearchResult, powers, search
 from oblr_megatron.extras.planner.setting import Request, base_table
+from oblr_megatron.extras.planner.table import unset
 from oblr_megatron.memory.engine import CONTEXT, engine_bytes
 from oblr_megatron.memory.pass_plan import longest_sample
 from oblr_megatron.model.published import published
@@ -265,3 +266,8 @@ def test_a_config_json_of_something_else_is_refused(
     assert main(["plan", "--model", str(tmp_path), *ASK[3:]]) == EXIT_USER
     error = capsys.readouterr().err
     assert said in error and str(tmp_path / "config.json") in error and error.count("\n") == 1
+
+
+def test_a_layout_says_which_keys_must_go() -> None:
+    sections = {"parallel": {"pipeline_model_parallel_size": 1, "virtual_pipeline_model_parallel_size": None}}
+    assert unset(sections) == "# Remove parallel.virtual_pipeline_model_parallel_size from your config.\n"
