@@ -69,7 +69,7 @@ def advantages(name: str, rewards: Tensor, norms_sq: Tensor, lengths: Tensor, hi
     centred = rewards - baseline_values(name, rewards, norms_sq, lengths, history)
     divisors = {"group_std": rewards, "batch_std": rewards.reshape(1, -1), "centred_std": centred.reshape(1, -1)}
     spread = divisors.get(facts_of(name).divisor)
-    if spread is not None and spread.shape[1] > 1:  # a single response has no std, and A = 0
+    if spread is not None and spread.shape[1] > 1:  # one reward has no std: A stays r - b
         std = spread.std(dim=-1, keepdim=True)
         centred = torch.where(std > STD_EPS, centred / (std + STD_EPS), 0.0)  # r - b need not be 0 there
     return centred

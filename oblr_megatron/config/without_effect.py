@@ -93,7 +93,7 @@ TURNED_OFF: tuple[tuple[str, tuple[str, ...], str, Off], ...] = (
         "algo.snr",
         ("num_folds",),
         'algo.snr.estimator is "momentum" or "prompts"',
-        lambda c: c.algo.snr.estimator in ("momentum", "prompts"),
+        lambda c: not c.algo.snr.reads_num_folds,
     ),
     (
         "algo.snr",
@@ -113,7 +113,7 @@ TURNED_OFF: tuple[tuple[str, tuple[str, ...], str, Off], ...] = (
     ("gradnorm", ("check_every",), 'gradnorm.source is "exact"', lambda c: c.gradnorm.source == "exact"),
     (
         "gradnorm",
-        ("source", "mode", "sample_fraction", "window_tokens"),
+        ("source", "sample_fraction", "window_tokens"),  # a run has chosen its mode before
         "nothing reads norms (gradnorm.always is false)",
         lambda c: not c.uses_norms,
     ),

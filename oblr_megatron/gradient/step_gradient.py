@@ -481,8 +481,8 @@ class StepGradient:
         if count > MAX_NONFINITE:
             where = self._write_broken() if self._policy.parallel.rank == 0 else ""
             raise BrokenStepError(
-                f"{count} of {self.norms_sq.numel()} gradient norms are not finite: the model or its input is "
-                f"broken{where}"
+                f"{count} of {self.norms_sq.numel()} gradient norms or losses are not finite: the model or its "
+                f"input is broken{where}"
             )
 
     def _write_broken(self) -> str:

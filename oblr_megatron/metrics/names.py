@@ -41,7 +41,7 @@ METRICS: tuple[Metric, ...] = (
     Metric(
         "response_length/truncated_fraction",
         "",
-        "share of responses cut at rollout.max_response_tokens, or at environment.max_turns",
+        "share of responses cut at rollout.max_response_tokens, or at rollout.environment.max_turns",
     ),
     Metric("groups/mixed_fraction", "", "share of all sampled prompts with unequal rewards in their group"),
     Metric("groups/dropped", "groups", "groups of equal rewards that dynamic sampling left out of the step"),

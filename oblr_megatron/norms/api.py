@@ -129,7 +129,8 @@ def weighted_grad_sum(
             its gradient is not finite. Where replicas share experts, its logits must be finite.
         mode: see above. "stash" keeps the gradients of a group, "bookkeep" the factors of a window.
         groups: G; each G samples in order are a group, and a function of the norms is a `GroupWeights`: it gets the
-            norms of some groups as soon as they are known. None: all samples are one group.
+            norms of some groups as soon as they are known. None: all samples are one group; with a tensor of weights
+            each is one, except in a pipeline.
         window_tokens: a window of mode "bookkeep" has whole groups, at least one, otherwise at most so many tokens.
             None: all samples.
         records: also return the loss's records, for each microbatch in the order of the pass, on the last stage.

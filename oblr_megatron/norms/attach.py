@@ -65,7 +65,8 @@ REFUSED: Mapping[str, tuple[tuple[Any, ...], str]] = {
     "mlp_chunks_for_training": ((1,), "each chunk's share of a gradient would be squared on its own"),
     "use_transformer_engine_op_fuser": ((False,), "fused layers never call the modules that are tapped"),
     "overlap_dispatch_backward_with_experts_wgrad": ((False,), "experts' gradients would bypass autograd"),
-    "gtp_remat_size": ((1, None), "weights in further pieces are untested"),
+    "gtp_weight_remat_size": ((1,), "weights in further pieces are untested"),
+    "expert_gtp_weight_remat_size": ((1,), "weights in further pieces are untested"),
 }
 """Field of TransformerConfig -> accepted values, and the reason."""
 

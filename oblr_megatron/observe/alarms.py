@@ -96,7 +96,7 @@ def _unrecorded(window: Window) -> str:
 
 def _gradnorm(window: Window) -> str:
     count = window.totals["gradnorm/nonfinite"]
-    return f"Response gradients without a finite norm: {count:,}; lower optimizer.lr or use float32." if count else ""
+    return f"Responses without a finite norm or loss: {count:,}; lower optimizer.lr or use float32." if count else ""
 
 
 def _failures(window: Window) -> str:

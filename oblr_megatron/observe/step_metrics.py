@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import statistics
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field
@@ -140,7 +141,7 @@ def of_baseline(
         if facts_of(algo.baseline).divisor == "one":
             ratio = variance_ratio_vs_rloo(rewards[measured], norms_sq[measured], values[measured])
             share = panel.own_share(algo.baseline, rewards)
-            metrics["baseline/variance_ratio_vs_rloo"] = ratio / (1 - share) ** 2
+            metrics["baseline/variance_ratio_vs_rloo"] = ratio / (1 - share) ** 2 if share < 1 else math.nan
         ratios = panel.variance_ratios(rewards, norms_sq, lengths, algo.baseline, history)
         metrics |= {f"baseline/{name}/variance_ratio": ratio for name, ratio in ratios.items()}
     if algo.keep < 1:

@@ -17,7 +17,13 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Literal
 
 from oblr_megatron.checkpoint.partials import disk_bytes
-from oblr_megatron.checkpoint.store import NoSpaceError, check_replaceable, check_space, checkpoint_bytes
+from oblr_megatron.checkpoint.store import (
+    NoSpaceError,
+    check_replaceable,
+    check_space,
+    checkpoint_bytes,
+    checkpoints_of,
+)
 from oblr_megatron.checks.layout import check_layout, heads_problem
 from oblr_megatron.checks.lengths import check_positions, max_model_len
 from oblr_megatron.checks.machine import (
@@ -101,15 +107,17 @@ def check_room(config: Config, model: HFDir) -> None:
     saves = config.checkpoint
     if config.rollout.only:
         return
-    needed, written = 0, []
+    checkpoint, exports, written = 0, 0, []
     if saves.every_steps or saves.best_metric or saves.exit_before_timeout_s:
-        needed += checkpoint_bytes(model, config)
+        checkpoint = checkpoint_bytes(model, config)
         written.append("checkpoint.every_steps, best_metric and exit_before_timeout_s (every_steps = 0)")
     if saves.export_hf:
-        needed += model.num_bytes * (2 if saves.best_metric else 1)
+        exports = model.num_bytes * (2 if saves.best_metric else 1)
         written.append("checkpoint.export_hf (false)")
-    if not needed:
+    if not written:
         return
+    prunes = len(checkpoints_of(config.run_dir)) >= saves.keep_last  # the next save makes room for what follows
+    needed = max(checkpoint, exports) if prunes else checkpoint + exports
     try:
         directory = config.run_dir / CHECKPOINTS
         check_space(directory, needed, freed=disk_bytes(directory))
@@ -180,12 +188,15 @@ def _engines(run: Proposed) -> None:
     if not run.config.rollout.own_engines:
         return
     check_head_size(run.hf_config, run.config.model.path, on_gpu=run.on_gpu)
-    if not run.on_gpu:  # the dry run knows the size of a GPU
-        check_cache(engine_bytes(run.hf_config, run.config, device_bytes=None), run.config)
     place(run.config, run.world_size, run.per_node, on_gpu=run.on_gpu)
     size = run.config.rollout.tensor_parallel_size  # vLLM divides the heads among an engine's devices
     if problem := heads_problem(run.hf_config, size, "rollout.tensor_parallel_size"):
         raise UserError(problem[0], where="config: rollout", fix=problem[1])
+
+
+def _cache(run: Proposed) -> None:
+    if run.config.rollout.own_engines and not run.on_gpu:  # the dry run knows the size of a GPU
+        check_cache(engine_bytes(run.hf_config, run.config, device_bytes=None), run.config)
 
 
 def _exact_sums(run: Proposed) -> None:
@@ -251,6 +262,7 @@ CHECKS: tuple[tuple[str, Callable[[Proposed], None]], ...] = (
     ("device", lambda run: check_pushable(run.hf_config, run.config, on_gpu=run.on_gpu)),
     ("device", _exact_sums),
     ("device", _profile),
+    ("device engines", _cache),
     ("here device engines", _engine_packages),
     ("owner here device", _servers),
     ("owner here device", _replay),

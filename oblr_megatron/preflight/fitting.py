@@ -45,7 +45,7 @@ def fitting(config: Config, hf_config: Mapping[str, Any], device: RankDevice) ->
     planned = device
     if device.num_bytes is not None:
         planned = replace(device, num_bytes=int(USED_SHARE[device.on_gpu] * device.num_bytes))
-    per_token = 0 if device.num_bytes is None else kv_token_bytes(hf_config, config)
+    per_token = 0 if device.on_gpu or device.num_bytes is None else kv_token_bytes(hf_config, config)
     for choice in choices(config, on_gpu=device.on_gpu, kv_token_bytes=per_token):
         with suppress(UserError):  # it does not fit
             norms = resolve(

@@ -272,7 +272,7 @@ def ends_turns(model: HFDir, tokenizer: PreTrainedTokenizerBase) -> bool:
         text = str(tokenizer.apply_chat_template(turns, tokenize=False))
     except Exception:  # noqa: BLE001  a template may refuse anything; the run renders its own prompts
         return True
-    after = tokenizer.encode(text.rpartition("response")[2], add_special_tokens=False)
+    after = tokenizer.encode(text.rpartition("response")[2].lstrip(), add_special_tokens=False)
     return not after or after[0] in stop_tokens(model)
 
 

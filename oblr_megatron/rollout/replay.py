@@ -163,10 +163,10 @@ def other_settings(saved: SavedStep, config: Config) -> Iterator[Problem]:
 
 def other_filters(saved: SavedStep, config: Config) -> Iterator[Problem]:
     """Filters of the draws that differ from those of this run."""
-    if saved.filters != config.rollout.filters:
+    if saved.filters not in (None, config.rollout.filters):
         stored, wanted = (
             ", ".join(f"{name} {value:g}" for name, value in one.items()) or "no filter"
-            for one in (saved.filters, config.rollout.filters)
+            for one in (saved.filters or {}, config.rollout.filters)
         )
         what = f"the samples were saved with {stored}, but the run has {wanted}: log-probs are of what a filter leaves"
         yield what, "set top_p, top_k and min_p of [rollout] as they were"

@@ -86,7 +86,7 @@ class SavedStep:
     rewards: list[float]  # N, as the run scored them
     model: str = ""  # fingerprint of the weights that the run started from; empty: not known, and not compared
     position: dict[str, Any] = field(default_factory=dict)  # in the data, after the step
-    filters: dict[str, float] = field(default_factory=dict)  # of the draws: `RolloutConfig.filters`
+    filters: dict[str, float] | None = None  # of the draws: `RolloutConfig.filters`; None: not known, and not compared
 
     @property
     def group_size(self) -> int:

@@ -195,7 +195,7 @@ def run_overrides(options: argparse.Namespace) -> list[str]:
     if options.rollout_only:
         overrides.append("rollout.only=true")
     if options.replay is not None:
-        overrides.append(f"rollout.replay={json.dumps(str(options.replay))}")
+        overrides.append(f"rollout.replay={json.dumps(str(options.replay.absolute()))}")  # `none` would unset it
     return overrides
 
 

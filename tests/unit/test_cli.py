@@ -67,7 +67,7 @@ MISTAKES: dict[str, tuple[list[str], str]] = {
     "no reward": (["train", "c.toml", "reward.name=none"], "'none'"),
     "responses that do not fit": (["train", "c.toml", "rollout.max_response_tokens=900"], "900"),
     "no data": (["train", "c.toml", "data.train=none.jsonl"], "none.jsonl"),
-    "no saved samples": (["train", "c.toml", "--replay", "nowhere"], "nowhere"),
+    "no saved samples": (["train", "c.toml", "--replay", "none"], "none"),
     "no file of a pattern": (["train", "c.toml", "data.train=none*.jsonl"], "none*.jsonl"),
     "no held-out set": (["train", "c.toml", "evaluate.data.a=none.jsonl"], "none.jsonl"),
     "run_dir in use": (["train", "c.toml", "run_dir=model"], "model"),

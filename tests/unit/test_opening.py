@@ -78,7 +78,9 @@ def test_a_checkpoint_and_the_exports_need_room_together(tmp_path: Path, monkeyp
     best = {"checkpoint": {"best_metric": "eval/held/accuracy"}, "evaluate": {"data": {"held": "h"}, "every_steps": 1}}
     for more in ({}, best):
         checklist.check_room(config_with(run_dir=tmp_path, **more), Mock(num_bytes=2))
-    assert [call.args[1] for call in asked.call_args_list] == [14 + 2, 14 + 2 * 2]
+    monkeypatch.setattr(checklist, "checkpoints_of", Mock(return_value=[Path("step_2"), Path("step_1")]))
+    checklist.check_room(config_with(run_dir=tmp_path), Mock(num_bytes=2))  # the next save removes one
+    assert [call.args[1] for call in asked.call_args_list] == [14 + 2, 14 + 2 * 2, 14]
 
 
 def test_every_setting_that_changed_since_the_checkpoint_is_named() -> None:

@@ -155,7 +155,7 @@ def test_a_tempered_step_reports_the_energy_it_saves(tmp_path: Path, measured: M
 
 def test_many_norms_that_are_not_finite_end_the_run_and_save_the_samples(tmp_path: Path, measured: Measured) -> None:
     parts = make_run(tmp_path, baseline="optimal")
-    with pytest.raises(RunError, match=r"4 of 4 gradient norms are not finite.*samples are in ") as caught:
+    with pytest.raises(RunError, match=r"4 of 4 gradient norms or losses are not finite.*samples are in ") as caught:
         measured.step(parts, NAN, NAN, NAN, NAN)
     assert caught.value.raised_on_all_ranks, "the state is saved"
     written = (tmp_path / "nonfinite_samples.jsonl").read_text().splitlines()

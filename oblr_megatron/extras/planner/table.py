@@ -94,12 +94,17 @@ def write_toml(plan: Plan, request: Request, path: Path) -> None:
     )
     path.parent.mkdir(parents=True, exist_ok=True)
     with path.open("x", encoding="utf-8") as file:  # plan_command.py has refused an existing file
-        file.write(head + unset(plan.sections) + toml(plan.sections))
+        file.write(head + unset(plan.sections, request.table) + toml(plan.sections))
 
 
-def unset(sections: Mapping[str, Any]) -> str:
-    """A comment for each setting of None, which TOML cannot state: an earlier value must go."""
-    names = [f"{name}.{key}" for name, fields in sections.items() for key, value in fields.items() if value is None]
+def unset(sections: Mapping[str, Any], before: Mapping[str, Any]) -> str:
+    """A comment for each setting of None, which TOML cannot state, if the config `before` has another value."""
+    names = [
+        f"{name}.{key}"
+        for name, fields in sections.items()
+        for key, value in fields.items()
+        if value is None and before.get(name, {}).get(key) is not None
+    ]
     return "".join(f"# Remove {name} from your config.\n" for name in names)
 
 

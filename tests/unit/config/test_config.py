@@ -411,6 +411,6 @@ def test_a_run_of_one_step_off_says_that_it_is_biased() -> None:
 
 def test_none_unsets_what_has_no_default() -> None:
     """As in a run's config.json, which is given with other values."""
-    table = MINIMAL | {"rollout": {"replay": "rollouts"}, "log": {"project": "mine"}}
+    table = MINIMAL | {"rollout": {"replay": "rollouts"}, "log": {"project": "mine"}, "algo": {"preset": "rloo"}}
     config = parse_config(table, overrides=["rollout.replay=none", "log.project=none", "algo.preset=none"])
     assert (config.rollout.replay, config.log.project, config.algo.preset) == (None, None, None)

@@ -10,6 +10,8 @@ import math
 import subprocess
 import sys
 from collections.abc import Iterator
+from dataclasses import fields
+from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +19,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig
+from megatron.core.transformer.transformer_config import TransformerConfig
 from torch import Tensor, nn
 
 from oblr_megatron.errors import UserError
@@ -29,6 +32,7 @@ from oblr_megatron.norms import (
     tapped,
     weighted_grad_sum,
 )
+from oblr_megatron.norms.attach import REFUSED
 from oblr_megatron.norms.products import Tiles
 from tests.distributed.user_models import Batch, build, groups, mean_cross_entropy, rows, samples
 
@@ -73,6 +77,12 @@ def test_a_field_that_the_passes_cannot_measure_is_named(family: str, field: str
     with pytest.raises(UserError, match=field) as error:
         per_sample_sq_grad_norms(model, samples(), mean_cross_entropy)
     assert error.value.where == "TransformerConfig" and error.value.fix
+
+
+def test_refused_fields_have_their_names_in_megatron() -> None:
+    """A field that no version has would never be refused."""
+    if version("megatron-core").startswith("0.19"):
+        assert set(REFUSED) <= {field.name for field in fields(TransformerConfig)}
 
 
 def test_an_unknown_fp8_recipe_is_refused() -> None:

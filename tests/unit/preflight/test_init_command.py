@@ -21,9 +21,10 @@ from oblr_megatron.config import Config, load_config, parse_config
 from oblr_megatron.config.data import DataConfig
 from oblr_megatron.data.prompt_set import read_prompts
 from oblr_megatron.data.rows import read_rows
-from oblr_megatron.errors import EXIT_OK, EXIT_USER
+from oblr_megatron.errors import EXIT_OK, EXIT_USER, UserError
 from oblr_megatron.observe.performance import flops
 from oblr_megatron.preflight.init_command import document, settings
+from oblr_megatron.preflight.inputs import preflight
 from tests.tiny import make_hf_dir
 
 SUMS = [{"question": f"t{n} t{n + 1}", "answer": f"{2 * n + 1}"} for n in range(2, 12)]
@@ -125,6 +126,16 @@ def test_a_model_whose_stop_token_ends_no_turn_gets_plain_text(
     (model / "config.json").write_text(json.dumps(table))
     (tmp_path / "here").mkdir()
     assert written(tmp_path / "here", model, SUMS).data.chat_template is chat
+
+
+def test_a_small_cache_is_refused_where_engines_start(tmp_path: Path, words: Path) -> None:
+    """`init` raises it later."""
+    (tmp_path / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in SUMS))
+    table = {"run_dir": "run", "model": {"path": str(words)}, "data": {"train": "rows.jsonl", "max_prompt_tokens": 16}}
+    config = parse_config(table | {"rollout": {"max_response_tokens": 64, "kv_cache_gib": 1e-6}})
+    preflight(config, 1, engines=False)
+    with pytest.raises(UserError, match=r"KV cache holds .* tokens, but one sequence has up to 80"):
+        preflight(config, 1)
 
 
 @pytest.mark.parametrize(("ranks", "folds"), [(1, 8), (3, 9), (6, 12), (8, 8), (16, 16)])

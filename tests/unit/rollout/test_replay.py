@@ -49,7 +49,7 @@ def saved_step(step: int = 1, num_prompts: int = 2, group_size: int = 2, **chang
     samples[1] = replace(samples[1], mask=(True, False), environment_reward=0.25)
     samples[2] = replace(samples[2], routes=routes_of(samples[2]), recorded=recorded_of(samples[2]))
     rewards = draw.random(len(samples)).tolist()
-    whole = SavedStep(step, 1.0, epoch=3, skipped=4, prompts=prompts, samples=samples, rewards=rewards)
+    whole = SavedStep(step, 1.0, epoch=3, skipped=4, prompts=prompts, samples=samples, rewards=rewards, filters={})
     return replace(whole, **changes)
 
 

@@ -270,4 +270,6 @@ def test_a_config_json_of_something_else_is_refused(
 
 def test_a_layout_says_which_keys_must_go() -> None:
     sections = {"parallel": {"pipeline_model_parallel_size": 1, "virtual_pipeline_model_parallel_size": None}}
-    assert unset(sections) == "# Remove parallel.virtual_pipeline_model_parallel_size from your config.\n"
+    before = {"parallel": {"virtual_pipeline_model_parallel_size": 2}}
+    assert unset(sections, before) == "# Remove parallel.virtual_pipeline_model_parallel_size from your config.\n"
+    assert unset(sections, {}) == unset(sections, sections) == ""
