@@ -83,6 +83,7 @@ def open_sampling(config: Config) -> Iterator[Sampling]:
         norms = _compared(config, inputs, collectives)
         parallel = process_groups.initialize(config.parallel, seed=config.seed)
         resumed = choose(inputs.checkpoints, parallel.rank, world_size)
+        warned = [] if config.rollout.only else [f"warning: {line}" for line in biases(config)]  # of the mode as given
         if norms is not None:
             config = with_mode(config, norms.mode)
         first = parallel.tp_rank == parallel.pp_rank == parallel.cp_rank == 0  # the first rank of a replica
@@ -97,6 +98,7 @@ def open_sampling(config: Config) -> Iterator[Sampling]:
         stack.enter_context(display)
         for line in (
             *_opening_lines(config, inputs.model.config, world_size, norms, resumed),
+            *warned,
             *(inputs.warnings(config) if parallel.rank == 0 else ()),
         ):
             display.message(line)
@@ -251,8 +253,6 @@ def _opening_lines(
     if norms is not None:
         yield f"norms by {norms.mode}: {norms.reason}"
         yield f"memory: {norms.estimate.table()}"
-    if not config.rollout.only:
-        yield from (f"warning: {line}" for line in biases(config))
     if slow := slow_bfloat16(config.model):
         yield f"warning: {slow}"
     idle = None if config.rollout.only else idle_replicas(config, Layout.of(hf_config, config, world_size))

@@ -113,7 +113,7 @@ TURNED_OFF: tuple[tuple[str, tuple[str, ...], str, Off], ...] = (
     ("gradnorm", ("check_every",), 'gradnorm.source is "exact"', lambda c: c.gradnorm.source == "exact"),
     (
         "gradnorm",
-        ("source", "sample_fraction", "window_tokens"),  # a run has chosen its mode before
+        ("source", "mode", "sample_fraction", "window_tokens"),
         "nothing reads norms (gradnorm.always is false)",
         lambda c: not c.uses_norms,
     ),

@@ -53,7 +53,7 @@ def dry_run(config: Config, ranks: int) -> int:
     norms = inputs.norms
     decided = config if norms is None else with_mode(config, norms.mode)  # a resumed run keeps its mode
     result = examine(decided, ranks, ranks, device_of(config, ranks, None))
-    return _show(result, [])
+    return _show(result, [], config)
 
 
 def dry_run_elsewhere(config: Config, nnodes: int, per_node: int, gpu_memory_gb: float | None) -> int:
@@ -65,11 +65,11 @@ def dry_run_elsewhere(config: Config, nnodes: int, per_node: int, gpu_memory_gb:
     from oblr_megatron.preflight.examine import check_files, examine
 
     result = examine(config, nnodes * per_node, per_node, device_of(config, per_node, gpu_memory_gb))
-    return _show(result, check_files(config, result.hf_config))
+    return _show(result, check_files(config, result.hf_config), config)
 
 
-def _show(result: DryRun, unchecked: Sequence[str]) -> int:
-    """Print model, memory, and what was not checked; the last line is JSON."""
+def _show(result: DryRun, unchecked: Sequence[str], given: Config) -> int:
+    """Print warnings of the config as given, model, memory, and what was not checked; the last line is JSON."""
     from rich.console import Console
 
     from oblr_megatron.config.checks import biases
@@ -77,7 +77,7 @@ def _show(result: DryRun, unchecked: Sequence[str]) -> int:
     from oblr_megatron.preflight.table import json_line, kinds_of, memory_table
 
     models, memory = result.models, result.memory
-    for line in () if result.config.rollout.only else biases(result.config):
+    for line in () if given.rollout.only else biases(given):
         print(f"warning: {line}")
     print(result.model)
     norms = "" if result.config.rollout.only else f"; norms: {result.config.gradnorm.mode}"

@@ -29,7 +29,7 @@ On a CPU glibc keeps freed blocks: a rank may take up to a third more than estim
 """
 SHORTEST_RESPONSE = 64
 CACHED = (32, 8, 2)
-"""Sequences of the greatest length for which a CPU engine's KV cache has room: decoding them together is faster."""
+"""Sequences of the greatest length that a CPU engine's KV cache holds, the first choice first."""
 
 
 @dataclass(frozen=True, slots=True)

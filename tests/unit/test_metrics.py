@@ -234,7 +234,7 @@ def test_an_evaluation_of_the_resumed_step_joins_its_record(tmp_path):
 
 
 def test_an_evaluation_of_a_step_of_another_run_has_its_own_record(tmp_path):
-    """A new run directory, begun from a checkpoint whose process could not evaluate."""
+    """A new run starts from a checkpoint of a run that could not evaluate."""
     with MetricsWriter(tmp_path, resume_step=2) as writer:
         writer.write(2, {"eval/sums/accuracy": 0.25})
         writer.write(3, {"lr": 9.0})

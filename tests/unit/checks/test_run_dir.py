@@ -93,6 +93,6 @@ def test_below_a_directory_that_the_user_may_not_enter(locked: Path) -> None:
 
 @pytest.mark.parametrize("check", [check_absent, check_replaceable])
 def test_a_mount_point_is_no_target(check: Callable[[Path], None]) -> None:
-    """What is written beside it cannot be renamed to it."""
+    """The system cannot rename a directory to a mount point."""
     with pytest.raises(UserError, match=r"is a mount point \[/proc\]. Fix: name a directory inside it"):
         check(Path("/proc"))

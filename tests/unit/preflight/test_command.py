@@ -110,6 +110,14 @@ def test_golds_that_no_response_equals_are_warned_of(config_file: Path, capsys: 
         assert len(warnings) == 1 and f"{rows}: 1 of 2 golds" in warnings[0] and '"gsm8k"' in warnings[0]
 
 
+def test_a_dry_run_warns_of_what_was_given_alone(config_file: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Not of the norms' mode that it has chosen itself."""
+    keys = complete(config_file.parent)
+    for given, count in (([], 0), (["gradnorm.mode=two_pass"], 1)):
+        assert dry(config_file, *keys, "algo.preset=rloo", *given) == 0
+        assert capsys.readouterr().out.count("warning: gradnorm.mode has no effect") == count
+
+
 def complete(root: Path) -> list[str]:
     """Arguments of a run that this machine can start; its model and rows are written below `root`."""
     model = make_hf_dir(root / "model", head_dim=32)
