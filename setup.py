@@ -1,10 +1,12 @@
 """Package metadata. The stacks are installed from complete locks instead of the extras: see the README."""
 
+import re
 from pathlib import Path
 
 from setuptools import find_packages, setup
 
 HERE = Path(__file__).parent
+VERSION = re.search(r'__version__ = "(.+)"', (HERE / "oblr_megatron" / "__init__.py").read_text(encoding="utf-8"))[1]
 
 REQUIRED = [
     "megatron-core>=0.16.1,<0.20",
@@ -23,7 +25,7 @@ REQUIRED = [
 
 setup(
     name="oblr-megatron",
-    version="0.1.0",
+    version=VERSION,
     description="OBLR-PO post-training of Qwen3, Qwen2.5 and Llama 3 on megatron-core with vLLM rollouts",
     long_description=(HERE / "README.md").read_text(encoding="utf-8") if (HERE / "README.md").exists() else "",
     long_description_content_type="text/markdown",

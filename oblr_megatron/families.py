@@ -32,7 +32,7 @@ class Family:
     architecture: str  # in config.json
     qkv_bias: bool = False  # q, k and v have biases; no other matrix has one
     qk_norms: bool = False  # the heads of queries and keys are normalised
-    states_head_dim: bool = False  # config.json gives head_dim; otherwise it is hidden_size / num_attention_heads
+    states_head_dim: bool | None = False  # config.json gives head_dim; None: it may, else hidden_size / heads
     rope_types: tuple[str, ...] = ("default",)
     published: tuple[str, ...] = ()  # models with a configuration in model/published/
 
@@ -65,6 +65,7 @@ FAMILIES: tuple[Family, ...] = (
         name="Llama",  # Llama 3 and R1-Distill-Llama
         model_type="llama",
         architecture="LlamaForCausalLM",
+        states_head_dim=None,
         rope_types=("default", "llama3"),
         published=("Llama-3.1-8B",),
     ),

@@ -299,7 +299,7 @@ class Run:
         comparable = facts["config"]["gradnorm"]["source"] == self.config.gradnorm.source
         if comparable:
             self.running_mean_norm = facts["running_mean_norm"]
-        comparable |= facts_of(self.config.algo.baseline).pool != "norms"
+        comparable |= not facts_of(self.config.algo.baseline).pools_norms
         if self.pools is not None and facts["pools"] and comparable:  # None before the run had such a baseline
             self.pools.load_state_dict(facts["pools"])
 

@@ -63,11 +63,11 @@ def tiny_config(**overrides: Any) -> Qwen3Config:
 
 
 def tiny_config_of(family: str, **overrides: Any) -> PreTrainedConfig:
-    """The tiny configuration of a dense family by its model_type; families that state no head_dim have 48 / 4 = 12."""
+    """The tiny configuration of a dense family by its model_type; Qwen2 cannot state head_dim, and has 48 / 4 = 12."""
     kind, _ = DENSE[family]
     scaled = {"rope_parameters": LLAMA3_ROPE, "max_position_embeddings": 16384}
     overrides = (scaled if family == "llama" else {}) | overrides
-    sizes = {name: value for name, value in SIZES.items() if family == "qwen3" or name != "head_dim"}
+    sizes = {name: value for name, value in SIZES.items() if family != "qwen2" or name != "head_dim"}
     return kind(**sizes | overrides)
 
 

@@ -84,9 +84,9 @@ class Pools:
             kept: [Q, G] how many responses a measured one stands for (`algo.keep`); None: 1.
         """
         rewards = scored.rewards.to(torch.float64)
-        known = torch.ones_like(rewards) if self._facts.pool == "plain" else weights.to(torch.float64)
+        known = weights.to(torch.float64) if self._facts.pools_norms else torch.ones_like(rewards)
         counts = (known.isfinite() & (known > 0)).to(torch.float64)
-        if kept is not None and self._facts.pool == "norms":
+        if kept is not None and self._facts.pools_norms:
             counts *= kept
         weights = torch.where(counts > 0, known * counts, 0.0)
         if self._facts.over == "others" and history.expected is not None:
@@ -95,7 +95,7 @@ class Pools:
             terms = [float((weights * (rewards - own) * away).sum()), float((weights * away**2).sum())]
             self._pull = self._added(self._pull, terms)
         self._observe_trust(prompts, rewards, weights)
-        if self._facts.pool == "norms" and history.expected is not None:
+        if self._facts.pools_norms and history.expected is not None:
             factors = tempering(weights / counts.clamp(min=1), history.running_mean_norm, self._algo.norm_power)
             centred = factors * (rewards - history.expected[:, None])
             self._observe_energies(prompts, weights * centred.square(), counts)
@@ -116,7 +116,7 @@ class Pools:
     def metrics(self) -> dict[str, float]:
         """The pools' means (see `means_of`), the last step's effective responses, beta, alpha and energies."""
         metrics = means_of(self._sources)
-        if self._effective and self._facts.pool == "norms":
+        if self._effective and self._facts.pools_norms:
             metrics["pool/effective_samples"] = self._effective
         if self._trust[1] > 0:
             metrics["pool/trust"] = _least_squares(self._trust)

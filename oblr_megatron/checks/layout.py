@@ -289,12 +289,15 @@ def _feature_problems(hf_config: Mapping[str, Any], where: str) -> Iterator[Prob
                 reason = "vLLM would rotate a part of a head, the trainer rotates all of it"
                 yield f"{name} {table[name]!r} is not supported: {reason}", "use a model without it"
     stated, heads = hf_config.get("head_dim"), hf_config.get("num_attention_heads")
-    if stated and not family.states_head_dim and stated * (heads or 0) != hf_config.get("hidden_size"):
+    if stated and family.states_head_dim is False and stated * (heads or 0) != hf_config.get("hidden_size"):
         what = f"head_dim {stated} is not hidden_size {hf_config.get('hidden_size')} / num_attention_heads {heads}"
         yield what, f"leave head_dim out: vLLM computes it for {family.name}"
     for key in ("attention_bias", "mlp_bias", "use_sliding_window"):
         if hf_config.get(key):
             yield f"{key} = true is not supported", "use a model without it"
+    if hf_config.get("sliding_window") and "use_sliding_window" not in hf_config:
+        what = f"sliding_window {hf_config['sliding_window']!r} is not supported: vLLM would apply it, the trainer not"
+        yield what, "remove sliding_window from config.json, and stay within its length"
     if hf_config.get("hidden_act", "silu") != "silu":
         yield f"hidden_act {hf_config['hidden_act']!r} is not supported", "use a model with silu"
 

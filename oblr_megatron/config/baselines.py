@@ -48,6 +48,11 @@ class Baseline:
         return self.over in ("others", "group") or self.divisor == "group_std"
 
     @property
+    def pools_norms(self) -> bool:
+        """Whether w weighs its pool of earlier rewards."""
+        return self.pool not in ("", "plain")
+
+    @property
     def zero_on_equal(self) -> bool:
         """Whether A is exactly 0 in a group of equal rewards, so that its passes may be skipped."""
         return self.over in ("others", "group") and not (self.prior or self.pool)

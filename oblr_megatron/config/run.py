@@ -73,7 +73,7 @@ class Config(Section):
     def uses_norms(self) -> bool:
         """Whether a step needs w, exact or estimated: for a baseline, of this or later steps, or for the metrics."""
         facts = facts_of(self.algo.baseline)
-        return bool(self.reads_own_norms) or facts.pool == "norms" or self.gradnorm.always
+        return bool(self.reads_own_norms) or facts.pools_norms or self.gradnorm.always
 
     @property
     def reads_own_norms(self) -> str:

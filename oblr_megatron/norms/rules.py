@@ -95,7 +95,8 @@ def classify(policy: TappedModel) -> list[Rule]:
             raise UserError(
                 f"the parameter {name!r} has no mark that says how its gradient is spread over ranks",
                 where="gradnorm",
-                fix="freeze the parameter, or train without gradient norms",
+                fix="mark it as megatron-core does (tensor_model_parallel, or sequence_parallel), freeze it, or train "
+                "without gradient norms",
             )
         tapped = id(param) in policy.tap.weights
         if expert and kind is not Kind.FROZEN and not tapped and parallel.block_size > 1:

@@ -64,7 +64,7 @@ def _mismatch(window: Window) -> str:
             return ""
     return (
         f"Trainer and vLLM differ by {number(recent, 2)} nats per token ({number(early, 2)} at the start); "
-        "check dtypes and the weight push."
+        "set weights.verify=true, then model.dtype=float32."
     )
 
 

@@ -66,6 +66,14 @@ LAYOUTS: dict[int, dict[str, dict[str, Any]]] = {
 }
 
 
+ALL_AXES: dict[str, dict[str, Any]] = {  # on eight ranks
+    "tp2sp pp2 cp2 ep2": {"tp": 2, "sp": True, "pp": 2, "cp": 2, "ep": 2},
+    "tp2sp pp2 cp2 ep4": {"tp": 2, "sp": True, "pp": 2, "cp": 2, "ep": 4, "etp": 1},
+    "tp2sp pp2 ep4 dp2": {"tp": 2, "sp": True, "pp": 2, "ep": 4, "etp": 1},
+    "pp2 cp2 ep4 dp2": {"pp": 2, "cp": 2, "ep": 4},
+}
+
+
 REPLAYED: dict[int, dict[str, dict[str, Any]]] = {
     1: {"one": {}},
     2: {"pp2": {"pp": 2}, "cp2": {"cp": 2}},
@@ -115,6 +123,13 @@ def test_every_mode_is_the_oracles_step(model: str, world_size: int, nightly: bo
     turn = None if nightly else world_size // 2
     layouts = {name: sizes for name, sizes in LAYOUTS[world_size].items() if nightly or name != "ep4"}
     check(expected(model), run_ranks(on_ranks, world_size, model, layouts, turn))
+
+
+@pytest.mark.nightly
+@pytest.mark.parametrize("replay", [False, True])
+def test_every_axis_of_parallelism_at_once(model: str, replay: bool) -> None:
+    """Replay means packed rows, too."""
+    check(expected(model, replay=replay), run_ranks(on_ranks, 8, model, ALL_AXES, None, replay))
 
 
 @pytest.mark.parametrize(
