@@ -201,14 +201,25 @@ def _question(values: dict[str, Any], columns: Iterable[str], convention: Conven
 
 
 def _plain_turn(turn: Any) -> Any:
-    """A message without keys of null, with which arrow fills gaps, and with its text parts as one text."""
+    """A message with its text parts as one text, and without keys of null: arrow fills gaps with them, also in calls.
+
+    OpenAI's API writes null as the content of a turn that only calls tools.
+    """
     if not isinstance(turn, dict):
         return turn
-    turn = {key: value for key, value in turn.items() if value is not None}
-    parts = turn.get("content")
+    turn = _without_nulls(turn)
+    parts = turn.setdefault("content", "") if turn.get("tool_calls") else turn.get("content")
     if isinstance(parts, list) and all(isinstance(part, dict) and part.get("type") == "text" for part in parts):
         turn["content"] = "".join(text(part.get("text")) for part in parts)
     return turn
+
+
+def _without_nulls(value: Any) -> Any:
+    if isinstance(value, list):
+        return [_without_nulls(item) for item in value]
+    if isinstance(value, dict):
+        return {key: _without_nulls(item) for key, item in value.items() if item is not None}
+    return value
 
 
 def _is_conversation(value: list[Any]) -> bool:

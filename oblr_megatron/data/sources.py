@@ -301,7 +301,7 @@ def _hub_name(source: SourceConfig) -> str:
     Raises:
         UserError: the path is no such name, and no convention with a data set.
     """
-    name = convention_of(source).hub if source.path in CONVENTIONS else source.path
+    name = CONVENTIONS[source.path].hub if source.path in CONVENTIONS else source.path
     if not name:
         raise UserError(
             f"the convention {source.path!r} has no hub data set", where=source.path, fix="give a file, or a year"
@@ -317,8 +317,7 @@ def _hub_name(source: SourceConfig) -> str:
 
 
 def _hub(source: SourceConfig, training: bool) -> Iterator[Record]:
-    convention, name = convention_of(source), _hub_name(source)
-    own = convention if source.path in CONVENTIONS or source.path == convention.hub else PLAIN
+    name, own = _hub_name(source), CONVENTIONS.get(_bare_convention(source.path), PLAIN)  # not `source.convention`
     rows = _load(
         source.path,
         "load_dataset",

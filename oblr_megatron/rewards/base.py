@@ -210,7 +210,7 @@ class RewardOfEpisodes(Reward):
             result,
             rewards=without(result.rewards),
             faults=result.faults | faults,
-            error=result.error or "the episode failed or was late, see logs/environment-*.log",
+            error=result.error or "the episode failed or was late: the log shows the first error",
             terms={name: without(values) for name, values in result.terms.items()},
             side_faults=result.side_faults - faults.keys(),
         )

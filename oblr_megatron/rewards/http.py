@@ -140,7 +140,7 @@ class HttpReward(Reward):
             ServiceError: the error of the last attempt that ended.
             TimeoutError: no attempt ended within the deadline.
         """
-        deadline, failed = time.monotonic() + self._config.timeout_s, None
+        deadline, failed, refused = time.monotonic() + self._config.timeout_s, None, 0
         try:
             async with asyncio.timeout(self._config.timeout_s):
                 for attempt in itertools.count():
@@ -150,8 +150,8 @@ class HttpReward(Reward):
                         failed = error
                         pause = BACKOFF_S * 2 ** min(attempt, RETRIES) * random.uniform(0.5, 1.0)
                         pause = max(pause, error.after_s)
-                        last = attempt >= RETRIES and isinstance(error, TransientError)
-                        if last or pause >= deadline - time.monotonic():
+                        refused += isinstance(error, TransientError)  # dropped connections have no limit but the time
+                        if refused > RETRIES or pause >= deadline - time.monotonic():
                             raise
                         await asyncio.sleep(pause)
         except TimeoutError:

@@ -97,7 +97,9 @@ def normalize(text: str) -> str:
     r"30^{\circ}" -> "30°";  r"\mbox{ cm}^2" -> r"\text{ cm}^2".
     """
     text = trim(_to_ascii(text))
-    text = _NOT_EQUAL.sub(r"\\ne ", _APART.sub(" ; ", text))
+    if "\\begin" not in text:  # where a line ends between entries, or after the environment's name
+        text = _APART.sub(" ; ", text)
+    text = _NOT_EQUAL.sub(r"\\ne ", text)
     text = _CURRENCY.sub("", _DELIMITER.sub("", text))
     text = _GROUP_MARK.sub("", text)
     text = _EMPTY_SET.sub(r"\\emptyset", _DROPPED.sub("", text))

@@ -18,8 +18,13 @@ from tests.unit.data.conftest import stream, write_rows
 USER: dict[str, Any] = {"role": "user", "content": "1+1="}
 PARTS: list[dict[str, Any]] = [{"type": "text", "text": "1+"}, {"type": "text", "text": "1="}]
 ASKS = "{% for m in messages %}{% if 'tool_calls' in m and m['tool_calls']|length != 1 %}{{ raise_exception('no') }}"
-ASKS += "{% endif %}{{ m['content'] }}{% endfor %}"
+ASKS += "{% endif %}{% for c in m['tool_calls'] or [] %}{% if c.function.arguments | length != 2 %}"
+ASKS += "{{ raise_exception('gaps') }}{% endif %}{% endfor %}{{ m['content'] }}{% endfor %}"
 OPENAI = "openai/openai-python src/openai/types/chat/chat_completion_content_part"
+CALL = {"id": "1", "type": "function", "function": {"name": "add", "arguments": {"a": 2, "b": 2}}}
+CALLS: dict[str, Any] = {"role": "assistant", "content": None, "tool_calls": [CALL]}
+PADDED = CALLS | {"tool_calls": [CALL | {"function": {"name": "add", "arguments": {"a": 2, "b": 2, "city": None}}}]}
+TOOL = {"role": "tool", "tool_call_id": "1", "content": "4"}
 IMAGE = [{"type": "image", "image": "a.png"}, PARTS[0]]
 
 
@@ -41,6 +46,8 @@ IMAGE = [{"type": "image", "image": "a.png"}, PARTS[0]]
             [USER, {"role": "assistant", "tool_calls": []}],
             None,
         ),
+        ("openai/openai-python chat_completion_message.py", [USER, CALLS, TOOL, USER], "1+1=41+1="),
+        ("the same, null-padded by arrow", [USER, PADDED, TOOL, USER], "1+1=41+1="),
     ],
 )
 def test_conversations(

@@ -219,6 +219,30 @@ def test_the_hub_cannot_be_reached(values: dict[str, str]) -> None:
     assert "Couldn't reach" in refusal(**values).what
 
 
+@pytest.mark.parametrize(
+    ("text", "loaded"),
+    [
+        ("math=math500", ("HuggingFaceH4/MATH-500", None, "test")),
+        ("aime=aime24", ("HuggingFaceH4/aime_2024", None, "train")),
+        ("amc=math-ai/amc23", ("math-ai/amc23", None, "test")),
+        ("mine=gsm8k", ("openai/gsm8k", "main", "test")),
+        ("gsm8k=owner/name", ("owner/name", None, "train")),
+    ],
+)
+def test_the_path_chooses_the_hub_set(
+    text: str, loaded: tuple[str, str | None, str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The name of a set is a convention of its columns only."""
+    asked = []
+
+    def load_dataset(path: str, *, name: str | None, split: str, revision: str | None) -> Dataset:
+        asked.append((path, name, split))
+        return Dataset.from_list([{"problem": "1+1=", "answer": "2"}])
+
+    monkeypatch.setattr("datasets.load_dataset", load_dataset)
+    assert len(list(open_source(named_source(text)[1]))) == 1 and asked == [loaded]
+
+
 def test_a_local_path_comes_before_a_hub_name(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     parquet(tmp_path / "openai" / "gsm8k" / "test.parquet", ROWS)
     monkeypatch.chdir(tmp_path)

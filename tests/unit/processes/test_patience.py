@@ -30,6 +30,16 @@ def test_patience_ends_when_nothing_was_ever_answered() -> None:
     assert list(patience.begin(3)) == [0, 1, 2] and not patience.ended, "the next batch begins again"
 
 
+def test_a_refused_call_is_no_score() -> None:
+    """A service refuses a connection while it starts, and then hangs."""
+    patience = Patience(at_once=1)
+    list(patience.begin(100))
+    patience.note([Score(error="connection refused")])
+    for _ in range(8):
+        patience.note(LATE)
+    assert patience.ended
+
+
 def test_patience_does_not_end_after_an_answer() -> None:
     patience = Patience(at_once=1)
     list(patience.begin(100))

@@ -160,6 +160,13 @@ def test_a_service_that_starts_again_before_the_deadline_costs_no_reward(
     assert (result.rewards, result.faults, len(asked)) == (LENGTHS, {}, 7)
 
 
+def test_dropped_connections_use_up_no_retry(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A service that starts refuses connections, and then answers 503 until its model is loaded."""
+    monkeypatch.setattr(http, "BACKOFF_S", 0.01)
+    result, asked = score(drop, drop, drop, drop, status(503), status(503), status(503), score_batch)
+    assert (result.rewards, result.faults, len(asked)) == (LENGTHS, {}, 8)
+
+
 def test_pauses_double() -> None:
     _, asked = score(status(500))
     times = [one.at for one in asked]

@@ -69,7 +69,7 @@ def test_an_episode_without_a_sample_has_no_reward_of_any_kind() -> None:
     result = RewardOfEpisodes(whole).score(prompts, samples)
     assert result.rewards == [0, 2, 0] and result.main_rewards == [0, 2, 0]
     assert result.unscored == {0, 2} and result.faults == {0: "failed", 1: "failed", 2: "late"}
-    assert "logs/environment-" in (RewardOfEpisodes(length).score(prompts, samples).error or "")
+    assert "episode" in (RewardOfEpisodes(length).score(prompts, samples).error or "")
 
 
 def test_exact_match_ignores_white_space_only() -> None:
