@@ -4,12 +4,12 @@
     padding.row, padding.sample, padding.rounded(1000)
 
 FP8 matrix products need a multiple of 16 tokens, of 32 for MXFP8 (Transformer Engine's `Fp8Padding`, megatron-core's
-`get_fp8_align_size`). With sequence parallelism each rank's part is gathered in FP8, so it must hold whole scaling
-blocks of 32 or 128 tokens (`assert_dim_for_all_gather`, Transformer Engine 2.8 to 2.12). megatron-core pads the tokens
-of experts itself.
+`get_fp8_align_size`). With sequence parallelism a rank's part must itself be a multiple of 8 tokens
+(`assert_dim_for_fp8_exec`). It is gathered in FP8, so that it must hold whole scaling blocks of 32 or 128 tokens
+(`assert_dim_for_all_gather`, Transformer Engine 2.8 to 2.12). megatron-core pads the tokens of experts itself.
 
 Attention of Transformer Engine builds a cuDNN plan for each new length of rows, which takes about 50 ms. Rows in
-multiples of 128 have few lengths. cuDNN's plans for packed samples have size classes of their own.
+multiples of 128 have few lengths. A run with packed rows needs them, too: its norm pass has one sample in a row.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from typing import Protocol
 
 FP8_TOKENS = {"tensorwise": 16, "blockwise": 16, "mxfp8": 32}
 """The number of tokens in a matrix product is a multiple of this."""
-FP8_GATHERED_TOKENS = {"tensorwise": 1, "blockwise": 128, "mxfp8": 32}
+FP8_GATHERED_TOKENS = {"tensorwise": 8, "blockwise": 128, "mxfp8": 32}
 """With sequence parallelism, the number of tokens on each rank is a multiple of this."""
 PLANNED_TOKENS = 128
 """Rows of Transformer Engine's layers are a multiple of this; see above. Not yet run on a GPU."""
@@ -35,8 +35,6 @@ class LayoutSizes(Protocol):
     def context_parallel_size(self) -> int: ...
     @property
     def sequence_parallel(self) -> bool: ...
-    @property
-    def packing(self) -> str: ...
 
 
 class Precision(Protocol):
@@ -101,5 +99,5 @@ def padding_of(model: Precision, parallel: LayoutSizes, *, transformer_engine: b
         cp_size=parallel.context_parallel_size,
         sequence_parallel=parallel.sequence_parallel,
         recipe=None if model.fp8 == "none" else model.fp8_recipe,
-        planned=transformer_engine and parallel.packing == "rows",
+        planned=transformer_engine,
     )

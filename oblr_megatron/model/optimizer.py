@@ -33,7 +33,7 @@ from oblr_megatron.model.host_state import HostState
 from oblr_megatron.model.megatron_versions import take_rates
 from oblr_megatron.model.parallel import Parallel
 from oblr_megatron.model.policy import Policy
-from oblr_megatron.model.sharded_optimizer import load_sharded_state, sharded_state
+from oblr_megatron.model.sharded_optimizer import load_sharded_state, sharded_state, stored_count
 from oblr_megatron.model.shards import held, is_sharded
 from oblr_megatron.model.sq_norms import sq_norm
 from oblr_megatron.model.taps import main_grad
@@ -192,7 +192,10 @@ class PolicyOptimizer:
             load_sharded_state(parts, state)
         else:
             for part, own in zip(parts, [state] if len(parts) == 1 else state.values(), strict=True):
-                take_rates(own.get("optimizer", own)["param_groups"], part.param_groups)
+                inner = own.get("optimizer", own)
+                take_rates(inner["param_groups"], part.param_groups)
+                if self.config.name == "adam":
+                    _take_form(part.optimizer, inner)
             self._optimizer.load_state_dict(state)
 
 
@@ -201,6 +204,23 @@ def _count_from_zero(adam: torch.optim.Adam, stored: dict[Any, Any]) -> None:
     for parameter in adam.state.values():
         parameter.setdefault("step", torch.tensor(0.0, dtype=torch.float32))
     stored.setdefault("common_step", torch.tensor(0.0, dtype=torch.float32))
+
+
+def _take_form(adam: torch.optim.Optimizer, stored: dict[str, Any]) -> None:
+    """Give a stored state the form of this implementation of Adam: torch's and Transformer Engine's count differently.
+
+    Each would miss the other's count and settings, such as `bias_correction`.
+    """
+    count = stored_count(stored)
+    of_parameters = isinstance(adam, torch.optim.Adam)
+    stored["state"].pop("common_step", None)
+    if of_parameters:
+        stored["state"]["common_step"] = torch.tensor(count, dtype=torch.float32)
+    for group in stored["param_groups"]:
+        for own in adam.param_groups[:1]:
+            group.update({key: own[key] for key in own.keys() - group.keys()})
+        if not of_parameters:
+            group["step"] = int(count)
 
 
 def _zero_momentum(optimizer: torch.optim.Optimizer, _config: object = None) -> None:

@@ -95,13 +95,18 @@ def _count(optimizer: torch.optim.Optimizer) -> State:
     return {"common_step": steps[0].clone() if steps else torch.tensor(0.0, dtype=torch.float32)}
 
 
+def stored_count(stored: State) -> float:
+    """The step count of a stored Adam: torch's counts by parameter, a fused one in its groups."""
+    groups = [group["step"] for group in stored["param_groups"] if "step" in group]
+    return float(stored["state"].get("common_step", groups[0] if groups else 0))
+
+
 def _set_count(optimizer: torch.optim.Optimizer, stored: State) -> None:
     """Restore the step count, whichever implementation wrote it."""
-    groups = [group["step"] for group in stored["param_groups"] if "step" in group]
-    count = stored["state"].get("common_step", groups[0] if groups else 0)
+    count = stored_count(stored)
     if isinstance(optimizer, torch.optim.Adam):
         for state in optimizer.state.values():
-            state["step"] = torch.tensor(float(count), dtype=torch.float32)
+            state["step"] = torch.tensor(count, dtype=torch.float32)
     else:
         for group in optimizer.param_groups:
             group["step"] = int(count)

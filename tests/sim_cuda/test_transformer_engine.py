@@ -1,4 +1,4 @@
-"""Transformer Engine's own Python on the simulated device: its layers give the norms of the gradient.
+"""Transformer Engine's own Python on the simulated device: norms of its layers, and the state of its Adam.
 
 `make test-sim` unpacks its wheel, which has no compiled code; torch operations stand in for its C++ module.
 
@@ -15,7 +15,7 @@ import torch
 
 from tests.gpu.test_gradnorm_gpu import OF_THE_GRADIENT, VOCAB
 from tests.sim_cuda.launch import TRANSFORMER_ENGINE, passed, run
-from tests.tiny import make_moe_hf_dir
+from tests.tiny import make_hf_dir, make_moe_hf_dir
 
 pytestmark = [
     pytest.mark.nightly,
@@ -46,3 +46,14 @@ def test_norms_of_a_mixture(tmp_path: Path) -> None:
     for mode, found in one.items():
         torch.testing.assert_close(found, gradient, rtol=OF_THE_GRADIENT, atol=0)
         torch.testing.assert_close(two[mode], found, rtol=OF_THE_GRADIENT, atol=0)
+
+
+def test_adams_state_crosses_to_torch_and_back(tmp_path: Path) -> None:
+    """With the plain and the distributed optimizer, in fp32 and with masters: the next step is the same."""
+    path = make_hf_dir(tmp_path / "model", tied=True)
+    done = run(["-m", "tests.sim_cuda.adam", str(path), str(tmp_path)], **ENVIRONMENT)
+    assert done.returncode == 0, done.stderr[-4000:]
+    found = json.loads(next(line for line in done.stdout.splitlines() if line.startswith("{")))
+    assert len(found) == 8
+    for case, apart in found.items():
+        assert apart < (1e-4 if "float32" in case else 2.0**-6), case
