@@ -293,6 +293,9 @@ def _environment(config: Config) -> Iterator[Problem]:
             what = "rollout.environment.tools are of use to an environment alone, but it has no function"
             yield what, 'set rollout.environment.function = "tool_loop"'
         return
+    if options.function == "tool_loop" and "environment" in rewards:
+        what = 'the environment "tool_loop" gives no reward, but the reward "environment" reads the function\'s'
+        yield what, "name a reward that reads the last turn's text, such as math"
     if rollout.speculation != "none":
         what = f"rollout.environment with rollout.speculation {rollout.speculation!r} is not supported"
         yield what, 'set rollout.speculation to "none"'

@@ -13,14 +13,14 @@ from oblr_megatron.checkpoint.hf_dir import HFDir, check_hf_dir
 from oblr_megatron.checkpoint.other_formats import MERGE
 from oblr_megatron.checks.layout import num_experts
 from oblr_megatron.checks.lengths import check_positions
-from oblr_megatron.checks.machine import build_problem, check_head_size, check_rank, check_slot, refuse
+from oblr_megatron.checks.machine import check_rank, check_slot
 from oblr_megatron.config import with_own_scores
 from oblr_megatron.data.sources import kind_of
 from oblr_megatron.environments.registry import check_environment
 from oblr_megatron.errors import RunError, UserError
 from oblr_megatron.evaluation.answers import evaluate
 from oblr_megatron.evaluation.items import Item, Sink, append, items_path
-from oblr_megatron.evaluation.setup import config_of, load_sets, named_sets, opened, warn_of_golds
+from oblr_megatron.evaluation.setup import check_engine, config_of, load_sets, named_sets, opened, warn_of_golds
 from oblr_megatron.evaluation.summary import SetReport
 from oblr_megatron.metrics import write_whole
 from oblr_megatron.observe.console import progress
@@ -84,12 +84,10 @@ def check(options: argparse.Namespace) -> EvalTask:
 
     import torch  # a common mistake ends before the seconds that this takes
 
-    on_gpu = torch.cuda.is_available()
-    check_head_size(model.config, model.path, on_gpu=on_gpu)
+    check_engine(config, model)
     if adapter is not None:
         fix = f"add rollout.dtype=bfloat16, or {MERGE}"
-        check_slot(config.engine_dtype, on_gpu=on_gpu, where="--adapter", fix=fix)
-    refuse(build_problem(on_gpu=on_gpu))
+        check_slot(config.engine_dtype, on_gpu=torch.cuda.is_available(), where="--adapter", fix=fix)
     tokenizer = model.tokenizer()
     sets = load_sets(sources, config, tokenizer)
     warn_of_golds(sets, config, tokenizer)

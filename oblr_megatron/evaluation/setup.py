@@ -134,21 +134,34 @@ def warn_of_golds(sets: Mapping[str, Sequence[Prompt]], config: Config, tokenize
         logger.warning(line)
 
 
+def check_engine(config: Config, model: HFDir) -> None:
+    """Check what the engine of `opened` needs of this machine, the package and the options.
+
+    Raises:
+        UserError: the first problem found.
+    """
+    import torch
+
+    from oblr_megatron.checks.machine import build_problem, check_head_size, refuse
+    from oblr_megatron.checks.vllm_options import check_processor, check_speculation, check_vllm_options
+
+    on_gpu = torch.cuda.is_available()
+    check_head_size(model.config, model.path, on_gpu=on_gpu)
+    refuse(build_problem(on_gpu=on_gpu))
+    check_speculation(config.rollout.speculation, "config: rollout.speculation")
+    check_vllm_options(config.rollout.vllm, on_gpu=on_gpu)
+    check_processor(config.rollout.vllm, on_gpu=on_gpu)
+
+
 @contextmanager
 def opened(config: Config, adapter: AdapterDir | None = None) -> Iterator[tuple[RolloutEngine, Reward]]:
     """A local vLLM engine with config.model.path and an adapter, and the reward; closed at the end of the block."""
-    import torch
-
-    from oblr_megatron.checks.vllm_options import check_processor, check_speculation, check_vllm_options
     from oblr_megatron.model import parallel as process_groups
     from oblr_megatron.observe.console import waiting
     from oblr_megatron.rewards.registry import build_reward
     from oblr_megatron.rewards.shared import SharedReward
     from oblr_megatron.rollout.colocated import ColocatedEngines
 
-    check_speculation(config.rollout.speculation, "config: rollout.speculation")
-    check_vllm_options(config.rollout.vllm, on_gpu=torch.cuda.is_available())
-    check_processor(config.rollout.vllm, on_gpu=torch.cuda.is_available())
     with ExitStack() as stack:
         scratch = stack.enter_context(TemporaryDirectory(prefix="oblr-eval-"))  # for the engine's log
         config = config.model_copy(update={"run_dir": Path(scratch)})

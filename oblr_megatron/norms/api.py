@@ -31,6 +31,7 @@ from oblr_megatron.model.step import reduce_model_parallel_grads, run_schedule
 from oblr_megatron.model.tapped import TappedModel
 from oblr_megatron.norms.attach import tapped
 from oblr_megatron.norms.own_gradients import OwnGradients, gradient_space
+from oblr_megatron.norms.rules import classify, untapped_aside
 from oblr_megatron.norms.sample_gradients import GradSum, GroupWeights, Mode, SampleGradients, checked_weights
 from oblr_megatron.runtime.collectives import all_reduce
 from oblr_megatron.types import TokenBatch
@@ -243,7 +244,12 @@ def _two_pass(
         weights = checked_weights(weights(range(shape[0]), norms.view(shape)), shape).flatten().cpu()
     used = range(len(norms)) if model.parallel.block_size > 1 else weights.nonzero().flatten().tolist()
     loss_of = partial(_total, loss, weights.to(norms.device))
-    return GradSum(norms, weights, run_schedule(model, given.microbatches(used, single=False), loss_of))
+    config = model.modules[0].config
+    # In the first microbatch of a run, Transformer Engine's fused FP8 layers overwrite what was accumulated.
+    overwrites = config.fp8 and config.gradient_accumulation_fusion
+    with untapped_aside(classify(model)) if overwrites else nullcontext():
+        records = run_schedule(model, given.microbatches(used, single=False), loss_of)
+    return GradSum(norms, weights, records)
 
 
 @contextmanager

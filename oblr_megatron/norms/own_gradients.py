@@ -62,7 +62,11 @@ class OwnGradients(nn.Module):
         params = [param for param in self.module.parameters() if param.requires_grad]
         experts = experts_of(self.module)
         before = {param: param.grad for param in params}
-        hooks = [param.register_post_accumulate_grad_hook(_to_main_grad) for param in params]
+        unwanted = set() if summed else tapped  # grouped experts hand zeros to autograd
+        hooks = [
+            param.register_post_accumulate_grad_hook(_drop if id(param) in unwanted else _to_main_grad)
+            for param in params
+        ]
         for param in params:
             param.grad = None
         try:
@@ -113,6 +117,11 @@ def _buffers(params: Sequence[nn.Parameter], *, real: bool) -> list[Buffer]:
 
 def _dtype(param: nn.Parameter) -> torch.dtype:
     return torch.float32 if param.dtype in (torch.float16, torch.bfloat16) else param.dtype
+
+
+def _drop(param: Tensor) -> None:
+    """Hook of autograd: the gradient of a tapped parameter, which is not wanted."""
+    param.grad = None
 
 
 def _to_main_grad(param: Tensor) -> None:

@@ -113,9 +113,11 @@ def misfits(info: Info, config: Config, own: ModelIdentity) -> Iterator[Problem]
     if info.vllm != rollout.vllm:
         what = f"was started with the vLLM options {info.vllm}, but rollout.vllm is {rollout.vllm}"
         yield what, f"start it with {shlex.join(serve_words(rollout.vllm)) or 'no --vllm'}, or set rollout.vllm"
-    if rollout.only and info.holding != Holding():
-        what = "holds weights that a trainer pushed, but --rollout-only samples from those of the checkpoint"
-        yield what, "start it again"
+    if rollout.only and (info.holding != Holding() or info.unusable is not None):
+        pushed = (
+            "the weights that a trainer pushed" if info.unusable is None else f"no usable weights ({info.unusable})"
+        )
+        yield f"holds {pushed}, but --rollout-only samples from those of the checkpoint", "start it again"
     longest = max_model_len(config)
     if info.max_model_len < longest:
         what = f"takes {info.max_model_len} tokens of prompt and response together, but the run needs {longest}"

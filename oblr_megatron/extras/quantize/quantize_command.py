@@ -78,14 +78,12 @@ def _check_modelopt() -> None:
 
 
 def _check_data(options: argparse.Namespace, source: HFDir) -> QuantizeTask:
-    import torch
-
     from oblr_megatron.checkpoint.store import check_space
     from oblr_megatron.checks.lengths import check_positions
-    from oblr_megatron.checks.machine import check_head_size
     from oblr_megatron.config import with_own_scores
     from oblr_megatron.data.sources import named_source
-    from oblr_megatron.evaluation.setup import config_of, load_sets, named_sets, warn_of_golds
+    from oblr_megatron.environments.registry import check_environment
+    from oblr_megatron.evaluation.setup import check_engine, config_of, load_sets, named_sets, warn_of_golds
     from oblr_megatron.extras.quantize.accuracy import vllm_computes_fp8
     from oblr_megatron.extras.quantize.calibration import read_rows
     from oblr_megatron.extras.quantize.pipeline import QuantizeTask
@@ -114,5 +112,6 @@ def _check_data(options: argparse.Namespace, source: HFDir) -> QuantizeTask:
         what = "transformers plays no episodes of rollout.environment"
         raise UserError(what, where="--accuracy", fix="add --accuracy-engine vllm, or leave out --accuracy")
     if sets and engine == "vllm":
-        check_head_size(source.config, options.source, on_gpu=torch.cuda.is_available())
+        check_environment(config)
+        check_engine(config, source)
     return QuantizeTask(source, options.target, options.format, rows, config, tokenizer, sets, engine)

@@ -219,6 +219,7 @@ def test_refusals(environment: object, sections: dict[str, object], named: str) 
     [
         ({"reward": {"name": "environment"}}, "rollout.environment is not set"),
         ({"rollout": {"environment": {"tools": ["a:b"]}}}, "has no function"),
+        ({"rollout": {"environment": "tool_loop"}, "reward": {"name": "environment"}}, "gives no reward"),
         ({"rollout": {"environment": "a:b", "speculation": "ngram"}}, "speculation"),
         ({"rollout": {"environment": "a:b", "servers": "http://127.0.0.1:1"}}, "servers"),
         ({"rollout": {"environment": {"function": "a:b", "turns": 3}}}, "max_turns"),

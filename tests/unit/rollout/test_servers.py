@@ -140,6 +140,14 @@ def test_a_run_without_pushes_needs_the_same_weights(path: Path, tmp_path: Path)
     assert what == f"serves {other}, and its weights differ from those of {path}"
 
 
+def test_a_run_without_pushes_refuses_a_server_whose_push_broke_off(path: Path) -> None:
+    broken = info_of(path, unusable="push 0 failed: the trainer broke off")
+    own = ModelIdentity.of(path)
+    assert not list(misfits(broken, run(path), own)), "the next push repairs it"
+    ((what, fix),) = misfits(broken, run(path, only=True), own)
+    assert "push 0 failed" in what and fix == "start it again"
+
+
 def test_a_key_that_no_header_can_hold_is_refused(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv(API_KEY, "0123456789abcdef\n")
     with pytest.raises(UserError, match="printable ASCII") as error:
