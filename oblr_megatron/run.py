@@ -14,9 +14,10 @@ from oblr_megatron.algo.pools import Pools, pools_of
 from oblr_megatron.algo.schedule import Schedule, build_schedule
 from oblr_megatron.checkpoint.distributed import load_training_state, load_weights, training_state
 from oblr_megatron.checkpoint.hf import export_adapter, export_hf, load_hf_weights
-from oblr_megatron.checkpoint.resume import ADAPTERS, Checkpoint, damage_of, uses_base
+from oblr_megatron.checkpoint.resume import Checkpoint, damage_of, uses_base
 from oblr_megatron.checkpoint.saver import Facts, Saved, Saver
 from oblr_megatron.checkpoint.store import read_manifest
+from oblr_megatron.checks.run_dir import ADAPTERS
 from oblr_megatron.config.baselines import facts_of
 from oblr_megatron.errors import BrokenWeightsError, RunError, UserError
 from oblr_megatron.gradient.step_gradient import StepGradient

@@ -29,10 +29,11 @@ servers=""    # process id of the srun that runs the servers
 signalled=0
 margin=0 at_once=0 # seconds of --signal, if the job may be too short for it; 1: USR1 came in the first 30 s
 
-say() { printf 'oblr: %s\n' "$*"; }
+# A full disk under the job's own output must not end the script: errexit would leave out the requeue.
+say() { printf 'oblr: %s\n' "$*" || true; }
 
 die() { # STATUS MESSAGE...
-    printf 'error: %s\n' "${*:2}" >&2
+    printf 'error: %s\n' "${*:2}" >&2 || true
     exit "$1"
 }
 
@@ -270,7 +271,7 @@ oblr_check() {
 oblr_checked() { # STATUS WHAT LOG
     oblr_stop_early "$2"
     if (($1 != 0)); then
-        cat "$3" >&2
+        cat "$3" >&2 || true # absent if srun could not make the step
         die "$EXIT_USER" "$2 failed (status $1); nothing was trained and the job is not requeued"
     fi
 }
@@ -283,7 +284,7 @@ oblr_train() {
     status_before="$(oblr_status)" # of the previous attempt
     train_status=0
     oblr_await oblr_launch 2>>"$logs/srun.log" || train_status=$?
-    cat "$logs/srun.log" >&2
+    cat "$logs/srun.log" >&2 || true
     if grep -q "Exited with exit code $EXIT_USER\$" "$logs/srun.log"; then train_status=$EXIT_USER; fi
 }
 
@@ -350,14 +351,16 @@ oblr_start_servers() {
     ((status != 0)) || return 0
     tail -n 20 "$logs"/server_*.log >&2 || true
     kill -0 "$servers" 2>/dev/null || die "$EXIT_RUN" "all servers have ended, see $logs/server_*.log; not requeued"
-    cat "$logs"/servers*.log >&2 || true
+    cat "$logs"/servers*.log "$logs/server_srun.log" >&2 || true
     die "$EXIT_RUN" "the servers did not become ready; the job is not requeued"
 }
 
-# Exec the wait for the servers, and end it when their srun has ended: it goes on as long as one of them runs.
+# Exec the wait for the servers, and end it when one of them has ended, or their srun.
 oblr_servers_answer() {
     local waiting=$BASHPID
-    while kill -0 "$waiting" && sleep 1; do kill -0 "$servers" || kill "$waiting"; done 2>/dev/null &
+    while kill -0 "$waiting" && sleep 1; do
+        if ! kill -0 "$servers" || grep -q 'error: .*: tasks\? ' "$logs/server_srun.log"; then kill "$waiting"; fi
+    done 2>/dev/null &
     oblr_srun --het-group=0 --nodes=1 --ntasks=1 --nodelist="${nodes[0]}" --output="$logs/servers.log" \
         "$python" -P -m oblr_megatron.extras.cluster.servers wait "${urls[@]}" --deadline "${OBLR_SERVERS_S:-1800}" \
         2>"$logs/servers_srun.log"
@@ -462,7 +465,7 @@ oblr_tell_errors() {
 # Requeue the job, except if no step was saved since the last requeue, because that could repeat forever; or if every
 # attempt would get its signal at once.
 oblr_requeue() { # WHY STATUS_IF_NOT_REQUEUED
-    local step before=""
+    local step before="" id="$SLURM_JOB_ID"
     step="$(oblr_saved_step)"
     if [[ ${OBLR_REQUEUE:-1} == 0 ]]; then
         say "$1, step $step is saved; resume with: sbatch ... run_dir=$run_dir"
@@ -481,8 +484,9 @@ oblr_requeue() { # WHY STATUS_IF_NOT_REQUEUED
     echo "$step" >>"$log_root/requeues" || say "warning: cannot note the requeue in $log_root"
     say "$1, step $step is saved: the job is requeued"
     oblr_stop_servers
-    # the id of an array's last task is the array's, too
-    oblr_ask scontrol requeue "${SLURM_ARRAY_TASK_ID:+${SLURM_ARRAY_JOB_ID}_}${SLURM_ARRAY_TASK_ID:-$SLURM_JOB_ID}" ||
+    # The id of an array's last task is the array's, too. A job that such a task submitted has its variables.
+    [[ ${SLURM_ARRAY_JOB_ID:-} != "$id" ]] || id+="_$SLURM_ARRAY_TASK_ID"
+    oblr_ask scontrol requeue "$id" ||
         die "$EXIT_RUN" "scontrol cannot requeue the job; resume with: sbatch ... run_dir=$run_dir"
     exit 0
 }

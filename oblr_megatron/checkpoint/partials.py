@@ -73,11 +73,11 @@ def remove(directory: Path) -> None:
         shutil.rmtree(directory, ignore_errors=True)
 
 
-def disk_bytes(directory: Path) -> int:
+def disk_bytes(directory: Path, only: str | None = None) -> int:
     """Space that `remove_all` would free; 0 if the directory does not exist."""
     total = 0
     for partial, target, _, _ in _partials(directory):
-        if partial.is_symlink() or _is_last(partial, target):
+        if only not in (None, target.name) or partial.is_symlink() or _is_last(partial, target):
             continue
         for folder, _, names in os.walk(partial):
             for name in names:

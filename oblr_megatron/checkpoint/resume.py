@@ -21,6 +21,7 @@ from oblr_megatron.checkpoint import store
 from oblr_megatron.checkpoint.hf_description import forward_traits, hf_config_in
 from oblr_megatron.checkpoint.hf_dir import HFDir
 from oblr_megatron.checkpoint.store import CheckpointError, Manifest, UnreadError
+from oblr_megatron.checks.run_dir import EXPORTS
 from oblr_megatron.config import Config
 from oblr_megatron.errors import UserError
 from oblr_megatron.formatting import flatten
@@ -30,8 +31,6 @@ from oblr_megatron.weights.names import ModelShape
 logger = logging.getLogger(__name__)
 
 NEWEST = "newest"
-EXPORTS = ("hf", "hf_best")  # in a run directory
-ADAPTERS = {"hf": "adapter", "hf_best": "adapter_best"}  # of an export, with LoRA
 HF_CONFIG = "hf/config.json"  # in a checkpoint
 CARRIED = (
     *("seed", "data.shuffle", "model.dtype", "optimizer.name"),

@@ -40,7 +40,7 @@ from oblr_megatron.checkpoint.distributed import State, TorchDistWriter
 from oblr_megatron.checkpoint.hf_dir import HFDir
 from oblr_megatron.checkpoint.hf_write import write_description
 from oblr_megatron.checkpoint.store import FileEntry, Manifest
-from oblr_megatron.checks.run_dir import CHECKPOINTS
+from oblr_megatron.checks.run_dir import ADAPTERS, CHECKPOINTS, EXPORTS
 from oblr_megatron.config import Config
 from oblr_megatron.errors import DeadlineError, RunError
 from oblr_megatron.formatting import duration, size
@@ -113,7 +113,7 @@ class Saver:
         self.newest: int | None = None  # step of the last checkpoint that this process saved
         if self._rank == 0:  # it holds the lock of the run directory, so that nobody else writes here
             partials.remove_all(self._directory)
-            for name in ("hf", "hf_best", "adapter", "adapter_best"):
+            for name in (*EXPORTS, *ADAPTERS.values()):
                 export = (config.run_dir / name).resolve()
                 partials.remove_all(export.parent, only=export.name)
         self._damaged = self._skipped(resumed)  # after `remove_all`, which may give a checkpoint its name back

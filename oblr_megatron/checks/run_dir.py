@@ -21,6 +21,10 @@ LOCK_FILE = "lock.json"
 """Lock of a run directory, see runtime/run_lock.py."""
 LOGS = "logs"
 """Folder in a run directory with the output of engines and of torch's launcher."""
+EXPORTS = ("hf", "hf_best")
+"""Directories in a run directory with exported models. Each may be a link to another disk."""
+ADAPTERS = {"hf": "adapter", "hf_best": "adapter_best"}
+"""Directories with the adapters of an export, with LoRA."""
 UNSTARTED = {LOCK_FILE, LOGS}
 """Left by a run that ended while it was opened, for example while its engine started."""
 
@@ -40,7 +44,9 @@ def check_run_dir(run_dir: Path, *, holds_run: bool = False) -> None:
     check_writable(run_dir, "run_dir")
     for name in (CHECKPOINTS, ROLLOUTS, LOGS):  # an earlier attempt may have run as another user
         check_writable(run_dir / name, f"the run's folder {name}")
-    held = {path.name for path in run_dir.iterdir()} - UNSTARTED if run_dir.is_dir() else set()
+    inside = run_dir.iterdir() if run_dir.is_dir() else ()
+    links = {*EXPORTS, *ADAPTERS.values()}
+    held = {path.name for path in inside if not (path.name in links and path.is_symlink())} - UNSTARTED
     resumable = CONFIG_FILE in held or any((run_dir / CHECKPOINTS).glob("step_*"))
     if held and not (holds_run and resumable):
         raise UserError(

@@ -14,6 +14,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
 from oblr_megatron.checkpoint.partials import disk_bytes
@@ -34,7 +35,7 @@ from oblr_megatron.checks.machine import (
     compiler_problem,
     refuse,
 )
-from oblr_megatron.checks.run_dir import CHECKPOINTS, check_saved_samples
+from oblr_megatron.checks.run_dir import ADAPTERS, CHECKPOINTS, EXPORTS, check_saved_samples
 from oblr_megatron.checks.vllm_options import check_processor, check_routes, check_speculation, check_vllm_options
 from oblr_megatron.data.sources import convention_of, kind_of
 from oblr_megatron.environments.registry import check_environment
@@ -102,28 +103,40 @@ def check(run: Proposed, *known: Need) -> None:
 def check_room(config: Config, model: HFDir) -> None:
     """Refuse a run without space for one checkpoint and its exports, whichever it writes.
 
-    Partial directories of killed saves will be removed.
+    Exports may be links to another disk. Partial directories of killed saves and exports will be removed.
     """
     saves = config.checkpoint
     if config.rollout.only:
         return
-    checkpoint, exports, written = 0, 0, []
+    folder, checkpoint, exports, written = config.run_dir / CHECKPOINTS, 0, list[Path](), []
     if saves.every_steps or saves.best_metric or saves.exit_before_timeout_s:
         checkpoint = checkpoint_bytes(model, config)
         written.append("checkpoint.every_steps, best_metric and exit_before_timeout_s (every_steps = 0)")
     if saves.export_hf:
-        exports = model.num_bytes * (2 if saves.best_metric else 1)
+        exports = [(config.run_dir / name).resolve() for name in (EXPORTS if saves.best_metric else EXPORTS[:1])]
         written.append("checkpoint.export_hf (false)")
     if not written:
         return
     prunes = len(checkpoints_of(config.run_dir)) >= saves.keep_last  # the next save makes room for what follows
-    needed = max(checkpoint, exports) if prunes else checkpoint + exports
+    disk = {path: _device(path) for path in (folder, *exports)}
     try:
-        directory = config.run_dir / CHECKPOINTS
-        check_space(directory, needed, freed=disk_bytes(directory))
+        for device in dict.fromkeys(disk.values()):
+            here = [export for export in exports if disk[export] == device]
+            needed = model.num_bytes * len(here)
+            freed = sum(disk_bytes(export.parent, only=export.name) for export in here)
+            if device == disk[folder]:
+                needed = max(checkpoint, needed) if prunes else checkpoint + needed
+                freed += disk_bytes(folder)
+            if needed:
+                check_space(folder if device == disk[folder] else here[0].parent, needed, freed=freed)
     except NoSpaceError as error:
         fix = f"choose a run_dir with more space, or leave out {' or '.join(written)}"
         raise UserError(str(error), where="run_dir", fix=fix) from error
+
+
+def _device(path: Path) -> int:
+    """The file system of a path that need not exist yet."""
+    return next(one for one in (path, *path.absolute().parents) if one.exists()).stat().st_dev
 
 
 def check_cache(engine: EngineMemory, config: Config) -> None:
@@ -231,8 +244,6 @@ def _replay(run: Proposed) -> None:
 
 
 def _exports(run: Proposed) -> None:
-    from oblr_megatron.checkpoint.resume import ADAPTERS, EXPORTS
-
     saves = run.config.checkpoint
     if saves.export_hf and not run.config.rollout.only:
         for name in EXPORTS if saves.best_metric else EXPORTS[:1]:

@@ -31,7 +31,7 @@ from oblr_megatron.checks.run_dir import LOGS
 from oblr_megatron.config import load_config
 from oblr_megatron.errors import EXIT_OK, EXIT_RUN, EXIT_SIGNAL, EXIT_USER, UserError
 from oblr_megatron.runtime.command_line import add_run_arguments, run_overrides
-from oblr_megatron.runtime.processes import LAUNCHER, SAFE_PATH, children_of, identity, raise_open_files
+from oblr_megatron.runtime.processes import LAUNCHER, SAFE_PATH, children_of, identity, raise_open_files, ranks_of
 from oblr_megatron.runtime.stopping import ENDING, KEY_REPEAT_S, REPEAT_S, handled
 from oblr_megatron.runtime.streams import outlast_readers
 from oblr_megatron.runtime.temporary import own_tmpdir
@@ -134,7 +134,7 @@ def _end_after_failures(log: _Log) -> None:
     """Watch the ranks, and end this process if torchrun does not within ENDS_S after one has failed."""
     watched: set[int] = set()
     while True:
-        for rank in set(children_of(os.getpid())) - watched:
+        for rank in set(ranks_of(os.getpid())) - watched:
             watched.add(rank)
             threading.Thread(target=_end_after_failure, args=(rank, log), daemon=True).start()
         time.sleep(LOOK_S)

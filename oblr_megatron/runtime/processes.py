@@ -132,11 +132,17 @@ def lost_rank(environment: Mapping[str, str] = os.environ) -> bool:
     """Whether another rank of this node has ended: torchrun then sends SIGTERM to the remaining ones."""
     if not launched(environment):
         return False
-    marked = 0
-    for child in children_of(os.getppid()):
+    return len(ranks_of(os.getppid())) < int(environment.get("LOCAL_WORLD_SIZE", "1"))
+
+
+def ranks_of(launcher: int) -> list[int]:
+    """Process ids of a launcher's living ranks. In a container it is process 1, and has orphans as children, too."""
+    ranks = []
+    for child in children_of(launcher):
         with suppress(OSError):  # it has just ended
-            marked += b"\0LOCAL_RANK=" in b"\0" + Path(f"/proc/{child}/environ").read_bytes()  # empty for a zombie
-    return marked < int(environment.get("LOCAL_WORLD_SIZE", "1"))
+            if b"\0LOCAL_RANK=" in b"\0" + Path(f"/proc/{child}/environ").read_bytes():  # empty for a zombie
+                ranks.append(child)
+    return ranks
 
 
 def _stat(pid: int) -> list[str]:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from contextlib import chdir, nullcontext
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from types import SimpleNamespace
 from typing import Any
 from unittest.mock import Mock
@@ -81,6 +82,27 @@ def test_a_checkpoint_and_the_exports_need_room_together(tmp_path: Path, monkeyp
     monkeypatch.setattr(checklist, "checkpoints_of", Mock(return_value=[Path("step_2"), Path("step_1")]))
     checklist.check_room(config_with(run_dir=tmp_path), Mock(num_bytes=2))  # the next save removes one
     assert [call.args[1] for call in asked.call_args_list] == [14 + 2, 14 + 2 * 2, 14]
+
+
+def test_room_is_asked_for_where_an_export_is_and_partial_ones_count_as_free(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    other = Path("/dev/shm")
+    if other.stat().st_dev == tmp_path.stat().st_dev:
+        pytest.skip("needs two file systems")
+    asked = Mock()
+    monkeypatch.setattr(checklist, "check_space", asked)
+    monkeypatch.setattr(checklist, "checkpoint_bytes", Mock(return_value=14))
+    (tmp_path / ".hf_best.node-1-1-0.partial").mkdir()
+    (tmp_path / ".hf_best.node-1-1-0.partial" / "model").write_bytes(b"x" * 9000)
+    with TemporaryDirectory(dir=other) as larger:
+        (tmp_path / "hf").symlink_to(larger)
+        best = {"best_metric": "eval/held/accuracy"}
+        config = config_with(run_dir=tmp_path, checkpoint=best, evaluate={"data": {"held": "h"}, "every_steps": 1})
+        checklist.check_room(config, Mock(num_bytes=2))
+    first, second = asked.call_args_list
+    assert (first.args, first.kwargs["freed"] >= 9000) == ((tmp_path / "checkpoints", 14 + 2), True)
+    assert (second.args, second.kwargs) == ((other, 2), {"freed": 0})
 
 
 def test_every_setting_that_changed_since_the_checkpoint_is_named() -> None:

@@ -42,6 +42,15 @@ def test_a_run_that_ended_while_it_was_opened_can_be_started_again(tmp_path: Pat
     assert caught.value.where == str(tmp_path)
 
 
+def test_exports_may_be_linked_to_a_larger_disk_before_the_first_start(tmp_path: Path) -> None:
+    for name in ("hf", "adapter_best"):
+        (tmp_path / name).symlink_to(tmp_path.parent)
+    check_run_dir(tmp_path)
+    (tmp_path / "hf_best").mkdir()
+    with pytest.raises(UserError):
+        check_run_dir(tmp_path)
+
+
 @pytest.mark.parametrize("mark", ["config.json", "checkpoints/step_00000004/checkpoint.json"])
 def test_a_run_is_resumed_and_not_overwritten(tmp_path: Path, mark: str) -> None:
     (tmp_path / mark).parent.mkdir(parents=True, exist_ok=True)

@@ -42,6 +42,7 @@ def ended(
     before: int | None = None,
     margin: int = 0,
     seconds: int = 100,
+    output: str = "",
     **settings: str,
 ) -> tuple[int, bool, str]:
     """(the script's status, whether it asked for a requeue, its output) after an attempt.
@@ -57,6 +58,7 @@ def ended(
         before: the step saved at the last requeue.
         margin: of --signal, if the job's time is not longer; 0 otherwise.
         seconds: since the start of the script when the signal comes.
+        output: file for the script's own output, in place of the result's.
         settings: environment variables.
     """
     (directory / "run").mkdir()
@@ -76,7 +78,17 @@ def ended(
     own = {"SLURM_JOB_ID": "5", "PATH": f"{directory}:{os.environ['PATH']}"}
     kept = {name: value for name, value in os.environ.items() if not name.startswith(("SLURM_", "OBLR_"))}
     done = subprocess.run(
-        ["bash", "-c", END, "job", str(directory), stopping, str(status), str(margin), str(seconds)],
+        [
+            "bash",
+            "-c",
+            f"exec &> {output}\n{END}" if output else END,
+            "job",
+            str(directory),
+            stopping,
+            str(status),
+            str(margin),
+            str(seconds),
+        ],
         cwd=ROOT,
         env=kept | own | settings,
         capture_output=True,
@@ -123,6 +135,16 @@ def test_a_task_of_an_array_requeues_itself_alone(tmp_path: Path) -> None:
     """The job id of the last task is the array's, and would requeue all of it."""
     array = {"SLURM_ARRAY_JOB_ID": "4", "SLURM_ARRAY_TASK_ID": "1", "SLURM_JOB_ID": "4"}
     assert ended(tmp_path, 0, "stopped", "SIGUSR1", saved=(5,), **array)[:2] == (0, True)
+
+
+def test_a_job_that_an_arrays_task_submitted_requeues_itself(tmp_path: Path) -> None:
+    """sbatch copies the variables of the task."""
+    array = {"SLURM_ARRAY_JOB_ID": "4", "SLURM_ARRAY_TASK_ID": "1"}
+    assert ended(tmp_path, 0, "stopped", "SIGUSR1", saved=(5,), **array)[:2] == (0, True)
+
+
+def test_a_full_disk_under_the_jobs_output_does_not_end_the_requeue(tmp_path: Path) -> None:
+    assert ended(tmp_path, 0, "stopped", "SIGUSR1", saved=(5,), output="/dev/full")[:2] == (0, True)
 
 
 def test_logs_that_cannot_be_written_do_not_stop_a_requeue(tmp_path: Path) -> None:
