@@ -181,6 +181,8 @@ def started(sampling: Sampling) -> Iterator[None]:
     """Write the config and status of an open run, and its report at the end. A refused opening changes no file."""
     if sampling.parallel.rank == 0:
         write_config(sampling.config)
+        if sampling.alarms is not None:
+            sampling.alarms.start()
         if sampling.config.checkpoint.resume != "none" and not sampling.config.rollout.only:
             remove_later_steps(sampling.config.run_dir, sampling.start)
     sampling.trackers.start()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import statistics
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
@@ -154,9 +155,8 @@ class Run:
         with self.sampling.timer("optimizer"):
             if stats.sq_norm != 0 and not record.unrewarded:  # clip refuses a norm that is not finite
                 factor = self.optimizer.clip(stats.sq_norm)
-                record.metrics["optimizer/clip_factor"] = min(
-                    factor, record.metrics.get("optimizer/clip_factor", factor)
-                )
+                record.clip_factors.append(factor)
+                record.metrics["optimizer/clip_factor"] = statistics.median(record.clip_factors)
                 self.optimizer.step(lr)
         record.metrics["lr"] = lr
         self.updates += 1
@@ -288,19 +288,21 @@ class Run:
             "running_mean_norm": self.running_mean_norm,
             "noise": self.noise.state_dict(),
             "pools": None if self.pools is None else self.pools.state_dict(),
+            "scores": self.config.reward.scores,
         }
 
     def restore(self, facts: Facts) -> None:
         """Continue from what a checkpoint records of norms, noise and pools.
 
         Another `gradnorm.source` measures w in another unit. Averages of w, and pools with w as weights, then begin
-        again.
+        again. So do all pools, and averages of noise, under another reward.
         """
         self.noise.load_state_dict(facts["noise"])
         comparable = facts["config"]["gradnorm"]["source"] == self.config.gradnorm.source
         if comparable:
             self.running_mean_norm = facts["running_mean_norm"]
         comparable |= not facts_of(self.config.algo.baseline).pools_norms
+        comparable &= facts.get("scores", self.config.reward.scores) == self.config.reward.scores
         if self.pools is not None and facts["pools"] and comparable:  # None before the run had such a baseline
             self.pools.load_state_dict(facts["pools"])
 
@@ -354,6 +356,7 @@ def open_run(config: Config) -> Iterator[Run]:
             num_steps=config.num_steps * config.algo.updates_per_batch,
             num_prompts=config.per_update.num_prompts,
             group_size=config.group_size,
+            scores=config.reward.scores,
         )
         if resumed is not None:
             load_training_state(policy, optimizer, resumed.path, momentum)
@@ -372,6 +375,7 @@ def open_run(config: Config) -> Iterator[Run]:
                 config.algo,
                 config.per_update.num_prompts,
                 config.group_size,
+                scores=config.reward.scores,
                 router_losses=config.model.router_losses,
                 chosen=config.rollout.dynamic_sampling,
             ),

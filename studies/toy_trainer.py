@@ -270,7 +270,7 @@ def make_schedule(config: ToyConfig) -> Schedule:
     Raises:
         UserError: the run that supplies a control's rates is too short, see `rate_controls.source_rates`.
     """
-    algo, size = config.algo, {"num_steps": config.num_steps}
+    algo, size = config.algo, dict[str, Any](num_steps=config.num_steps)
     if config.control_from is None:
         return build_schedule(algo, config.optimizer, num_prompts=config.num_prompts, **size)
     rates = control_rates(

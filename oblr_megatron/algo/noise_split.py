@@ -72,6 +72,7 @@ class NoiseSplit:
         num_prompts: int,
         group_size: int,
         *,
+        scores: str = "",
         router_losses: bool = False,
         chosen: bool = False,
     ) -> None:
@@ -83,7 +84,7 @@ class NoiseSplit:
             and algo.aggregation == "constant"
             and not (algo.kl_coefficient or router_losses or chosen)
         )
-        self._of = {"num_prompts": num_prompts} | noise_settings(algo, group_size)
+        self._of = {"num_prompts": num_prompts} | noise_settings(algo, group_size, scores)
         self._num_prompts, self._group_size = num_prompts, group_size
         self._measured = False  # whether the last step had folds and exact norms
         self._decay = decay_of(algo.snr)
@@ -127,6 +128,6 @@ class NoiseSplit:
         return {"between": self._between, "within": self._within, "weight": self._weight} | self._of
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Continue from `state_dict`; averages of another Q, G, baseline, norm_power or keep are ignored."""
+        """Continue from `state_dict`; averages of another Q, G, baseline, norm_power, keep or reward are ignored."""
         if all(state.get(name) == value for name, value in self._of.items()):
             self._between, self._within, self._weight = state["between"], state["within"], state["weight"]

@@ -135,7 +135,13 @@ def cosine(optimizer: OptimizerConfig, num_steps: int) -> Callable[[int], float]
 
 
 def build_schedule(
-    algo: AlgoConfig, optimizer: OptimizerConfig, *, num_steps: int, num_prompts: int, group_size: int = 1
+    algo: AlgoConfig,
+    optimizer: OptimizerConfig,
+    *,
+    num_steps: int,
+    num_prompts: int,
+    group_size: int = 1,
+    scores: str = "",
 ) -> Schedule:
     """The schedule that `algo.schedule` names.
 
@@ -145,8 +151,9 @@ def build_schedule(
         num_steps: length of the run, for the cosine.
         num_prompts: Q, to scale the noise of a fold to that of one prompt.
         group_size: G, on which that noise depends.
+        scores: `RewardConfig.scores`, on which it depends, too.
     """
-    averages = SnrAverages(algo.snr, num_prompts, noise_settings(algo, group_size))
+    averages = SnrAverages(algo.snr, num_prompts, noise_settings(algo, group_size, scores))
     match algo.schedule:
         case "snr":
             return SnrSchedule(algo.snr, optimizer, averages)

@@ -123,13 +123,14 @@ ESTIMATORS: dict[str, Estimator] = {
 }
 
 
-def noise_settings(algo: AlgoConfig, group_size: int) -> dict[str, float | str]:
-    """The settings that the noise of one prompt's gradient depends on."""
+def noise_settings(algo: AlgoConfig, group_size: int, scores: str = "") -> dict[str, float | str]:
+    """The settings that the noise of one prompt's gradient depends on; `scores` is `RewardConfig.scores`."""
     return {
         "group_size": group_size,
         "baseline": algo.baseline,
         "norm_power": algo.norm_power,
         "keep": algo.keep,
+        "scores": scores,
     }
 
 

@@ -6,6 +6,8 @@ from pydantic import Field
 
 from oblr_megatron.config.section import LONGEST_WAIT_S, Section
 
+SCORES = ("name", "weight", "terms", "format_pattern", "overlong_buffer_tokens")
+"""The keys that decide a response's score. Averages of rewards under other values are not comparable."""
 ANSWERLESS = ("format", "overlong", "environment")
 
 
@@ -54,6 +56,11 @@ class RewardConfig(Section):
     overlong_buffer_tokens: int = Field(0, ge=0)
     """Tokens before rollout.max_response_tokens over which "overlong" falls from 0 to -1 (arXiv 2503.14476,
     equation 13)."""
+
+    @property
+    def scores(self) -> str:
+        """The values of SCORES as text."""
+        return self.model_dump_json(include=set(SCORES))
 
     @property
     def names(self) -> tuple[str, ...]:

@@ -37,8 +37,7 @@ class TrackioTracker(Tracker):
         config = {key: value for key, value in flatten(run.config).items() if not key.startswith("_")}
         project = run.project or os.environ.get("TRACKIO_PROJECT") or DEFAULT_PROJECT
         self._run = trackio.init(project=project, name=name, config=config, resume="allow", embed=False)
-        run.remember(name)
-        self._raise_warned()
+        run.remember(name)  # a warning of `init` is the next record's: trackio sends later what is kept until then
 
     def log(self, step: int, values: Mapping[str, float]) -> None:
         trackio.log(dict(values), step=step)

@@ -46,13 +46,17 @@ METRICS: tuple[Metric, ...] = (
     Metric("groups/mixed_fraction", "", "share of all sampled prompts with unequal rewards in their group"),
     Metric("groups/dropped", "groups", "groups of equal rewards that dynamic sampling left out of the step"),
     Metric("groups/unused", "groups", "mixed groups that dynamic sampling drew but did not use"),
-    Metric("entropy", "nats", "entropy of the sampling distribution, mean over tokens with an advantage"),
+    Metric(
+        "entropy",
+        "nats",
+        "entropy of the sampling distribution, mean over tokens with an advantage; over all with algo.kl_coefficient",
+    ),
     Metric("kl/mean", "nats", "divergence from the reference model, mean over those tokens; with algo.kl_coefficient"),
     Metric("moe/aux_loss", "", "load-balancing loss over those tokens, mean over layers, before its weight"),
     Metric("moe/z_loss", "", "mean square of the routers' log-sum-exp over those tokens, before its weight"),
     Metric("moe/max_load", "", "largest load of an expert over the mean load of its layer, from those tokens"),
     Metric("moe/route_mismatch_fraction", "", "share of their routers' own choices that routing replay replaced"),
-    Metric("rollout/logprob_abs_diff", "nats", "mean |trainer's log-prob - vLLM's| over tokens with an advantage"),
+    Metric("rollout/logprob_abs_diff", "nats", "mean |trainer's log-prob - vLLM's| over those tokens"),
     Metric("rollout/truncated_ratio_fraction", "", "share of those tokens' ratios cut at rollout.importance_cap"),
     Metric("rollout/unrecorded_fraction", "", "share of those tokens that algo.center leaves out; see center_tokens"),
     Metric("rollout/weight_mean", "", "mean over those tokens of their weights, after caps, rejection and centering"),
@@ -81,7 +85,7 @@ METRICS: tuple[Metric, ...] = (
     Metric(
         "gradnorm/top_share",
         "",
-        "share of sum c^2 w that 1% of the responses hold (at least one), those with most of it",
+        "share of sum c^2 w that 1% of the responses with a part in it hold (at least one), those with most",
     ),
     Metric("gradnorm/length_corr", "", "correlation of w with response length over the step's responses"),
     Metric("gradnorm/estimate_corr", "", "correlation of estimated with exact w (gradnorm.check_every)"),
@@ -98,7 +102,9 @@ METRICS: tuple[Metric, ...] = (
     Metric("baseline/<name>/variance_ratio", "", "the same for another baseline, corrected for self-dependence"),
     Metric("baseline/spread", "", "standard deviation over prompts of the run's baseline, averaged over each group"),
     Metric("baseline/self_dependence", "", "change of a response's baseline per unit of its own reward"),
-    Metric("pool/<source>/mean", "", "mean reward of a data source over earlier steps, weighted as the baseline asks"),
+    Metric(
+        "pool/<source>/mean", "", "mean reward of a data source over the steps so far, weighted as the baseline asks"
+    ),
     Metric(
         "pool/trust", "", "trust in a prompt's own earlier rewards: 0, the pool alone; 1, their full weight by norms"
     ),
@@ -126,7 +132,11 @@ METRICS: tuple[Metric, ...] = (
     ),
     Metric("loss", "", "policy-gradient loss; only its gradient is meaningful"),
     Metric("lr", "", "learning rate of the step"),
-    Metric("optimizer/clip_factor", "", "factor that optimizer.clip_grad scaled the gradient by; 1: not clipped"),
+    Metric(
+        "optimizer/clip_factor",
+        "",
+        "factor of optimizer.clip_grad on the gradient, median over the updates; 1: not clipped",
+    ),
     Metric("grad_norm", "", "norm of the gradient over all parameters, before clipping"),
     Metric("timing_s/rollout", "s", "sampling the responses"),
     Metric("timing_s/reward", "s", "scoring the responses"),

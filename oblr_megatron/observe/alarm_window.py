@@ -9,6 +9,7 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 from oblr_megatron.config.baselines import BASELINES, Baseline, facts_of
+from oblr_megatron.config.reward import SCORES
 from oblr_megatron.errors import UserError
 
 if TYPE_CHECKING:
@@ -23,8 +24,19 @@ MAY_BE_UNDEFINED = frozenset({"gradnorm/length_corr", "gradnorm/estimate_corr", 
 EPISODES = ("environment/failures", "environment/timeouts")
 COUNTED = ("gradnorm/nonfinite", "reward/failures", "reward/timeouts", *EPISODES)
 SPLIT = ("snr/between", "snr/within", "snr/best_group_size")
-FORGOTTEN = (*SPLIT, "snr/critical_batch_size", "baseline/spread", "groups/mixed_fraction")
-"""Metrics that a check compares with a setting of Planned; their courses begin again when it changes."""
+FORGOTTEN = (
+    *SPLIT,
+    "snr/critical_batch_size",
+    "snr/shrink_ema",
+    "temper/energy",
+    "baseline/spread",
+    "groups/mixed_fraction",
+    "reward/mean",
+    "reward/std",
+    "entropy",
+)
+"""Metrics that a check compares with a setting of Planned, or with one of these. When Planned changes, their courses
+begin again."""
 
 
 @dataclass(slots=True)
@@ -62,15 +74,18 @@ class Course:
 class Planned:
     """Settings of the run that the checks compare with; 0 where there is nothing to compare.
 
-    Example: Planned(lr=1e-6, lr_warmup_steps=10, num_prompts=128, group_size=8)
+    Example: Planned(lr=1e-6, lr_warmup_steps=10, num_prompts=128, noise_prompts=128, group_size=8)
     """
 
     lr: float = 0.0  # eta_0 of a schedule that may lower it without end
     lr_warmup_steps: int = 0
     num_prompts: int = 0
+    noise_prompts: int = 0  # those of the gradient whose noise is measured
     group_size: int = 0
     num_folds: int = 1  # num_prompts is a multiple of it
     of_earlier_steps: bool = False  # whether the baseline averages rewards of earlier steps
+    norm_power: float = 0.0
+    scores: str = ""  # the values of config.reward.SCORES
 
 
 @dataclass(slots=True)
@@ -116,17 +131,22 @@ def planned(setting: Callable[[str], Any]) -> Planned:
     """The settings that the checks need, from a function of dotted keys to values (None: not known).
 
     With several updates on a batch, the signal and noise are those of the first update, on a part of the prompts. So
-    num_prompts is not compared with them. The group size needs no such exception: the split of the noise needs norms.
+    no number of prompts is compared with them. The group size needs no such exception: the split of the noise needs
+    norms.
     """
-    on_policy = (setting("algo.updates_per_batch") or 1) == 1
+    on_policy, prompts = (setting("algo.updates_per_batch") or 1) == 1, setting("num_prompts") or 0
+    scores = [setting(f"reward.{name}") for name in SCORES]
     facts = _facts(setting("algo.baseline"))
     return Planned(
         lr=(setting("optimizer.lr") or 0.0) if setting("algo.schedule") == "snr" else 0.0,
         lr_warmup_steps=setting("optimizer.lr_warmup_steps") or 0,
-        num_prompts=(setting("num_prompts") or 0) if on_policy else 0,
+        num_prompts=prompts,
+        noise_prompts=prompts if on_policy else 0,
         group_size=setting("group_size") or 0,
         num_folds=setting("algo.snr.num_folds") or 1,
         of_earlier_steps=facts is not None and facts.pool != "",
+        norm_power=setting("algo.norm_power") or 0.0,
+        scores="" if set(map(str, scores)) == {"None"} else str(scores),
     )
 
 

@@ -1,6 +1,6 @@
 """Detects problems in a run's metrics: each alarm is one line with a number and a remedy, reported once.
 
-    watch = AlarmWatch(Planned(num_prompts=64, group_size=8))
+    watch = AlarmWatch(Planned(num_prompts=64, noise_prompts=64, group_size=8))
     for record in records:                  # as logged, or from metrics.jsonl
         for alarm in watch.check(record):   # alarms raised for the first time
             ...
@@ -15,7 +15,7 @@ import json
 import math
 import statistics
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import asdict, dataclass, fields
+from dataclasses import asdict, dataclass, fields, replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -46,6 +46,7 @@ class Alarm:
     name: str  # key of CHECKS
     step: int  # at which it was first raised
     text: str
+    cause: str = ""  # error of the reward, which metrics.jsonl does not have
 
 
 def _nonfinite(window: Window) -> str:
@@ -165,7 +166,7 @@ def _group_size(window: Window) -> str:
 
 
 def _batch_size(window: Window) -> str:
-    prompts, course = window.planned.num_prompts, window.courses["snr/critical_batch_size"]
+    prompts, course = window.planned.noise_prompts, window.courses["snr/critical_batch_size"]
     if not prompts or course.count < SETTLED:
         return ""
     critical = statistics.median(course.recent)
@@ -194,8 +195,8 @@ def _clipped(window: Window) -> str:
         return ""
     median = number(statistics.median(factors), 2)
     return (
-        f"{clipped} of the last {EDGE} gradients were clipped, the median to {median} of its norm: a step's length "
-        "no longer follows the gradient; raise optimizer.clip_grad."
+        f"Gradients were clipped in {clipped} of the last {EDGE} steps, the median to {median} of its norm: a step's "
+        "length no longer follows the gradient; raise optimizer.clip_grad."
     )
 
 
@@ -292,8 +293,11 @@ CHECKS: dict[str, Callable[[Window], str]] = {
     "slow_rank": _slow_rank,
 }
 """All checks, most severe first; each returns the alarm's text, or "" if nothing is wrong."""
-BY_SETTINGS = ("reward", "rate", "group_size", "batch_size", "spread", "mixed")
-"""Checks that read Planned. Records before a resume may have had other settings, so they raise no such alarm later."""
+BY_SETTINGS = ("reward", "rate", "group_size", "batch_size", "tempering", "spread", "entropy", "mixed")
+"""Checks that read Planned or FORGOTTEN. Records before a resume may have had other settings, so they raise no such
+alarm later."""
+OF_USERS_CODE = ("failures", "timeouts", "episodes")
+"""Alarms about functions and services, which may be repaired before a resume; no setting shows that."""
 
 
 class AlarmWatch:
@@ -310,7 +314,8 @@ class AlarmWatch:
         new = []
         for name, check in CHECKS.items():
             if name not in self._first and (text := check(self._window)):
-                self._first[name] = Alarm(name, self._window.step, text)
+                of_reward = self._window.cause if name == "failures" else ""
+                self._first[name] = Alarm(name, self._window.step, text, of_reward)
                 new.append(self._first[name])
         return new
 
@@ -324,46 +329,50 @@ class AlarmWatch:
     def all(self) -> list[Alarm]:
         """Every alarm raised so far, most severe first; current numbers where the check still fires."""
         first = [self._first[name] for name in CHECKS if name in self._first]
-        return [Alarm(alarm.name, alarm.step, CHECKS[alarm.name](self._window) or alarm.text) for alarm in first]
+        return [replace(alarm, text=CHECKS[alarm.name](self._window) or alarm.text) for alarm in first]
 
 
 def alarms_of(run_dir: Path, settings: Planned, records: Sequence[Record]) -> list[Alarm]:
     """The alarms of a run for its report, most severe first; those of BY_SETTINGS as the run itself raised them."""
     watch = AlarmWatch(settings)
-    for record in records:
-        watch.check(record)
-    alarms = {alarm.name: alarm for alarm in watch.all() if alarm.name not in BY_SETTINGS}
-    kept = (*BY_SETTINGS, "failures")  # the records do not have the reward's error
     written = _until(_written(run_dir / ALARMS_FILE), records)  # after a resume steps are done again
-    alarms |= {alarm.name: alarm for alarm in written if alarm.name in kept}
+    cause = next((alarm.cause for alarm in written if alarm.cause), "")
+    for record in records:
+        watch.check(record, cause)
+    alarms = {alarm.name: alarm for alarm in watch.all() if alarm.name not in BY_SETTINGS}
+    alarms |= {alarm.name: alarm for alarm in written if alarm.name in BY_SETTINGS}
     return [alarms[name] for name in CHECKS if name in alarms]
 
 
 def _written(path: Path) -> list[Alarm]:
     names = {field.name for field in fields(Alarm)}  # a line of another version is skipped
-    return [Alarm(**alarm) for _, alarm in intact_lines(path) if alarm.keys() == names]
+    return [Alarm(**alarm) for _, alarm in intact_lines(path) if names - {"cause"} <= alarm.keys() <= names]
 
 
 def _until(alarms: Iterable[Alarm], records: Sequence[Record]) -> list[Alarm]:
     """The alarms of steps up to the last record's."""
-    last = max((record["step"] or 0 for record in records), default=0)
+    last = _last_step(records)
     return [alarm for alarm in alarms if alarm.step <= last]
+
+
+def _last_step(records: Sequence[Record]) -> float:
+    return max((record["step"] or 0 for record in records), default=0)
 
 
 class LiveAlarms:
     """Reports each alarm of a run once and appends it to RUN_DIR/alarms.jsonl.
 
-    A line of the file is {"name": ..., "step": ..., "text": ...}.
+    A line of the file is {"name": ..., "step": ..., "text": ..., "cause": ...}. `start` comes before the first step.
 
     Args:
         run_dir: of the run; the first alarm creates the file.
         settings: of the run.
         say: shows a line.
         past: records of the steps before a resume. Their alarms, and those in the file, are not reported again.
-            Without past records the run is new and an existing file is removed.
+            Without past records the run is new, and an existing file is not its own.
         past_settings: settings of the last of these steps, if they differ from the current ones.
-        changed: whether any setting of the run changed since. Then alarms of later steps in the file are removed: the
-            steps are done again, and may raise them again.
+        changed: whether any setting of the run changed since. Then alarms of later steps in the file count for nothing:
+            the steps are done again, and may raise them again. Those OF_USERS_CODE never do.
     """
 
     def __init__(
@@ -376,16 +385,23 @@ class LiveAlarms:
         *,
         changed: bool = False,
     ) -> None:
-        path, self._say, self._watch = run_dir / ALARMS_FILE, say, AlarmWatch(past_settings or settings)
-        self._lines = KeptLines(path)
-        if not past:
-            path.unlink(missing_ok=True)
-        elif changed and path.exists():
-            kept = _until(_written(path), past)
-            write_whole(path, (json.dumps(asdict(alarm)) + "\n" for alarm in kept))
+        self._path, self._say, self._watch = run_dir / ALARMS_FILE, say, AlarmWatch(past_settings or settings)
+        self._lines, last = KeptLines(self._path), _last_step(past)
+        self._kept = [
+            alarm
+            for alarm in (_written(self._path) if past else ())
+            if alarm.step <= last or not (changed or alarm.name in OF_USERS_CODE)
+        ]
         for record in past:
             self._watch.check(record)
-        self._watch.resume(settings, _written(path))
+        self._watch.resume(settings, self._kept)
+
+    def start(self) -> None:
+        """Take out of the file what the run may say again. Until now a refused resume has changed nothing."""
+        if self._kept:
+            write_whole(self._path, (json.dumps(asdict(alarm)) + "\n" for alarm in self._kept))
+        else:
+            self._path.unlink(missing_ok=True)
 
     def check(self, record: Record, cause: str = "") -> list[Alarm]:
         """Check the record of a logged step; `cause` is an error of its reward. The new alarms."""

@@ -42,6 +42,7 @@ class StepRecord:
     scored: Scored | None = None  # their rewards
     evaluated: bool = False  # whether an evaluation was due, and is complete
     unscored: bool = False  # whether it has no score at all for some set: a resumed run does it again
+    clip_factors: list[float] = field(default_factory=list)  # of the updates so far
     stats: GradientStats | None = None  # None until the gradient is computed, and where nothing is trained
 
 

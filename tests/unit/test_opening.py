@@ -216,6 +216,7 @@ def test_a_report_that_fails_costs_a_line(
         config=config_with(run_dir=str(tmp_path)),
         stop=SimpleNamespace(closing=False),
         parallel=SimpleNamespace(rank=0),
+        alarms=None,
         trackers=Mock(),
         display=SimpleNamespace(message=said.append),
     )

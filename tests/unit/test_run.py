@@ -403,6 +403,20 @@ def test_norms_in_another_unit_are_not_continued(
     assert second.history(prompts).expected.isfinite().all().item() is kept
 
 
+@pytest.mark.parametrize("weight", [1.0, 0.2])
+def test_rewards_of_another_kind_are_not_continued(tmp_path: Path, weight: float) -> None:
+    first, second = (make_run(tmp_path, baseline="pooled_mean") for _ in range(2))
+    change(second, "reward", weight=weight)
+    for part in (first, second):
+        part.pools = pools_of(part.config.algo)
+        part.noise = NoiseSplit(part.config.algo, 2, 2, scores=part.config.reward.scores)
+    first.sampling.version, first.sampling.position, first.schedule.state_dict = 1, None, dict
+    prompts = [Prompt(row, str(row), "", (3,), "", "sums") for row in range(2)]
+    first.pools.observe(prompts, SCORED, torch.ones(2, 2), first.history(prompts))
+    run.Run.restore(second, run.Run._facts(first) | {"config": first.config.model_dump(mode="json")})
+    assert second.history(prompts).expected.isfinite().all().item() is (weight == 1.0)
+
+
 @pytest.mark.parametrize("harm", ["flip", "cut", "unwritten", None])
 def test_the_best_weights_are_exported_only_from_an_intact_checkpoint(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, harm: str | None

@@ -50,7 +50,7 @@ UTILIZATION = chart(
     "Device utilization",
     "Model FLOPs of the samples trained on, divided by the devices' peak over the gradnorm, gradient and optimizer "
     "phases. The second curve counts a separate norms pass as useful work. The strip shows prompt and response tokens "
-    "per second and rank over the whole step.",
+    "per second and rank over the whole step, without evaluation.",
     "Utilization that falls at constant length: microbatches too small, ranks that wait, or memory that is full.",
     panel(
         "MFU",

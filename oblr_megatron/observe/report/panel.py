@@ -53,7 +53,7 @@ def every_baseline(history: RunHistory) -> Chart:
 
 def batch_size(history: RunHistory) -> Chart:
     """The critical batch size against the run's num_prompts, with advice; not with algo.updates_per_batch."""
-    prompts = planned(history.setting).num_prompts
+    prompts = planned(history.setting).noise_prompts
     rules = (ChartRule("num_prompts", float(prompts), forced=True),) if prompts else ()
     return chart(
         "Batch size",
@@ -117,7 +117,7 @@ def batch_advice(history: RunHistory) -> str:
 
     A step of Q prompts is worth Q / (Q + B) noiseless steps, where B is the critical size (arXiv 1812.06162, eq. 2.11).
     """
-    values, prompts = history.points("snr/critical_batch_size")[1], planned(history.setting).num_prompts
+    values, prompts = history.points("snr/critical_batch_size")[1], planned(history.setting).noise_prompts
     if not len(values) or not prompts:
         return ""
     critical = float(np.median(_last_third(values)))

@@ -95,7 +95,7 @@ SHRINK = chart(
     "Shrink factor",
     "Share of the squared gradient norm that is signal: near 0 the batch is mostly noise; near 1 more responses would "
     "not help. Dots are single-step estimates, which scatter widely and may be negative. The line is the averaged, "
-    "clamped value that scales the learning rate.",
+    "clamped value that scales the learning rate. With the estimator plugin pure noise gives about 1/2.",
     "Under the snr schedule, a line that falls far: the learning rate falls with it; use more prompts per step.",
     panel(
         "",
@@ -120,9 +120,10 @@ LEARNING_RATE = chart(
 
 SIGNAL = chart(
     "Signal and noise",
-    "Unbiased estimate of the true gradient's squared norm; single steps may be negative. The strip shows the noise: "
-    "the estimated variance of one prompt's gradient. With rollout.max_staleness, the second strip is 1 in steps with "
-    "stale samples: their importance ratios are cut, and both estimates have a bias.",
+    "Estimate of the true gradient's squared norm; single steps may be negative. It is unbiased with the estimators "
+    "folds and prompts; plugin's contains the noise. The strip shows the noise: the estimated variance of one prompt's "
+    "gradient. With rollout.max_staleness, the second strip is 1 in steps with stale samples: their importance ratios "
+    "are cut, and both estimates have a bias.",
     "Noise that grows by orders of magnitude, or signal that vanishes while the reward still changes.",
     panel("", Curve("snr/signal_sq", "signal, squared norm"), rules=(ChartRule("", 0.0, forced=True),)),
     strip("", Curve("snr/noise_trace", "noise, trace", colour=2), log=True),
@@ -252,7 +253,7 @@ SOURCES = chart(
 EPISODES = chart(
     "Episodes",
     "Turns of the policy in an episode, mean over the step's samples. The strips show the share of response tokens "
-    "that the environment wrote, and the episodes that gave no sample.",
+    "that the environment wrote, and the episodes that failed or were late, with reward 0.",
     "Episodes that fail: the environment raises, hangs or returns nonsense (logs/environment-*.log). Turns at "
     "rollout.environment.max_turns: the policy does not come to an end.",
     strip("turns", Curve("environment/turns_mean", "mean turns", "line", 1), include=(0.0,)),

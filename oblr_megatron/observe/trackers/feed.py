@@ -11,7 +11,6 @@ import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -73,7 +72,7 @@ class Trackers:
 
     def alarm(self, alarm: Alarm) -> None:
         """Send an alarm."""
-        self._send("alarm", **asdict(alarm))
+        self._send("alarm", step=alarm.step, name=alarm.name, text=alarm.text)
 
     def table(self, step: int, name: str, columns: Sequence[str], rows: Sequence[Sequence[Any]]) -> None:
         """Send responses of an evaluation."""

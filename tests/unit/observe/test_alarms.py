@@ -19,7 +19,7 @@ from oblr_megatron.observe.alarm_window import EDGE, Course, Planned, planned
 from oblr_megatron.observe.alarms import ALARMS_FILE, CHECKS, Alarm, AlarmWatch, LiveAlarms, _written, alarms_of
 from tests.unit.synthetic_run import synthetic_records
 
-PLANNED = Planned(lr=1e-3, lr_warmup_steps=10, num_prompts=64, group_size=8)
+PLANNED = Planned(lr=1e-3, lr_warmup_steps=10, num_prompts=64, noise_prompts=64, group_size=8)
 STEPS = 200
 LATER = STEPS // 2
 
@@ -157,10 +157,10 @@ def test_a_line_of_another_version_is_skipped(tmp_path: Path) -> None:
 
 def test_the_settings_that_checks_compare_with() -> None:
     table = {"optimizer.lr": 1e-3, "algo.schedule": "snr", "num_prompts": 64, "group_size": 8}
-    assert planned(table.get) == Planned(lr=1e-3, num_prompts=64, group_size=8)
+    assert planned(table.get) == Planned(lr=1e-3, num_prompts=64, noise_prompts=64, group_size=8)
     assert planned((table | {"algo.schedule": "cosine"}).get).lr == 0.0, "a rate that is meant to fall"
     several = planned((table | {"algo.updates_per_batch": 4}).get)
-    assert several == Planned(lr=1e-3, group_size=8), "its noise is that of one update"
+    assert several == Planned(lr=1e-3, num_prompts=64, group_size=8), "its noise is that of one update"
     for baseline, of_earlier_steps in (("pooled", True), ("optimal_pooled", True), ("optimal", False)):
         assert planned({"algo.baseline": baseline}.get) == Planned(of_earlier_steps=of_earlier_steps)
     assert planned({"algo.baseline": "of another version"}.get) == planned({}.get) == Planned()
@@ -211,7 +211,7 @@ def test_a_run_reports_an_alarm_once_and_keeps_it(tmp_path: Path) -> None:
     (found,) = set_off(records)
     assert said == [f"alarm at step {found.step}: {found.text}"]
     kept = [json.loads(line) for line in (tmp_path / ALARMS_FILE).read_text().splitlines()]
-    assert kept == [{"name": "truncation", "step": found.step, "text": found.text}]
+    assert kept == [{"name": "truncation", "step": found.step, "text": found.text, "cause": ""}]
 
 
 @pytest.mark.parametrize("resumed_at", [100, 150])
@@ -241,11 +241,13 @@ def test_alarms_of_steps_that_are_done_again_with_other_settings_are_forgotten(t
     for record in records[:160]:
         alarms.check(record)
     with (tmp_path / ALARMS_FILE).open("a") as file:
-        file.write('{"name": "reward", "step": 150, "text": "it fell"}\n')
+        file.write('{"name": "reward", "step": 150, "text": "it fell", "cause": ""}\n')
     assert len(said) == 1 and not alarms_of(tmp_path, PLANNED, records[:100]), "none of the future"
     assert [alarm.name for alarm in alarms_of(tmp_path, PLANNED, records[:160])] == ["reward", "truncation"]
     alarms = LiveAlarms(tmp_path, PLANNED, said.append, records[:80], changed=True)
-    assert not (tmp_path / ALARMS_FILE).read_text()
+    assert (tmp_path / ALARMS_FILE).read_text(), "the run may still be refused"
+    alarms.start()
+    assert not (tmp_path / ALARMS_FILE).exists()
     for record in records[80:160]:
         alarms.check(record)
     assert len(said) == 2 and len((tmp_path / ALARMS_FILE).read_text().splitlines()) == 1, "raised again"
@@ -265,6 +267,36 @@ def test_a_resumed_run_with_other_settings_compares_new_steps_with_them(tmp_path
     assert alarms_of(tmp_path, PLANNED, records) == [
         Alarm(**json.loads(line)) for line in (tmp_path / ALARMS_FILE).read_text().splitlines()
     ]
+
+
+def test_a_reward_that_was_repaired_is_forgotten_and_one_that_fails_again_is_said(tmp_path: Path) -> None:
+    """The failure came at step 37; the user corrects the function, which is no setting, and resumes from step 30."""
+    said: list[str] = []
+    broken = records_with("reward/failures", lambda step: 2 * int(step >= 37))
+    alarms = live(tmp_path, said)
+    for record in broken[:40]:
+        alarms.check(record, "KeyError: 'x'" if record["step"] == 37 else "")
+    (found,) = alarms_of(tmp_path, PLANNED, broken[:60])
+    assert "KeyError: 'x'" in found.text and "48" in found.text, "the number of all steps, the error of the first"
+    repaired = records_with("reward/failures", lambda step: 3 * int(step == 50))
+    alarms = live(tmp_path, said, repaired[:30])
+    alarms.start()
+    for record in repaired[30:49]:
+        alarms.check(record)
+    assert len(said) == 1 and not alarms_of(tmp_path, PLANNED, repaired[:49])
+    alarms.check(repaired[49], "ValueError: y")
+    assert len(said) == 2 and "ValueError: y" in said[1]
+
+
+def test_a_resume_with_another_reward_compares_with_no_earlier_step(tmp_path: Path) -> None:
+    """The other reward is a fifth of the first one, and no fall."""
+    said: list[str] = []
+    records = records_with("reward/mean", lambda step: 0.8 if step <= 80 else 0.16)
+    table = {"reward.name": "math", "reward.weight": 1.0}
+    before, now = planned(table.get), planned((table | {"reward.weight": 0.2}).get)
+    assert before != now
+    alarms = LiveAlarms(tmp_path, now, said.append, records[:80], before)
+    assert not [alarm for record in records[80:] for alarm in alarms.check(record)]
 
 
 @pytest.mark.parametrize("kept", [True, False])
