@@ -12,7 +12,6 @@ from oblr_megatron import baseline
 from oblr_megatron.algo.formulas import History
 from oblr_megatron.algo.weighting import first_guess, mean_of_others, sum_of_others, weighted_mean
 
-PRIOR_STRENGTH = 1.0  # lambda: weight of the other prompts' mean reward, in units of the group's mean norm
 JAMES_STEIN_EPS = 1e-6  # as in the authors' code
 
 
@@ -36,20 +35,6 @@ def eob(rewards: Tensor, norms_sq: Tensor, lengths: Tensor, history: History) ->
     for G = 1, which is `none`. All w zero: the group's mean.
     """
     return weighted_mean(rewards, norms_sq)
-
-
-@baseline(over="others", needs_norms=True, prior=True)
-def optimal_prior(
-    rewards: Tensor, norms_sq: Tensor, lengths: Tensor, history: History, *, strength: float = PRIOR_STRENGTH
-) -> Tensor:
-    """`optimal` with one more pseudo-response: b_i = (sum w_j r_j + lam wbar p) / (sum w_j + lam wbar), j != i.
-
-    wbar = mean_{j != i} w_j, p = mean reward of the other prompts, lam = strength. Dividing by wbar:
-    b_i = ((G - 1) b_i^optimal + lam p) / (G - 1 + lam). This pulls the group's own estimate, noisy at small G, towards
-    p. It is unbiased: neither part depends on o_i. lam = 0 is `optimal`. A is not 0 in a group of equal rewards.
-    """
-    own = mean_of_others(rewards, norms_sq)
-    return own + (strength / (rewards.shape[1] - 1 + strength)) * (first_guess(rewards)[:, None] - own)
 
 
 @baseline(over="others", prior=True)

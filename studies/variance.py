@@ -47,11 +47,10 @@ from studies.token_baseline import otb
 
 BOOTSTRAPS = 2000
 OTB, ORACLE = "otb", "oracle"
-PROXIES = {"optimal_prior[logit]": "logit", "optimal_prior[length]": "length", "pooled[logit]": "logit"}
+PROXIES = {"pooled[logit]": "logit"}
 TEMPERED = {"pooled[tempered]": 0.25}  # algo.norm_power
-OWN = {
-    name: f"studies.baselines:{name}" for name in ("eob", "james_stein", "optimal_prior", "reinforce_pp_baseline")
-}  # baselines of the studies
+OWN = {name: f"studies.baselines:{name}" for name in ("eob", "james_stein", "reinforce_pp_baseline")}
+"""Baselines of the studies."""
 DEFAULT_TASKS = ("sums", "mixed", "chain", "walk", "brackets")  # responses of at most ten tokens: O(T^2) memory
 
 

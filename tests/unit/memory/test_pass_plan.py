@@ -66,7 +66,7 @@ def test_without_folds_any_number_of_replicas_divides_the_batch(replicas: int, p
 
 @pytest.mark.parametrize("hf_config", [*map(tiny_config_of, DENSE), tiny_moe_config()], ids=[*DENSE, "moe"])
 def test_the_plan_knows_which_models_need_single_samples(hf_config: Any) -> None:
-    """As the rules of the built model's parameters say; Transformer Engine: tests/unit/model/test_te_models.py."""
+    """As the rules of the built model's parameters say. Not covered: models with Transformer Engine's layers."""
     config = ParallelConfig()
     policy = build_policy(hf_config, ModelConfig.model_validate({"path": "unused"}), initialize(config), config)
     planned = needs_single_samples(hf_config.to_dict(), transformer_engine=False)

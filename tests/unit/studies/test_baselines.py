@@ -14,7 +14,6 @@ from hypothesis import given
 from torch import Tensor
 
 from oblr_megatron.algo.baseline import STD_EPS, advantages, baseline_values
-from oblr_megatron.algo.formulas import FORMULAS, NO_HISTORY
 from oblr_megatron.algo.user_baseline import check_baseline
 from oblr_megatron.errors import RunError
 from studies import baselines
@@ -22,7 +21,6 @@ from studies.variance import OWN
 from tests.unit.algo import test_unbiased
 from tests.unit.algo.conftest import Toy, make_toy
 from tests.unit.algo.test_baseline import batches, tensor
-from tests.unit.algo.test_snr import fold_estimate, moments
 from tests.unit.algo.test_unbiased import expectation
 
 Batch = tuple[Tensor, Tensor, Tensor]
@@ -51,14 +49,6 @@ def test_each_formula_on_a_worked_group() -> None:
 
     assert found("eob") == pytest.approx([10 / 6] * 3, rel=1e-14)
     assert found("reinforce_pp_baseline") == pytest.approx([4 / 3] * 3, rel=1e-14)
-    prior = [(9 + 2.5 * 3) / (5 + 2.5), (10 + 2 * 3) / (4 + 2), (1 + 1.5 * 3) / (3 + 1.5)]
-    assert found("optimal_prior") == pytest.approx(prior, rel=1e-14)  # the other prompt's mean reward is 3
-
-
-def test_strength_0_removes_the_prior() -> None:
-    rewards, norms, lengths = tensor([1, 0, 3], [2, 2, 5]), tensor([1, 2, 3], [4, 1, 2]), tensor([2, 4, 6], [1, 1, 1])
-    found = baselines.optimal_prior(rewards, norms, lengths, NO_HISTORY, strength=0.0)
-    assert found.equal(FORMULAS["optimal"](rewards, norms, lengths, NO_HISTORY))
 
 
 @given(batches())
@@ -99,17 +89,16 @@ def test_eob_is_optimal_with_the_own_response(batch: Batch) -> None:
 @given(batches())
 def test_leave_one_out_stays_between_the_others_rewards(batch: Batch) -> None:
     rewards, _, _ = batch
-    for name in ("optimal_prior", "james_stein"):
-        b = baseline_values(named(name), *batch)
-        prior = (rewards.mean(-1).sum() - rewards.mean(-1)) / (len(rewards) - 1)
-        for q, i in ((q, i) for q in range(rewards.shape[0]) for i in range(rewards.shape[1])):
-            others = torch.cat((rewards[q, :i], rewards[q, i + 1 :]))
-            others = torch.cat((others, prior[q : q + 1] - 1e-12, prior[q : q + 1] + 1e-12))
-            assert others.min() <= b[q, i] <= others.max(), name
+    b = baseline_values(named("james_stein"), *batch)
+    prior = (rewards.mean(-1).sum() - rewards.mean(-1)) / (len(rewards) - 1)
+    for q, i in ((q, i) for q in range(rewards.shape[0]) for i in range(rewards.shape[1])):
+        others = torch.cat((rewards[q, :i], rewards[q, i + 1 :]))
+        others = torch.cat((others, prior[q : q + 1] - 1e-12, prior[q : q + 1] + 1e-12))
+        assert others.min() <= b[q, i] <= others.max()
 
 
 @pytest.mark.parametrize("size", [2, 3])
-@pytest.mark.parametrize(("name", "share"), [("optimal_prior", 0), ("james_stein", 0), ("reinforce_pp_baseline", None)])
+@pytest.mark.parametrize(("name", "share"), [("james_stein", 0), ("reinforce_pp_baseline", None)])
 def test_a_prior_is_unbiased_and_a_deviation_biases(toy: Toy, name: str, share: int | None, size: int) -> None:
     test_unbiased.test_baselines_of_the_whole_batch(toy, named(name), share, size)
 
@@ -122,22 +111,3 @@ def test_eob_biases_the_gradients_direction(toy: Toy) -> None:
 def test_a_prior_of_one_prompt_is_refused() -> None:
     with pytest.raises(RunError, match="NaN"):
         advantages(named("james_stein"), tensor([0, 1]), tensor([1, 1]), tensor([1, 1]))
-
-
-def test_the_prior_couples_folds_by_a_known_factor(toy: Toy) -> None:
-    """Q = 2 prompts drawn from two, one per fold: E[signal] = (1 + c^2) ||grad J||^2, c = lam / ((G-1+lam) (Q-1) G)."""
-    drawn = [(prompt, pick, p / 2) for prompt in range(2) for pick, p in zip(*toy.groups(prompt, 2), strict=True)]
-    mean = torch.zeros(2, dtype=torch.float64)  # of B and M, in which the estimate is linear
-    for first in drawn:
-        for second in drawn:
-            rewards, norms, lengths, scores = (
-                torch.stack([tensor[prompt][pick] for prompt, pick, _ in (first, second)])
-                for tensor in (toy.rewards, toy.norms_sq, toy.lengths, toy.scores)
-            )
-            advantage = advantages(named("optimal_prior"), rewards, norms, lengths)
-            folds = torch.einsum("qg,qgd->qd", advantage, scores) / 2
-            mean += first[2] * second[2] * torch.tensor(moments(folds), dtype=torch.float64)
-    signal = fold_estimate(*mean.tolist(), 2, 2).signal
-    coupling = baselines.PRIOR_STRENGTH / (1 + baselines.PRIOR_STRENGTH) / 2
-    want = (1 + coupling**2) * float(toy.gradients.mean(0).square().sum())
-    assert signal == pytest.approx(want, rel=1e-10)

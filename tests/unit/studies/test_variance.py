@@ -161,7 +161,7 @@ def test_a_finished_study_only_rewrites_its_table_and_chart(tmp_path: Path, caps
     command += ["--skills", "low", "--group-sizes", "1", "2", "4"]
     file.write_text(json.dumps({"settings": settings, "cells": [asdict(line) for line in lines]}))
     assert main(command) == 0
-    assert "| optimal_prior |" in capsys.readouterr().out and "G = 4" in (tmp_path / "variance.md").read_text()
+    assert "| james_stein |" in capsys.readouterr().out and "G = 4" in (tmp_path / "variance.md").read_text()
     assert {path.suffix for path in tmp_path.iterdir()} == {".json", ".md", ".svg", ".png"}
 
     assert main([*command, "--pool", "32"]) == EXIT_USER
