@@ -7,8 +7,10 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from push import spec_of
 from safetensors.torch import load_file
+
+sys.path.insert(0, str(Path(__file__).parent))  # an engine's environment leaves it out
+from push import spec_of
 
 from oblr_megatron.engine.core import EngineServer
 from oblr_megatron.engine.plugin import register
