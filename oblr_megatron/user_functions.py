@@ -63,14 +63,33 @@ def absolute(target: str) -> str:
 def resolve(target: str) -> Any:
     """Import the object named "package.module:function" or "path/to/file.py:function".
 
+    A notebook may have edited the file since its import: it is then loaded again.
+
     Raises:
         ImportError, AttributeError, OSError: it does not exist.
     """
     module, _, name = target.partition(":")
-    imported: Any = _from_file(Path(module).resolve()) if module.endswith(".py") else importlib.import_module(module)
+    imported: Any = _loaded(module)
+    edited = _edited_at(imported)
+    if _LOADED.setdefault(imported.__name__, edited) != edited:
+        del sys.modules[imported.__name__]
+        imported = _loaded(module)
+        _LOADED[imported.__name__] = edited
     for part in name.split("."):
         imported = getattr(imported, part)
     return imported
+
+
+def _loaded(module: str) -> ModuleType:
+    return _from_file(Path(module).resolve()) if module.endswith(".py") else importlib.import_module(module)
+
+
+_LOADED: dict[str, int] = {}  # when the files of modules had been written as they were loaded
+
+
+def _edited_at(module: ModuleType) -> int:
+    file = getattr(module, "__file__", None)
+    return Path(file).stat().st_mtime_ns if file and Path(file).is_file() else 0
 
 
 def _append_path(directory: Path) -> None:

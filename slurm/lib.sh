@@ -413,7 +413,7 @@ oblr_saved_step() {
 oblr_start_over() {
     local steps aside="$run_dir/metrics_before_$SLURM_JOB_ID-$attempt.jsonl"
     ((attempt > 0 && $(oblr_saved_step) == 0)) || return 0
-    [[ ! -e $run_dir/hf && ! -e $run_dir/hf_best ]] || return 0
+    ! compgen -G "$run_dir/hf/*" >/dev/null && ! compgen -G "$run_dir/hf_best/*" >/dev/null || return 0
     compgen -G "$log_root/attempt_*/node_*.log" >/dev/null || return 0 # no attempt of this job has trained
     steps="$(grep -c '"step": [1-9]' "$run_dir/metrics.jsonl" 2>/dev/null)" || return 0
     mv "$run_dir/metrics.jsonl" "$aside"

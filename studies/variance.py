@@ -70,10 +70,10 @@ class Pool:
         return torch.einsum("qitiu->qi", self.products.double())
 
     def weights(self, source: str | None) -> Tensor:
-        """w [Q, n]: the exact norm for None, or a proxy: "logit", "length"."""
+        """w [Q, n]: the exact norm for None, or the proxy "logit"."""
         if source is None:
             return self.norms_sq
-        return self.energies.sum(-1) if source == "logit" else self.lengths.double()
+        return self.energies.sum(-1)
 
     @property
     def mean_sq(self) -> float:
@@ -157,7 +157,7 @@ def token_wise(name: str, group: Group) -> Tensor:
         values = group.rewards - group.best
     else:
         proxy = PROXIES.get(name)
-        norms = {None: group.norms_sq, "logit": group.energies.sum(-1), "length": group.lengths.double()}[proxy]
+        norms = {None: group.norms_sq, "logit": group.energies.sum(-1)}[proxy]
         baseline = name.partition("[")[0]
         history = replace(NO_HISTORY, expected=group.pooled.get(name))
         values = advantages(OWN.get(baseline, baseline), group.rewards, norms, group.lengths, history)

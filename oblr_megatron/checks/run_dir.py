@@ -45,8 +45,9 @@ def check_run_dir(run_dir: Path, *, holds_run: bool = False) -> None:
     for name in (CHECKPOINTS, ROLLOUTS, LOGS):  # an earlier attempt may have run as another user
         check_writable(run_dir / name, f"the run's folder {name}")
     inside = run_dir.iterdir() if run_dir.is_dir() else ()
-    links = {*EXPORTS, *ADAPTERS.values()}
-    held = {path.name for path in inside if not (path.name in links and path.is_symlink())} - UNSTARTED
+    links = {*EXPORTS, *ADAPTERS.values()}  # made before the first start, to a directory that is still empty
+    held = {path.name for path in inside if not (path.name in links and path.is_symlink() and not filled(path))}
+    held -= UNSTARTED
     resumable = CONFIG_FILE in held or any((run_dir / CHECKPOINTS).glob("step_*"))
     if held and not (holds_run and resumable):
         raise UserError(
@@ -54,6 +55,11 @@ def check_run_dir(run_dir: Path, *, holds_run: bool = False) -> None:
             where=str(run_dir),
             fix="resume it with --resume, or name a new directory" if resumable else "name a new or an empty directory",
         )
+
+
+def filled(directory: Path) -> bool:
+    """Whether a directory, or what a link names, exists and holds something."""
+    return directory.exists() and not (directory.is_dir() and next(directory.iterdir(), None) is None)
 
 
 def check_shared(run_dir: Path, seconds: float) -> None:

@@ -2,18 +2,35 @@
 
 from __future__ import annotations
 
+import json
+from collections.abc import Callable
+from typing import Any
+
 from pydantic import Field
 
 from oblr_megatron.config.section import LONGEST_WAIT_S, Section
 
-SCORES = ("name", "weight", "terms", "format_pattern", "overlong_buffer_tokens")
-"""The keys that decide a response's score. Averages of rewards under other values are not comparable."""
 ANSWERLESS = ("format", "overlong", "environment")
 
 
 def reads_answers(name: str) -> bool:
     """Whether the reward extracts answers, which maj@k counts: all built-in ones but ANSWERLESS do."""
     return name not in ANSWERLESS and (":" not in name or name.startswith(("math:", "reasoning_gym:")))
+
+
+def scores_of(setting: Callable[[str], Any]) -> str:
+    """What decides the score of a response, as text. Averages of other scores are not comparable.
+
+    Args:
+        setting: dotted keys of a config as JSON -> values (None: not known).
+    """
+    keys = ["name", "weight", "terms", "format_pattern", "overlong_buffer_tokens"]
+    values = {f"reward.{key}": setting(f"reward.{key}") for key in keys}
+    names = [values["reward.name"], *(term["name"] for term in values["reward.terms"] or ())]
+    for name, key in (("overlong", "rollout.max_response_tokens"), ("environment", "rollout.environment.function")):
+        if name in names:
+            values[key] = setting(key)
+    return "" if set(map(str, values.values())) == {"None"} else json.dumps(values)
 
 
 class RewardTermConfig(Section):
@@ -56,11 +73,6 @@ class RewardConfig(Section):
     overlong_buffer_tokens: int = Field(0, ge=0)
     """Tokens before rollout.max_response_tokens over which "overlong" falls from 0 to -1 (arXiv 2503.14476,
     equation 13)."""
-
-    @property
-    def scores(self) -> str:
-        """The values of SCORES as text."""
-        return self.model_dump_json(include=set(SCORES))
 
     @property
     def names(self) -> tuple[str, ...]:

@@ -37,6 +37,9 @@ from oblr_megatron.errors import Problem, UserError
 
 LONGEST_SHOWN = 200  # characters of a value in an error message
 
+TIES = 8
+"""Tokens recorded beyond top_k, so that a row has an end: vLLM also keeps all that are as likely as the last one."""
+
 
 class Config(Section):
     """The configuration of a run."""
@@ -108,6 +111,12 @@ class Config(Section):
     def replays_support(self) -> bool:
         """Whether samples hold the tokens that each draw could take, so that the trainer renormalises over them."""
         return 0 < self.rollout.top_k <= LARGEST_SUPPORT
+
+    @property
+    def recorded_tokens(self) -> int:
+        """Tokens that the engine records at each token of a response."""
+        centred = self.algo.center_tokens if self.algo.center else 0
+        return max(centred, self.rollout.top_k + TIES if self.replays_support else 0)
 
     @property
     def engine_dtype(self) -> str:

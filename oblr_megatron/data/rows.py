@@ -140,7 +140,7 @@ def _row(
     question = _question(values, questions, convention)
     answer = next((gold for name in answers if (gold := _gold(values, name, convention))), "")
     if not (answer or unanswered):
-        unboxed = [name for name in answers if name in convention.solutions and text(_field(values, name)).strip()]
+        unboxed = [name for name in answers if name in convention.solutions and text(field_of(values, name)).strip()]
         raise _UnusableError(f"no \\boxed in {unboxed[0]!r}") if unboxed else _no_answer(values, answers)
     flag = values.get("overlaps_benchmark")
     if training and flag and str(flag).strip().casefold() not in ("", *FALSE):
@@ -189,11 +189,14 @@ def _columns(values: object) -> str:
 def _question(values: dict[str, Any], columns: Iterable[str], convention: Convention) -> Question:
     """The first column with text, a number or messages, after the convention's `question` reader."""
     for column in columns:
-        value = convention.question(_field(values, column))
+        value = convention.question(field_of(values, column))
         if text(value).strip():
             return text(value)
         if isinstance(value, list) and value:
-            turns = [_plain_turn(turn) for turn in value]
+            try:
+                turns = [_plain_turn(turn) for turn in value]
+            except RecursionError:
+                raise _UnusableError("nested too deep") from None
             if not _is_conversation(turns):
                 raise _UnusableError(f"{column!r} is not a conversation that ends with a user turn")
             return turns
@@ -234,23 +237,23 @@ def _missing(columns: Iterable[str]) -> _UnusableError:
 
 def _no_answer(values: dict[str, Any], columns: Iterable[str]) -> _UnusableError:
     """No column has an answer, or one has a value that is none."""
-    found = {name: KINDS.get(type(_field(values, name)), "") for name in columns}
+    found = {name: KINDS.get(type(field_of(values, name)), "") for name in columns}
     odd = next(((name, kind) for name, kind in found.items() if kind), None)
     return _UnusableError(f"{odd[0]!r} {NO_TEXT} {odd[1]}") if odd else _missing(columns)
 
 
-def _field(values: dict[str, Any], name: str) -> Any:
+def field_of(values: dict[str, Any], name: str) -> Any:
     """Column `name`; "a.b" is field b of column a, unless a column "a.b" exists."""
     if name in values:
         return values[name]
     first, dot, rest = name.partition(".")
     inner = values.get(first)
-    return _field(inner, rest) if dot and isinstance(inner, dict) else None
+    return field_of(inner, rest) if dot and isinstance(inner, dict) else None
 
 
 def _gold(values: dict[str, Any], column: str, convention: Convention) -> str:
     """The gold answer in a column; empty if there is none."""
-    value = _field(values, column)
+    value = field_of(values, column)
     whole, is_solution = text(value), column in convention.solutions
     raw = str(convention.gold(value))
     gold = raw.strip()

@@ -37,9 +37,6 @@ MIN_TEMPERATURE, MAX_TEMPERATURE = 0.01, 2.0
 """vLLM silently raises a lower temperature to the first, so its log-probs would be of another distribution. It refuses
 one above the second."""
 
-TIES = 8
-"""Tokens recorded beyond top_k, so that a row has an end: vLLM also keeps all that are as likely as the last one."""
-
 
 @dataclass(frozen=True, slots=True)
 class SamplingRequest:
@@ -81,10 +78,7 @@ class SamplingRequest:
             top_k=rollout.top_k,
             min_p=rollout.min_p,
             routes=config.model.moe_routing_replay,
-            recorded=max(
-                config.algo.center_tokens if config.algo.center else 0,
-                rollout.top_k + TIES if config.replays_support else 0,
-            ),
+            recorded=config.recorded_tokens,
         )
 
     @classmethod

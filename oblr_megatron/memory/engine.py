@@ -112,7 +112,7 @@ def _largest_tensor(hf_config: Mapping[str, Any], config: Config) -> int:
 def push_bytes(hf_config: Mapping[str, Any], config: Config) -> int:
     """Bytes on a trainer's GPU during a push by CUDA IPC: vLLM's buffer, the gathered piece, and a tensor's copy.
 
-    The first push meets an engine that is wholly awake; later ones meet a sleeping KV cache.
+    A restarted engine is wholly awake; in other pushes the KV cache sleeps.
     """
     largest = _largest_tensor(hf_config, config)
     return max(BUCKET_BYTES, largest) + gather_bytes(hf_config, config) + largest

@@ -28,6 +28,8 @@ from oblr_megatron.memory.buffer_sizes import (
 from oblr_megatron.memory.pass_plan import Pass
 from oblr_megatron.memory.rank_shapes import RankSizes, Tokens
 
+UPDATE = "optimizer's update"
+
 
 @dataclass(frozen=True, slots=True)
 class Moment:
@@ -72,7 +74,7 @@ class PassOnRank:
         output = 0 if sizes.only_stage else self._residual
         one = self._layers_bytes(-(-sizes.layers // self._chunks)) + output
         rotary = tokens.length * sizes.cp * sizes.head_dim * 4
-        return one * self.in_flight + self.gathered + rotary + self._routes + self._token_tables
+        return one * self.in_flight + self.gathered + rotary + self._routes + self._recorded + self._token_tables
 
     @property
     def gathered(self) -> int:
@@ -90,6 +92,13 @@ class PassOnRank:
             return of_layer * sizes.layers // self._chunks * tokens.split * self.in_flight
         layers = sizes.layers * parallel.pipeline_model_parallel_size
         return of_layer * layers * tokens.length * sizes.cp * self.run.samples
+
+    @property
+    def _recorded(self) -> int:
+        """Bytes of recorded tokens, int32 and fp32: on a GPU one microbatch's, in host memory the pass's."""
+        tokens = self.tokens
+        count = tokens.count if self.on_gpu else tokens.length * self.sizes.cp * self.run.samples
+        return 8 * self.config.recorded_tokens * count
 
     @property
     def _token_tables(self) -> int:
@@ -308,7 +317,7 @@ class PassOnRank:
 def update_moment(sizes: RankSizes, config: Config, updated: int, *, on_gpu: bool) -> Moment:
     """The optimizer's update: square roots of second moments, of one parameter; on a GPU of all `updated` elements."""
     if config.optimizer.name == "sgd":
-        return Moment("optimizer's update", updates=True, in_folds=False)
+        return Moment(UPDATE, updates=True, in_folds=False)
     one_by_one = 2 * sizes.largest_parameter + sizes.hidden * (sizes.ffn or sizes.query)
     elements = updated if on_gpu else min(one_by_one, 3 * updated)
-    return Moment("optimizer's update", work=elements * sizes.wide, updates=True, in_folds=False)
+    return Moment(UPDATE, work=elements * sizes.wide, updates=True, in_folds=False)

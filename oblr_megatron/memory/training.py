@@ -119,7 +119,8 @@ def estimate_stage(
     sizes = RankSizes.of(hf_config, config, stage, on_gpu=on_gpu, transformer_engine=transformer_engine)
     updated = updated_elements(sizes, config, world_size)
     moments, gathered = [update_moment(sizes, config, updated, on_gpu=on_gpu)], 0
-    of_passes = {"norms": config.measures_norms, "transformer_engine": transformer_engine}
+    norms = config.measures_norms or config.compares_norms
+    of_passes = {"norms": norms, "transformer_engine": transformer_engine}
     for length in lengths_that_fill(config):
         for run in passes_of(hf_config, config, layout, length, **of_passes):
             on_rank = PassOnRank(sizes, config, run, sizes.tokens(run.rows, length), stage, on_gpu)
@@ -138,12 +139,13 @@ def estimate_stage(
     stash = config.stash_size * main_grad if config.stashes else 0
     kept_gradients = 0 if on_gpu and config.rollout.takes_turns else main_grad + stash
     saves = config.checkpoint  # steps run while a copy of the state is written; data-parallel ranks share the writing
-    copies = saves.async_save and 0 < saves.every_steps < config.num_steps and not on_gpu
+    during = 0 < saves.every_steps < config.num_steps or saves.best_metric
+    copies = saves.async_save and during and not on_gpu
     at_moments = [
         MemoryEstimate(
             weights=held_weights,
             main_grad=main_grad,
-            fold_sums=fold_sums if moment.in_folds or streams else 0,
+            fold_sums=fold_sums if moment.in_folds or (streams and not moment.updates) else 0,
             optimizer=optimizer if moment.updates else in_passes,
             activations=moment.activations,
             logits=moment.logits,

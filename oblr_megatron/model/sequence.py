@@ -29,6 +29,7 @@ if TYPE_CHECKING:
 
 Batch = TypeVar("Batch", bound=TokenRows)
 """A dataclass: `MicroBatch`, or `TokenBatch` of the norms' library."""
+OF_LOSS = ("recorded_ids", "recorded_logprobs")
 
 
 @dataclass
@@ -69,10 +70,22 @@ def local_part(parallel: Parallel, batch: Batch, padding: Padding) -> Batch:
 
 
 def on_device(batch: Batch, device: torch.device) -> Batch:
-    """The microbatch on a device, but for the bounds of packed samples, the routes and `counted`, which is set."""
-    kept, bounds = ("cu_seqlens", "routes"), batch.cu_seqlens
+    """The microbatch on a device, where a pass holds all its microbatches.
+
+    The bounds of packed samples, the routes and the recorded tokens (`for_loss`) stay in host memory, and `counted`,
+    which is set.
+    """
+    kept, bounds = ("cu_seqlens", "routes", *OF_LOSS), batch.cu_seqlens
     values = {name: to_device(value, device) for name, value in _tensors(batch).items() if name not in kept}
     return _changed(batch, None if bounds is None else bounds.cpu(), values | {"counted": counted_tokens(batch)})
+
+
+def for_loss(batch: Batch, device: torch.device) -> Batch:
+    """The microbatch with its recorded tokens on a device, too: up to a thousand for each token, read by the loss."""
+    values = {name: tensor for name in OF_LOSS if (tensor := getattr(batch, name, None)) is not None}
+    if not values:
+        return batch
+    return _changed(batch, batch.cu_seqlens, {name: to_device(value, device) for name, value in values.items()})
 
 
 def counted_tokens(batch: TokenRows) -> Tensor:

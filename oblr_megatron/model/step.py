@@ -30,7 +30,7 @@ from torch.autograd import Variable
 from oblr_megatron.data.packing import empty_batch
 from oblr_megatron.model.cpu.attention import SdpaAttention
 from oblr_megatron.model.router import RouterBatch, routers_of
-from oblr_megatron.model.sequence import local_part, on_device, packed_params
+from oblr_megatron.model.sequence import for_loss, local_part, on_device, packed_params
 from oblr_megatron.model.tapped import unwrapped
 from oblr_megatron.model.taps import DropSink, Sink, Tap
 from oblr_megatron.types import TokenRows
@@ -214,7 +214,7 @@ def _loss(
 
     The backward of the last chunk begins at the loss: the output layer may be a part of it.
     """
-    loss, metrics = loss_fn(output, batch)
+    loss, metrics = loss_fn(output, for_loss(batch, output.device))
     assert loss.requires_grad or not torch.is_grad_enabled(), "loss_fn must return a loss that depends on the output"
     if begin:
         loss.register_hook(begin)

@@ -239,6 +239,8 @@ def _two_pass(
     need the same number of microbatches and keep all, here of one sample each; `_total` gives these a gradient of 0.
     """
     norms = gradients.sq_norms(given.batches, partial(_total, loss, None))
+    if not isinstance(weights, torch.Tensor) and not len(norms):  # as drawn by Poisson sampling
+        weights = norms
     if not isinstance(weights, torch.Tensor):
         shape = (len(norms) // size, size)
         weights = checked_weights(weights(range(shape[0]), norms.view(shape)), shape).flatten().cpu()

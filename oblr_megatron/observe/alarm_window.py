@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 from oblr_megatron.config.baselines import BASELINES, Baseline, facts_of
-from oblr_megatron.config.reward import SCORES
+from oblr_megatron.config.reward import scores_of
 from oblr_megatron.errors import UserError
 
 if TYPE_CHECKING:
@@ -85,7 +85,7 @@ class Planned:
     num_folds: int = 1  # num_prompts is a multiple of it
     of_earlier_steps: bool = False  # whether the baseline averages rewards of earlier steps
     norm_power: float = 0.0
-    scores: str = ""  # the values of config.reward.SCORES
+    scores: str = ""  # `config.reward.scores_of`
 
 
 @dataclass(slots=True)
@@ -101,6 +101,7 @@ class Window:
     lagging: int = 0  # consecutive steps with the same rank SLOWER than the median
     laggard: float = -1.0  # that rank
     cause: str = ""  # first error of the reward
+    changed_at: int = 0  # last step before the latest change of settings
 
     def add(self, record: Record) -> None:
         """Add one record of metrics.jsonl."""
@@ -122,7 +123,7 @@ class Window:
 
     def change(self, settings: Planned) -> None:
         """Compare with other settings from the next record on, and with none that was logged before."""
-        self.planned, self.resting = settings, 0
+        self.planned, self.resting, self.changed_at = settings, 0, self.step
         for name in FORGOTTEN:
             self.courses.pop(name, None)
 
@@ -135,7 +136,6 @@ def planned(setting: Callable[[str], Any]) -> Planned:
     norms.
     """
     on_policy, prompts = (setting("algo.updates_per_batch") or 1) == 1, setting("num_prompts") or 0
-    scores = [setting(f"reward.{name}") for name in SCORES]
     facts = _facts(setting("algo.baseline"))
     return Planned(
         lr=(setting("optimizer.lr") or 0.0) if setting("algo.schedule") == "snr" else 0.0,
@@ -146,7 +146,7 @@ def planned(setting: Callable[[str], Any]) -> Planned:
         num_folds=setting("algo.snr.num_folds") or 1,
         of_earlier_steps=facts is not None and facts.pool != "",
         norm_power=setting("algo.norm_power") or 0.0,
-        scores="" if set(map(str, scores)) == {"None"} else str(scores),
+        scores=scores_of(setting),
     )
 
 

@@ -133,8 +133,10 @@ def _reward(window: Window) -> str:
     error = math.hypot(spread[0] / prompts**0.5, statistics.stdev(course.recent) / EDGE**0.5)
     if now >= first - max(0.02, AT_ONCE * error):
         return ""
-    text = f"Mean reward was {number(first, 2)} in the first step and is {number(now, 2)}"
-    return f"{text}; raise optimizer.lr_warmup_steps, or lower optimizer.lr."
+    since, remedy = window.changed_at, "lower optimizer.lr"
+    step = f"step {since + 1}" if since else "the first step"
+    text = f"Mean reward was {number(first, 2)} in {step} and is {number(now, 2)}"
+    return f"{text}; {remedy if since else f'raise optimizer.lr_warmup_steps, or {remedy}'}."
 
 
 def _rate(window: Window) -> str:
@@ -340,7 +342,9 @@ def alarms_of(run_dir: Path, settings: Planned, records: Sequence[Record]) -> li
     for record in records:
         watch.check(record, cause)
     alarms = {alarm.name: alarm for alarm in watch.all() if alarm.name not in BY_SETTINGS}
-    alarms |= {alarm.name: alarm for alarm in written if alarm.name in BY_SETTINGS}
+    # earlier versions have the error of a failure in its text alone
+    kept = (alarm for alarm in written if alarm.name in BY_SETTINGS or (alarm.name == "failures" and not alarm.cause))
+    alarms |= {alarm.name: alarm for alarm in kept}
     return [alarms[name] for name in CHECKS if name in alarms]
 
 

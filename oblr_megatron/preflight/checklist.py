@@ -28,6 +28,7 @@ from oblr_megatron.checkpoint.store import (
 from oblr_megatron.checks.layout import check_layout, heads_problem
 from oblr_megatron.checks.lengths import check_positions, max_model_len
 from oblr_megatron.checks.machine import (
+    ANY_GPU,
     build_problem,
     check_head_size,
     check_machine,
@@ -119,19 +120,23 @@ def check_room(config: Config, model: HFDir) -> None:
         return
     prunes = len(checkpoints_of(config.run_dir)) >= saves.keep_last  # the next save makes room for what follows
     disk = {path: _device(path) for path in (folder, *exports)}
-    try:
-        for device in dict.fromkeys(disk.values()):
-            here = [export for export in exports if disk[export] == device]
-            needed = model.num_bytes * len(here)
-            freed = sum(disk_bytes(export.parent, only=export.name) for export in here)
-            if device == disk[folder]:
-                needed = max(checkpoint, needed) if prunes else checkpoint + needed
-                freed += disk_bytes(folder)
-            if needed:
-                check_space(folder if device == disk[folder] else here[0].parent, needed, freed=freed)
-    except NoSpaceError as error:
-        fix = f"choose a run_dir with more space, or leave out {' or '.join(written)}"
-        raise UserError(str(error), where="run_dir", fix=fix) from error
+    for device in dict.fromkeys(disk.values()):
+        here = [export for export in exports if disk[export] == device]
+        needed = model.num_bytes * len(here)
+        freed = sum(disk_bytes(export.parent, only=export.name) for export in here)
+        place, where, fix = folder, "run_dir", f"choose a run_dir with more space, or leave out {' or '.join(written)}"
+        if device == disk[folder]:
+            needed = max(checkpoint, needed) if prunes else checkpoint + needed
+            freed += disk_bytes(folder)
+        else:
+            place, where = here[0].parent, str(here[0])
+            fix = "link it to a disk with more space, or set checkpoint.export_hf to false"
+        if not needed:
+            continue
+        try:
+            check_space(place, needed, freed=freed)
+        except NoSpaceError as error:
+            raise UserError(str(error), where=where, fix=fix) from error
 
 
 def _device(path: Path) -> int:
@@ -154,6 +159,11 @@ def check_cache(engine: EngineMemory, config: Config) -> None:
             where="config: rollout",
             fix="raise rollout.gpu_memory_utilization or tensor_parallel_size (on a CPU kv_cache_gib)",
         )
+
+
+def _any_machine(run: Proposed) -> None:
+    if run.on_gpu:  # also in a dry run for another machine
+        check_machine(run.config, run.hf_config, ANY_GPU)
 
 
 def _saved_samples(run: Proposed) -> None:
@@ -260,6 +270,7 @@ CHECKS: tuple[tuple[str, Callable[[Proposed], None]], ...] = (
     ("here", lambda run: check_trackers(run.config.log.trackers)),
     ("layout", lambda run: check_layout(run.hf_config, run.config, run.world_size)),
     ("here device", _machine),
+    ("device", _any_machine),
     ("here", _saved_samples),
     ("", _conventions),
     ("device", _baseline),

@@ -53,7 +53,7 @@ class RankMemory:
 
     @property
     def rollout(self) -> int:
-        """Bytes during sampling and the first push: what the trainer keeps between steps, the engine, the buffers."""
+        """Bytes during sampling, or a push into a restarted engine: what the trainer keeps, the engine, the buffers."""
         awake = self.engine.total if self.engine else 0
         return self.step.between_steps + self.context + self.push + self._part(awake)
 

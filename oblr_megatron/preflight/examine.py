@@ -21,6 +21,7 @@ from oblr_megatron.config.data import SourceConfig
 from oblr_megatron.data.sources import kind_of
 from oblr_megatron.errors import UserError
 from oblr_megatron.memory.pass_plan import Layout, idle_replicas
+from oblr_megatron.memory.peak import UPDATE
 from oblr_megatron.memory.rank_shapes import RankSizes
 from oblr_megatron.memory.select_mode import resolve, with_mode
 from oblr_megatron.model.published import published
@@ -136,6 +137,8 @@ def check_fits(memory: Sequence[RankMemory], config: Config, device: RankDevice)
         fix = "lower rollout.kv_cache_gib or num_engines"
     elif sampling:
         fix = "lower rollout.gpu_memory_utilization, or start more ranks with parallel.use_distributed_optimizer"
+    elif fullest.step.moment == UPDATE:
+        fix = "set parallel.use_distributed_optimizer with several replicas, or raise a parallel size"
     else:
         fix = 'set parallel.recompute_granularity to "full", lower micro_batch_tokens, or raise a parallel size'
     raise UserError(

@@ -98,8 +98,11 @@ def init(options: argparse.Namespace) -> int:
     from oblr_megatron.preflight.fitting import fitting
     from oblr_megatron.preflight.inputs import preflight
 
-    check_run_dir(config.run_dir)
-    preflight(config, 1, engines=False)
+    try:
+        check_run_dir(config.run_dir)
+    except UserError as error:
+        raise UserError(f"{error.what}: {config.run_dir}", where=str(out), fix="give another --out") from error
+    preflight(config, 1, owns_run_dir=False, engines=False)
     device = device_of(config, 1, None)
     fit = fitting(config, model.config, device)
     if fit is not None:
@@ -151,6 +154,7 @@ def _data(path: str, question: str | None, answer: str | None) -> DataConfig:
     """
     from oblr_megatron.config.data import DataConfig, SourceConfig
     from oblr_megatron.config.run import validated
+    from oblr_megatron.data.rows import field_of
     from oblr_megatron.data.sources import convention_of, open_source
 
     source = validated(SourceConfig, {"path": path}, "DATA_FILE")
@@ -175,7 +179,7 @@ def _data(path: str, question: str | None, answer: str | None) -> DataConfig:
             where=path,
             fix="join them into one, or name the one to read: --question-column NAME",
         )
-    answers = [str(row.get(columns["answer_column"])) for row in rows]
+    answers = [str(field_of(row, columns["answer_column"])) for row in rows]
     for convention, mark in (("gsm8k", "####"), ("math", "\\boxed{")):
         if rows and sum(mark in one for one in answers) >= MOST * len(answers):
             own = {"question_column": columns["question_column"], "answer_column": columns["answer_column"]}

@@ -149,7 +149,7 @@ class ForkServer:
                 stdin=subprocess.PIPE,
                 stdout=output,
                 stderr=output,
-                env=os.environ | _ENVIRONMENT,
+                env={name: value for name, value in os.environ.items() if name != "LOCAL_RANK"} | _ENVIRONMENT,
                 start_new_session=True,  # Ctrl-C then reaches only the trainer, which closes this
             )
         self._ready_by: float | None = time.monotonic() + self._start_s  # None once it is ready

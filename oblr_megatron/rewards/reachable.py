@@ -78,7 +78,10 @@ def _problem(
         answer = after_hashes(gold)
         if answer is not None and (extract is None or len(gold) > LONG or settle(answer, gold) is not True):
             convention = "gsm8k" if "####" in gold else "math"
-            return "a whole solution", f'set the convention of its source to "{convention}"'
+            return (
+                "a whole solution",
+                f'set the convention of its source to "{convention}" (eval: --data {convention}=PATH)',
+            )
     if extract is not None:
         if _LIST.fullmatch(gold):
             return "a list as text", BARE

@@ -31,7 +31,8 @@ from transformers import (
 )
 
 from oblr_megatron.checkpoint.store import check_contents, checkpoints_of, read_manifest
-from oblr_megatron.engine.protocol import TIES, SamplingRequest
+from oblr_megatron.config.run import TIES
+from oblr_megatron.engine.protocol import SamplingRequest
 from oblr_megatron.engine.samples import to_sample
 from oblr_megatron.errors import RunError
 from oblr_megatron.norms.oracle import oracle_logprobs

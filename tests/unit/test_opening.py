@@ -216,12 +216,12 @@ def test_a_report_that_fails_costs_a_line(
         config=config_with(run_dir=str(tmp_path)),
         stop=SimpleNamespace(closing=False),
         parallel=SimpleNamespace(rank=0),
-        alarms=None,
+        alarms=Mock(),
         trackers=Mock(),
         display=SimpleNamespace(message=said.append),
     )
     with opening.started(sampling):
-        pass
+        sampling.alarms.start.assert_called_once()
     with pytest.raises(RunError, match="an engine died"), opening.started(sampling):
         raise RunError("an engine died")
     assert len(said) == 2 and all(one.startswith("warning: cannot write the report: ") and line in one for one in said)

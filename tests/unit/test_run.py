@@ -20,8 +20,10 @@ from oblr_megatron.algo.noise_split import NoiseSplit
 from oblr_megatron.algo.pools import pools_of
 from oblr_megatron.checkpoint.pieces import single_process
 from oblr_megatron.config import ParallelConfig
+from oblr_megatron.config.reward import scores_of
 from oblr_megatron.config.rollout import RolloutConfig
 from oblr_megatron.errors import RunError
+from oblr_megatron.formatting import flatten
 from oblr_megatron.gradient import estimate
 from oblr_megatron.gradient.step_gradient import StepGradient
 from oblr_megatron.metrics import describe
@@ -409,12 +411,19 @@ def test_rewards_of_another_kind_are_not_continued(tmp_path: Path, weight: float
     change(second, "reward", weight=weight)
     for part in (first, second):
         part.pools = pools_of(part.config.algo)
-        part.noise = NoiseSplit(part.config.algo, 2, 2, scores=part.config.reward.scores)
+        scores = scores_of(flatten(part.config.model_dump(mode="json")).get)
+        part.noise = NoiseSplit(part.config.algo, 2, 2, scores=scores)
+    first.noise._weight = 1.0
     first.sampling.version, first.sampling.position, first.schedule.state_dict = 1, None, dict
     prompts = [Prompt(row, str(row), "", (3,), "", "sums") for row in range(2)]
     first.pools.observe(prompts, SCORED, torch.ones(2, 2), first.history(prompts))
     run.Run.restore(second, run.Run._facts(first) | {"config": first.config.model_dump(mode="json")})
     assert second.history(prompts).expected.isfinite().all().item() is (weight == 1.0)
+    assert second.noise._weight == (weight == 1.0)
+    old = dict(first.noise.state_dict())
+    del old["scores"]  # of a checkpoint before this entry
+    run.Run.restore(second, run.Run._facts(first) | {"config": first.config.model_dump(mode="json"), "noise": old})
+    assert second.noise._weight == (weight == 1.0)
 
 
 @pytest.mark.parametrize("harm", ["flip", "cut", "unwritten", None])

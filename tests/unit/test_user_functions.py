@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from pathlib import Path
 
 import pytest
@@ -33,3 +34,13 @@ def test_a_mistake_that_names_its_fix_keeps_it(tmp_path: Path) -> None:
     with pytest.raises(UserError) as caught:
         import_from_here(f"{path}:f", "the baseline", "algo.baseline")
     assert (caught.value.what, caught.value.fix) == ("wrong", "put it right")
+
+
+@pytest.mark.parametrize("name", ["edited_in_a_notebook", "not-an-identifier"])
+def test_an_edited_file_is_loaded_again(tmp_path: Path, name: str) -> None:
+    path = tmp_path / f"{name}.py"
+    for number, text in enumerate(("def f(): return 1\n", "def f(): return 2\n\ndef g(): return 3\n")):
+        path.write_text(text)
+        os.utime(path, ns=(number, number))
+        assert import_from_here(f"{path}:f", "the reward", "reward.name")() == number + 1
+    assert import_from_here(f"{path}:g", "the reward", "reward.name")() == 3

@@ -135,8 +135,9 @@ class TrackerFeed:
         try:
             self.log.parent.mkdir(parents=True, exist_ok=True)
             with self.log.open("ab") as log:
+                own = {name: value for name, value in os.environ.items() if name != "LOCAL_RANK"}  # it is no rank
                 return subprocess.Popen(
-                    command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=log, start_new_session=True
+                    command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=log, start_new_session=True, env=own
                 )
         except OSError as error:  # a full disk, no memory for a process
             self.error = str(error)

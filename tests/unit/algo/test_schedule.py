@@ -12,6 +12,7 @@ import random
 import pytest
 
 from oblr_megatron.algo.schedule import build_schedule
+from oblr_megatron.algo.snr import SnrAverages, noise_settings
 from oblr_megatron.config import OptimizerConfig
 from oblr_megatron.config.algo import AlgoConfig, SnrConfig
 from oblr_megatron.errors import UserError
@@ -165,6 +166,14 @@ def test_a_resumed_schedule_is_the_unbroken_one(name, broken_at):
     rates = run(first, shrinks[:broken_at])
     second.load_state_dict(json.loads(json.dumps(first.state_dict())))
     assert rates + run(second, shrinks[broken_at:], broken_at) == unbroken
+
+
+def test_averages_under_another_reward_begin_again():
+    averages = [SnrAverages(SnrConfig(), 4, noise_settings(AlgoConfig(), 8, scores)) for scores in ("a", "b", "a")]
+    averages[0].observe(stats(0.5))
+    for other, count in zip(averages[1:], (0, 1), strict=True):
+        other.load_state_dict(averages[0].state_dict())
+        assert other.count == count
 
 
 def test_another_schedules_state_is_refused():

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sysconfig
+from contextlib import nullcontext
 from pathlib import Path
 
 import pytest
@@ -84,6 +85,14 @@ def test_the_sizes_are_those_of_vllm() -> None:
     assert list(CPU_HEAD_SIZES) == CPUAttentionBackend.get_supported_head_sizes()
     for size in CPU_HEAD_SIZES:
         check_head_size({"head_dim": size}, Path("models/own"), on_gpu=False)
+
+
+@pytest.mark.parametrize(("dtype", "refused"), [("float32", True), ("bfloat16", False)])
+def test_a_dry_run_for_gpus_elsewhere_refuses_what_no_gpu_supports(dtype: str, refused: bool) -> None:
+    model = {"path": "m", "dtype": dtype}
+    config = parse_config({"run_dir": "run", "model": model, "data": {"train": "t"}, "rollout": {"replay": "saved"}})
+    with pytest.raises(UserError, match="mixture of experts on a GPU") if refused else nullcontext():
+        check(Proposed(config, published("30B-A3B"), 1, 1, on_gpu=True), "device")
 
 
 @pytest.mark.parametrize(

@@ -13,6 +13,7 @@ from typing import Any
 
 import pytest
 
+from oblr_megatron.checkpoint.resume import check_no_progress
 from oblr_megatron.checkpoint.store import check_absent, check_replaceable
 from oblr_megatron.checks.run_dir import LOCK_FILE, check_run_dir, check_shared
 from oblr_megatron.errors import UserError
@@ -43,12 +44,17 @@ def test_a_run_that_ended_while_it_was_opened_can_be_started_again(tmp_path: Pat
 
 
 def test_exports_may_be_linked_to_a_larger_disk_before_the_first_start(tmp_path: Path) -> None:
-    for name in ("hf", "adapter_best"):
-        (tmp_path / name).symlink_to(tmp_path.parent)
-    check_run_dir(tmp_path)
-    (tmp_path / "hf_best").mkdir()
-    with pytest.raises(UserError):
-        check_run_dir(tmp_path)
+    run_dir, larger = tmp_path / "run", tmp_path / "larger"
+    run_dir.mkdir()
+    larger.mkdir()
+    (run_dir / "hf").symlink_to(larger)
+    (run_dir / "adapter_best").symlink_to(tmp_path / "absent")
+    check_run_dir(run_dir)
+    check_no_progress(run_dir)  # of a resume, with which every job starts
+    (larger / "notes.txt").touch()
+    for check in (check_run_dir, check_no_progress):
+        with pytest.raises(UserError):
+            check(run_dir)
 
 
 @pytest.mark.parametrize("mark", ["config.json", "checkpoints/step_00000004/checkpoint.json"])

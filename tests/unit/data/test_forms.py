@@ -70,6 +70,16 @@ def test_conversations(
         assert prompts.skipped[0].reason == "'question' is not a conversation that ends with a user turn"
 
 
+def test_a_call_nested_too_deep_costs_its_row(chat_tokenizer: PreTrainedTokenizerFast, tmp_path: Path) -> None:
+    deep: Any = 1
+    for _ in range(2000):
+        deep = [deep]
+    calls = {"role": "assistant", "tool_calls": [CALL | {"function": {"name": "add", "arguments": {"a": deep}}}]}
+    rows: list[dict[str, object]] = [{"question": q, "answer": "2"} for q in ([USER, calls, TOOL, USER], [USER])]
+    prompts = stream(chat_tokenizer, write_rows(tmp_path / "rows.jsonl", rows), chat_template=True, shuffle=False)
+    assert len(prompts) == 1 and prompts.skipped[0].reason in ("nested too deep", "not JSON")  # Python 3.12, 3.11
+
+
 @pytest.mark.parametrize(
     ("written", "kept"),
     [

@@ -317,7 +317,10 @@ def test_a_resumed_run_with_the_same_settings_counts_on(tmp_path: Path, kept: bo
 def test_a_new_run_removes_old_alarms(tmp_path: Path) -> None:
     (tmp_path / ALARMS_FILE).write_text('{"name": "failures", "step": 1, "text": ""}\n')
     said: list[str] = []
-    live(tmp_path, said).check({"step": 1, "reward/failures": 1})
+    alarms = live(tmp_path, said)
+    alarms.start()
+    assert not (tmp_path / ALARMS_FILE).exists()
+    alarms.check({"step": 1, "reward/failures": 1})
     assert len(said) == 1
 
 
