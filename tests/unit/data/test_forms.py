@@ -71,12 +71,11 @@ def test_conversations(
 
 
 def test_a_call_nested_too_deep_costs_its_row(chat_tokenizer: PreTrainedTokenizerFast, tmp_path: Path) -> None:
-    deep: Any = 1
-    for _ in range(2000):
-        deep = [deep]
-    calls = {"role": "assistant", "tool_calls": [CALL | {"function": {"name": "add", "arguments": {"a": deep}}}]}
+    calls = {"role": "assistant", "tool_calls": [CALL | {"function": {"name": "add", "arguments": {"a": "DEEP"}}}]}
     rows: list[dict[str, object]] = [{"question": q, "answer": "2"} for q in ([USER, calls, TOOL, USER], [USER])]
-    prompts = stream(chat_tokenizer, write_rows(tmp_path / "rows.jsonl", rows), chat_template=True, shuffle=False)
+    path = write_rows(tmp_path / "rows.jsonl", rows)
+    path.write_text(path.read_text().replace('"DEEP"', "[" * 2000 + "]" * 2000))
+    prompts = stream(chat_tokenizer, path, chat_template=True, shuffle=False)
     assert len(prompts) == 1 and prompts.skipped[0].reason in ("nested too deep", "not JSON")  # Python 3.12, 3.11
 
 
