@@ -125,8 +125,8 @@ class Scored:
 class TokenRows:
     """The layout of a microbatch: one sample a row, padded on the right, or all samples packed in one row.
 
-    It waits in host memory. A pass moves it to the device, but for `cu_seqlens`, and notes the counted tokens before
-    (`sequence.on_device`), so that nothing waits for a GPU.
+    It waits in host memory. A pass moves it to the device, but for some fields (`sequence.on_device`), and notes the
+    counted tokens before, so that nothing waits for a GPU.
     """
 
     __slots__ = ()
@@ -206,7 +206,8 @@ class MicroBatch(TokenRows):
     token_index: Tensor | None = None  # [b, t] int64, place of `labels` among its response's tokens, 0 without mask
     routes: Tensor | None = None  # [b, t, layers, k] int16 in host memory, -1 without a route; None: none has one
     recorded_ids: Tensor | None = None  # [b, t, k] int32, tokens that the engine recorded at `labels`; None: none
-    recorded_logprobs: Tensor | None = None  # [b, t, k] fp32, log mu of each; -inf where the engine named no token
+    recorded_logprobs: Tensor | None = None  # [b, t, k] fp32, log mu of each; -inf where the engine named no token.
+    # Both are in host memory until the loss.
     supported: Tensor | None = None  # [b, t] bool, True where no other token could be drawn at `labels`; None: nowhere
     counted: Tensor | None = None  # as in `TokenRows`; a pass sets it
 

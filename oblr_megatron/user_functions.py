@@ -63,33 +63,35 @@ def absolute(target: str) -> str:
 def resolve(target: str) -> Any:
     """Import the object named "package.module:function" or "path/to/file.py:function".
 
-    A notebook may have edited the file since its import: it is then loaded again.
-
     Raises:
         ImportError, AttributeError, OSError: it does not exist.
     """
     module, _, name = target.partition(":")
-    imported: Any = _loaded(module)
-    edited = _edited_at(imported)
-    if _LOADED.setdefault(imported.__name__, edited) != edited:
-        del sys.modules[imported.__name__]
-        imported = _loaded(module)
-        _LOADED[imported.__name__] = edited
+    imported: Any = _from_file(Path(module).resolve()) if module.endswith(".py") else importlib.import_module(module)
+    if imported.__name__ != "__main__":
+        _LOADED.setdefault(imported.__name__, _written_at(imported))
     for part in name.split("."):
         imported = getattr(imported, part)
     return imported
 
 
-def _loaded(module: str) -> ModuleType:
-    return _from_file(Path(module).resolve()) if module.endswith(".py") else importlib.import_module(module)
+_LOADED: dict[str, int] = {}  # module -> when its file had been written as it was loaded
 
 
-_LOADED: dict[str, int] = {}  # when the files of modules had been written as they were loaded
+def _written_at(module: ModuleType | None) -> int:
+    file = Path(getattr(module, "__file__", None) or "")
+    return file.stat().st_mtime_ns if file.is_file() else 0
 
 
-def _edited_at(module: ModuleType) -> int:
-    file = getattr(module, "__file__", None)
-    return Path(file).stat().st_mtime_ns if file and Path(file).is_file() else 0
+def forget_edited() -> None:
+    """Forget modules whose files were edited since, as in a notebook, so that they are imported again.
+
+    For the reading of a config alone: the functions of a run must not change while it runs.
+    """
+    for name, written in list(_LOADED.items()):
+        if _written_at(sys.modules.get(name)) != written:
+            del _LOADED[name]
+            sys.modules.pop(name, None)
 
 
 def _append_path(directory: Path) -> None:

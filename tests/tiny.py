@@ -47,7 +47,7 @@ SIZES: dict[str, Any] = {
 }
 
 
-LLAMA3_ROPE = {  # of six frequencies four stay, one is blended and one is divided
+LLAMA3_ROPE = {  # of eight frequencies six stay, one is blended and one is divided
     "rope_type": "llama3",
     "rope_theta": 10_000.0,
     "factor": 8.0,

@@ -48,6 +48,10 @@ def check_run_dir(run_dir: Path, *, holds_run: bool = False) -> None:
     links = {*EXPORTS, *ADAPTERS.values()}  # made before the first start, to a directory that is still empty
     held = {path.name for path in inside if not (path.name in links and path.is_symlink() and not filled(path))}
     held -= UNSTARTED
+    filled_link = next((run_dir / name for name in sorted(held & links) if (run_dir / name).is_symlink()), None)
+    if filled_link is not None and held <= links:
+        what = "the link of an export names a directory that is not empty"
+        raise UserError(what, where=str(filled_link), fix="link it to an empty directory")
     resumable = CONFIG_FILE in held or any((run_dir / CHECKPOINTS).glob("step_*"))
     if held and not (holds_run and resumable):
         raise UserError(

@@ -45,7 +45,7 @@ def apply_override(table: dict[str, Any], override: str) -> None:
                 where=COMMAND_LINE,
                 fix=f"set {parent} as a whole, or write it as a table in the file",
             )
-    table[leaf] = parsed["value"] if parsed.keys() == {"value"} else text.strip(" \t")
+    table[leaf] = parsed["value"] if parsed.keys() == {"value"} else text.strip()
 
 
 def blamed(where: str, overrides: Sequence[str], *, key: str = "", text: str = "") -> str:

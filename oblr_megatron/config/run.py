@@ -34,6 +34,7 @@ from oblr_megatron.config.reward import RewardConfig
 from oblr_megatron.config.rollout import LARGEST_SUPPORT, RolloutConfig, WeightsConfig
 from oblr_megatron.config.section import MOST_RESPONSES, Section, section_in
 from oblr_megatron.errors import Problem, UserError
+from oblr_megatron.user_functions import forget_edited
 
 LONGEST_SHOWN = 200  # characters of a value in an error message
 
@@ -188,6 +189,7 @@ def parse_config(table: dict[str, Any], where: str = "config", overrides: Sequen
     Raises:
         UserError: names the first wrong key, its value and the bound.
     """
+    forget_edited()  # a notebook may have edited a function of the last config
     changed = deepcopy(table)
     for override in overrides:
         key, _, preset = override.partition("=")

@@ -136,7 +136,7 @@ def passes_of(
     transformer_engine: bool,
 ) -> list[Pass]:
     """The passes of a step over samples of one length; with `norms` they are measured. "auto" counts as "two_pass"."""
-    group, mode = config.group_size, config.gradnorm.mode
+    group, mode = config.group_size, config.gradnorm.mode if config.measures_norms else "two_pass"
     rows = max(1, config.parallel.micro_batch_tokens // length)
     alone = 1 if needs_single_samples(hf_config, transformer_engine=transformer_engine) else rows
     prompts = prompts_of_a_run(config, layout)

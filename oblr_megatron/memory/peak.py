@@ -96,9 +96,11 @@ class PassOnRank:
     @property
     def _recorded(self) -> int:
         """Bytes of recorded tokens, int32 and fp32: on a GPU one microbatch's, in host memory the pass's."""
-        tokens = self.tokens
-        count = tokens.count if self.on_gpu else tokens.length * self.sizes.cp * self.run.samples
-        return 8 * self.config.recorded_tokens * count
+        sizes, tokens = self.sizes, self.tokens
+        recorded = min(self.config.recorded_tokens, sizes.columns * sizes.tp)
+        if self.on_gpu:
+            return 8 * recorded * tokens.count if sizes.is_last else 0
+        return 8 * recorded * tokens.length * sizes.cp * self.run.samples
 
     @property
     def _token_tables(self) -> int:

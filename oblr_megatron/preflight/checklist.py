@@ -109,22 +109,21 @@ def check_room(config: Config, model: HFDir) -> None:
     saves = config.checkpoint
     if config.rollout.only:
         return
-    folder, checkpoint, exports, written = config.run_dir / CHECKPOINTS, 0, list[Path](), []
+    folder, checkpoint, exports = config.run_dir / CHECKPOINTS, 0, list[Path]()
+    saved = "checkpoint.every_steps, best_metric and exit_before_timeout_s (every_steps = 0)"
+    exported = "checkpoint.export_hf (false)"
     if saves.every_steps or saves.best_metric or saves.exit_before_timeout_s:
         checkpoint = checkpoint_bytes(model, config)
-        written.append("checkpoint.every_steps, best_metric and exit_before_timeout_s (every_steps = 0)")
     if saves.export_hf:
         exports = [(config.run_dir / name).resolve() for name in (EXPORTS if saves.best_metric else EXPORTS[:1])]
-        written.append("checkpoint.export_hf (false)")
-    if not written:
-        return
     prunes = len(checkpoints_of(config.run_dir)) >= saves.keep_last  # the next save makes room for what follows
     disk = {path: _device(path) for path in (folder, *exports)}
     for device in dict.fromkeys(disk.values()):
         here = [export for export in exports if disk[export] == device]
         needed = model.num_bytes * len(here)
         freed = sum(disk_bytes(export.parent, only=export.name) for export in here)
-        place, where, fix = folder, "run_dir", f"choose a run_dir with more space, or leave out {' or '.join(written)}"
+        keys = " or ".join([*[saved] * bool(checkpoint), *[exported] * bool(here)])
+        place, where, fix = folder, "run_dir", f"choose a run_dir with more space, or leave out {keys}"
         if device == disk[folder]:
             needed = max(checkpoint, needed) if prunes else checkpoint + needed
             freed += disk_bytes(folder)

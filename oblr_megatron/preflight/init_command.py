@@ -1,7 +1,7 @@
 """`oblr-megatron init MODEL_DIR DATA_FILE [--out CONFIG.toml]`: writes a first config. Imports no torch at load.
 
 The values come from the model's config.json, its tokenizer, the rows, and the memory of this machine. A run's own
-checks must pass before the file is written.
+checks must pass before the file is written, except those of the room on the disk.
 """
 
 from __future__ import annotations
@@ -9,6 +9,7 @@ from __future__ import annotations
 import argparse
 import json
 import math
+import os
 import re
 import shlex
 import tomllib
@@ -101,7 +102,9 @@ def init(options: argparse.Namespace) -> int:
     try:
         check_run_dir(config.run_dir)
     except UserError as error:
-        raise UserError(f"{error.what}: {config.run_dir}", where=str(out), fix="give another --out") from error
+        held = os.path.lexists(config.run_dir)
+        fix = "give another --out" if held else "call it in a directory that you can write to"
+        raise UserError(f"{error.what}: {config.run_dir}", where=str(out), fix=fix) from error
     preflight(config, 1, owns_run_dir=False, engines=False)
     device = device_of(config, 1, None)
     fit = fitting(config, model.config, device)

@@ -35,7 +35,8 @@ CLOSE_S = END_S + 5.0
 PAUSE_S = 1.0
 """Pause before the second attempt, after a fork that failed for lack of memory or processes."""
 
-_LAUNCH = "import json, sys; given = json.loads(sys.argv[1]); sys.path[:] = given.pop('path'); \
+_LAUNCH = "import json, os, sys; given = json.loads(sys.argv[1]); sys.path[:] = given.pop('path'); \
+os.environ |= given.pop('environment'); \
 from oblr_megatron.processes.fork_server import main; main(**given)"
 _ENVIRONMENT = {
     "OMP_NUM_THREADS": "1",
@@ -137,7 +138,9 @@ class ForkServer:
 
     def _start(self) -> None:
         self._control, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+        own = {name: os.environ[name] for name in ("LOCAL_RANK",) if name in os.environ}  # `ranks_of` must not find it
         launch = {**self._asked, "descriptor": theirs.fileno(), "parent": os.getpid(), "path": sys.path}
+        launch["environment"] = own
         with theirs, ExitStack() as files:
             output = None
             if self._log is not None:
@@ -149,7 +152,7 @@ class ForkServer:
                 stdin=subprocess.PIPE,
                 stdout=output,
                 stderr=output,
-                env={name: value for name, value in os.environ.items() if name != "LOCAL_RANK"} | _ENVIRONMENT,
+                env={name: value for name, value in os.environ.items() if name not in own} | _ENVIRONMENT,
                 start_new_session=True,  # Ctrl-C then reaches only the trainer, which closes this
             )
         self._ready_by: float | None = time.monotonic() + self._start_s  # None once it is ready

@@ -46,7 +46,7 @@ MODELS: dict[str, dict[str, Any]] = {
     "untied": {"head_dim": 32},
     "tied": {"tied": True, "head_dim": 32},
     "qwen2": {"family": "qwen2"} | HEADS,
-    "llama": {"family": "llama"} | HEADS,
+    "llama": {"family": "llama", "head_dim": 32},
 }
 
 

@@ -420,8 +420,8 @@ def test_rewards_of_another_kind_are_not_continued(tmp_path: Path, weight: float
     run.Run.restore(second, run.Run._facts(first) | {"config": first.config.model_dump(mode="json")})
     assert second.history(prompts).expected.isfinite().all().item() is (weight == 1.0)
     assert second.noise._weight == (weight == 1.0)
-    old = dict(first.noise.state_dict())
-    del old["scores"]  # of a checkpoint before this entry
+    second.noise._weight = 0.0
+    old = first.noise.state_dict() | {"scores": "as another version wrote it"}  # the config decides
     run.Run.restore(second, run.Run._facts(first) | {"config": first.config.model_dump(mode="json"), "noise": old})
     assert second.noise._weight == (weight == 1.0)
 

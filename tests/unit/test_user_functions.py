@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from oblr_megatron.errors import UserError
-from oblr_megatron.user_functions import import_from_here
+from oblr_megatron.user_functions import forget_edited, import_from_here
 
 
 @pytest.mark.parametrize(
@@ -42,5 +42,8 @@ def test_an_edited_file_is_loaded_again(tmp_path: Path, name: str) -> None:
     for number, text in enumerate(("def f(): return 1\n", "def f(): return 2\n\ndef g(): return 3\n")):
         path.write_text(text)
         os.utime(path, ns=(number, number))
+        if number:
+            assert import_from_here(f"{path}:f", "the reward", "reward.name")() == 1, "a run goes on with its functions"
+        forget_edited()
         assert import_from_here(f"{path}:f", "the reward", "reward.name")() == number + 1
     assert import_from_here(f"{path}:g", "the reward", "reward.name")() == 3

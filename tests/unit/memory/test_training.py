@@ -13,6 +13,7 @@ import pytest
 import torch
 
 from oblr_megatron.config import ParallelConfig
+from oblr_megatron.config.run import TIES
 from oblr_megatron.memory.rank_shapes import RankSizes
 from oblr_megatron.memory.training import MemoryEstimate, estimate, resident_bytes
 from oblr_megatron.model.parallel import Parallel, initialize, shutdown
@@ -130,6 +131,16 @@ def test_replayed_routes_are_counted(on_gpu: bool) -> None:
 
     samples = 1 if on_gpu else 4
     assert activations(True) - activations(False) == 2 * hf["num_experts_per_tok"] * 3 * TOKENS * samples
+
+
+@pytest.mark.parametrize("on_gpu", [False, True])
+def test_recorded_tokens_are_counted(on_gpu: bool) -> None:
+    """As routes: a GPU holds those of one microbatch, the host those of the whole pass."""
+
+    def activations(top_k: int) -> int:
+        return estimated(on_gpu=on_gpu, rollout={"top_k": top_k}, algo={"baseline": "rloo"}).activations
+
+    assert activations(20) - activations(0) == 8 * (20 + TIES) * TOKENS * (1 if on_gpu else 4)
 
 
 def test_a_reference_model_s_logprobs_are_counted(parallel: Parallel) -> None:

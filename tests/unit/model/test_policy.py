@@ -62,7 +62,7 @@ def test_real_sizes_have_the_tables_parameters(size: str, parallel: Parallel, mo
 @pytest.mark.parametrize("width", [12, 64, 128])
 def test_megatrons_scaled_frequencies_are_transformers_own(factor: float, width: int, parallel: Parallel) -> None:
     """Of Llama 3.1 and 3.2, bit for bit."""
-    sizes = {"hidden_size": 4 * width, "rope_parameters": LLAMA3_ROPE | {"factor": factor, "rope_theta": 500_000.0}}
+    sizes = {"head_dim": width, "rope_parameters": LLAMA3_ROPE | {"factor": factor, "rope_theta": 500_000.0}}
     config = tiny_config_of("llama", **sizes)
     model_config = ModelConfig.model_validate({"path": "none"})
     model = build_model(config, transformer_config_of(config, model_config, parallel), model_config, parallel, 128)
