@@ -251,14 +251,14 @@ def test_the_config_of_another_model_is_refused(root: Path, tmp_path: Path, refu
         ("qwen3", {}, lambda path: make_hf_dir(path, tied=True), "1 tensors .*'output_layer.weight'"),
         (
             "qwen3",
-            {"head_dim": 12},
+            {},
             lambda path: make_hf_dir(path, family="llama"),
             "2 tensors .*'decoder.layers.self_attention.k_layernorm.weight'",
         ),
         (
             "qwen2",
             {},
-            lambda path: make_hf_dir(path, family="llama"),
+            lambda path: make_hf_dir(path, family="llama", head_dim=12),
             "1 tensors .*'decoder.layers.self_attention.linear_qkv.bias'",
         ),
     ],
