@@ -68,14 +68,14 @@ def resolve(target: str) -> Any:
     """
     module, _, name = target.partition(":")
     imported: Any = _from_file(Path(module).resolve()) if module.endswith(".py") else importlib.import_module(module)
-    if imported.__name__ != "__main__":
-        _LOADED.setdefault(imported.__name__, _written_at(imported))
+    if imported.__name__ not in _LOADED and imported.__name__ != "__main__":
+        _LOADED[imported.__name__] = _written_at(imported)
     for part in name.split("."):
         imported = getattr(imported, part)
     return imported
 
 
-_LOADED: dict[str, int] = {}  # module -> when its file had been written as it was loaded
+_LOADED: dict[str, int] = {}  # module -> modification time of its file at the import, ns
 
 
 def _written_at(module: ModuleType | None) -> int:
@@ -84,9 +84,9 @@ def _written_at(module: ModuleType | None) -> int:
 
 
 def forget_edited() -> None:
-    """Forget modules whose files were edited since, as in a notebook, so that they are imported again.
+    """Forget modules whose files have changed. The next use imports the new file, as a notebook expects.
 
-    For the reading of a config alone: the functions of a run must not change while it runs.
+    Only the reading of a config calls this: the functions of a run must not change while it runs.
     """
     for name, written in list(_LOADED.items()):
         if _written_at(sys.modules.get(name)) != written:

@@ -151,7 +151,7 @@ def build_schedule(
         num_steps: length of the run, for the cosine.
         num_prompts: Q, to scale the noise of a fold to that of one prompt.
         group_size: G, on which that noise depends.
-        scores: `config.reward.scores_of`, on which it depends, too.
+        scores: the reward's settings as text, from `config.reward.scores_of`.
     """
     averages = SnrAverages(algo.snr, num_prompts, noise_settings(algo, group_size, scores))
     match algo.schedule:

@@ -124,7 +124,13 @@ ESTIMATORS: dict[str, Estimator] = {
 
 
 def noise_settings(algo: AlgoConfig, group_size: int, scores: str = "") -> dict[str, float | str]:
-    """The settings that the noise of one prompt's gradient depends on; `scores` is `scores_of`."""
+    """The settings that the noise of one prompt's gradient depends on.
+
+    Args:
+        algo: baseline, norm_power and keep are read.
+        group_size: G.
+        scores: the reward's settings as text, from `config.reward.scores_of`.
+    """
     return {
         "group_size": group_size,
         "baseline": algo.baseline,

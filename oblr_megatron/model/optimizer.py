@@ -212,15 +212,15 @@ def _take_form(adam: torch.optim.Optimizer, stored: dict[str, Any]) -> None:
     Each would miss the other's count and settings, such as `bias_correction`.
     """
     count = stored_count(stored)
-    of_parameters = isinstance(adam, torch.optim.Adam)
-    stored["state"].pop("common_step", None)
-    if of_parameters:
-        stored["state"]["common_step"] = torch.tensor(count, dtype=torch.float32)
     for group in stored["param_groups"]:
         for own in adam.param_groups[:1]:
             group.update({key: own[key] for key in own.keys() - group.keys()})
-        if not of_parameters:
-            group["step"] = int(count)
+    if isinstance(adam, torch.optim.Adam):
+        stored["state"]["common_step"] = torch.tensor(count, dtype=torch.float32)
+        return
+    stored["state"].pop("common_step", None)
+    for group in stored["param_groups"]:
+        group["step"] = int(count)
 
 
 def _zero_momentum(optimizer: torch.optim.Optimizer, _config: object = None) -> None:

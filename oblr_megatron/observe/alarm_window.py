@@ -80,7 +80,7 @@ class Planned:
     lr: float = 0.0  # eta_0 of a schedule that may lower it without end
     lr_warmup_steps: int = 0
     num_prompts: int = 0
-    noise_prompts: int = 0  # those of the gradient whose noise is measured
+    noise_prompts: int = 0  # num_prompts, or 0 if the noise is that of a part of the batch
     group_size: int = 0
     num_folds: int = 1  # num_prompts is a multiple of it
     of_earlier_steps: bool = False  # whether the baseline averages rewards of earlier steps

@@ -376,7 +376,7 @@ class LiveAlarms:
             Without past records the run is new, and an existing file is not its own.
         past_settings: settings of the last of these steps, if they differ from the current ones.
         changed: whether any setting of the run changed since. Then alarms of later steps in the file count for nothing:
-            the steps are done again, and may raise them again. Those OF_USERS_CODE never do.
+            the steps are done again, and may raise them again. Later alarms of OF_USERS_CODE never count.
     """
 
     def __init__(
