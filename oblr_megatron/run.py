@@ -217,6 +217,7 @@ class Run:
             RunError: the last checkpoint was not saved, so the run is not finished. Or the best is damaged. Or a
                 directory was not written.
         """
+        self.sampling.stop.closing = True
         failures = [] if self.unsaved is None else [f"{self.unsaved}; a resumed run begins at an older step"]
         if self.config.checkpoint.export_hf:
             unwritten = self._export("hf")
@@ -360,6 +361,7 @@ def open_run(config: Config) -> Iterator[Run]:
             num_prompts=config.per_update.num_prompts,
             group_size=config.group_size,
             scores=scores,
+            chosen=config.rollout.dynamic_sampling,
         )
         if resumed is not None:
             load_training_state(policy, optimizer, resumed.path, momentum)

@@ -85,11 +85,15 @@ def main(arguments: Sequence[str] | None = None) -> int:
     """`python -m oblr_megatron.step_loop CONFIG.toml [section.key=value ...]`, one call a rank."""
     parser = argparse.ArgumentParser(prog="oblr_megatron.step_loop", description="one rank of a run")
     add_run_arguments(parser)
-    options = parse(parser, arguments)
     die_with_launcher()
     logging.basicConfig(level=logging.WARNING, format="%(levelname)s %(name)s: %(message)s")
     logging.getLogger("vllm").setLevel(logging.ERROR)  # in a trainer rank its lines are only about unused features
-    return guarded(lambda: run_training(load_config(options.config, run_overrides(options))))
+
+    def run() -> int:
+        options = parse(parser, arguments)
+        return run_training(load_config(options.config, run_overrides(options)))
+
+    return guarded(run)
 
 
 if __name__ == "__main__":

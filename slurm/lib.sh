@@ -159,13 +159,20 @@ oblr_cpu_bind() {
 # The interpreter of every task, and srun's container options.
 oblr_python() {
     python="${OBLR_PYTHON:-python3}" container=()
-    local mounts="$OBLR_HOME:$OBLR_HOME${OBLR_CONTAINER_MOUNTS:+,$OBLR_CONTAINER_MOUNTS}" directory
+    local mounts="$OBLR_HOME:$OBLR_HOME${OBLR_CONTAINER_MOUNTS:+,$OBLR_CONTAINER_MOUNTS}" directory real link
     if [[ -n ${OBLR_CONTAINER:-} ]]; then
-        for directory in "$(realpath -m -- "$run_dir")" "$(realpath -m -- "$logs")"; do
-            # what is written beyond the mounts is lost with the container, and a link may lead there
-            [[ $directory != "$OBLR_HOME"/* ]] || continue
-            mkdir -p "$directory" || die "$EXIT_USER" "cannot make $directory on ${nodes[0]}. Fix: name another place"
-            mounts+=",$directory:$directory"
+        local written=("$run_dir" "$logs")
+        for link in "$run_dir"/*; do # such as hf, to another disk
+            [[ ! -L $link || ! -d $link ]] || written+=("$(readlink -- "$link")")
+        done
+        # What is written beyond the mounts is lost with the container. A name that leads through a link is a second
+        # place of its directory: the container does not have the link.
+        for directory in "${written[@]}"; do
+            [[ $directory == /* ]] || directory="$OBLR_HOME/$directory"
+            real="$(realpath -m -- "$directory")"
+            mkdir -p "$real" || die "$EXIT_USER" "cannot make $real on ${nodes[0]}. Fix: name another place"
+            [[ $real == "$OBLR_HOME"/* ]] || mounts+=",$real:$real"
+            [[ $directory == "$real" || $directory == "$OBLR_HOME"/* ]] || mounts+=",$real:$directory"
         done
         container=(--container-image="$OBLR_CONTAINER" --container-workdir="$OBLR_HOME" --no-container-mount-home)
         container+=(--container-mounts="$mounts")

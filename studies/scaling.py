@@ -35,6 +35,7 @@ from oblr_megatron.extras.planner.calibration import (
 )
 from oblr_megatron.extras.planner.constants import PlannerMachine, cpu_machine
 from oblr_megatron.extras.planner.setting import Setting
+from oblr_megatron.runtime.command_line import count
 from studies.jobs import child_environment
 from studies.scaling_cases import CASES, Case, case_named
 
@@ -208,8 +209,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         metavar="CASE",
         help="cases to measure; earlier results of others are kept",
     )
-    parser.add_argument("--steps", type=int, default=6, help="timed steps per case and round (default: %(default)s)")
-    parser.add_argument("--rounds", type=int, default=2, help="rounds over all cases (default: %(default)s)")
+    parser.add_argument("--steps", type=count, default=6, help="timed steps per case and round (default: %(default)s)")
+    parser.add_argument("--rounds", type=count, default=2, help="rounds over all cases (default: %(default)s)")
     parser.add_argument("--again", action="store_true", help="measure nothing: fit DIR/measured.json again")
     parser.set_defaults(function=run)
 

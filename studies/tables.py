@@ -252,8 +252,10 @@ def sweeps(task: TaskSummary) -> str:
 def _swept(arm: ArmSummary, cell: Cell) -> str:
     if cell not in arm.sweep:
         return ""
-    runs = arm.sweep[cell]
+    runs, seeds = arm.sweep[cell], max(map(len, arm.sweep.values()))
     text = number(sum(map(area, runs)) / len(runs)) if runs else "failed"
+    if 0 < len(runs) < seeds:  # such a cell is not chosen
+        text += f" ({len(runs)} of {seeds} runs)"
     return f"**{text}**" if cell == arm.cell else text
 
 

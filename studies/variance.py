@@ -46,6 +46,8 @@ from studies.tasks import TASKS, Row, Skill, Task
 from studies.token_baseline import otb
 
 BOOTSTRAPS = 2000
+OF_CELLS = {"skills": list(get_args(Skill)), "group_sizes": [1, 2, 4, 8, 16], "deals": 8}
+"""Defaults of options that `--tempering` and `--thinning` do not have."""
 OTB, ORACLE = "otb", "oracle"
 PROXIES = {"pooled[logit]": "logit"}
 TEMPERED = {"pooled[tempered]": 0.25}  # algo.norm_power
@@ -273,14 +275,19 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--out", type=Path, required=True, help="results; repeat the command to continue")
     parser.add_argument("--tasks", nargs="+", default=list(DEFAULT_TASKS), help=f"some of {', '.join(TASKS)}")
     parser.add_argument(
-        "--skills", nargs="+", default=list(get_args(Skill)), choices=get_args(Skill), help="skills of the starts"
+        "--skills", nargs="+", default=OF_CELLS["skills"], choices=get_args(Skill), help="skills of the starts"
     )
     parser.add_argument(
-        "--group-sizes", nargs="+", type=count, default=[1, 2, 4, 8, 16], metavar="G", help="responses per prompt"
+        "--group-sizes",
+        nargs="+",
+        type=count,
+        default=OF_CELLS["group_sizes"],
+        metavar="G",
+        help="responses per prompt",
     )
     parser.add_argument("--prompts", type=count, default=64, help="Q, prompts per batch")
     parser.add_argument("--pool", type=count, default=64, help="responses per prompt")
-    parser.add_argument("--deals", type=count, default=8, help="number of times a pool is dealt into groups")
+    parser.add_argument("--deals", type=count, default=OF_CELLS["deals"], help="times a pool is dealt into groups")
     parser.add_argument("--seed", type=int, default=0, help="of samples, deals and resamples (default: 0)")
     for name, what in (("tempering", "algo.norm_power"), ("thinning", "algo.keep and its rivals")):
         parser.add_argument(f"--{name}", action="store_true", help=f"instead: {what}, along a run of `pooled`")
@@ -300,15 +307,21 @@ def run(options: argparse.Namespace) -> int:
     from studies import reweighting
     from studies.variance_report import write
 
+    if options.prompts < 2:
+        raise UserError("one prompt shows no noise between prompts", where="--prompts", fix="give 2 or more")
     if options.tempering or options.thinning:
+        for name, default in OF_CELLS.items():
+            if getattr(options, name) != default:
+                what = "no option of --tempering and --thinning"
+                raise UserError(what, where=f"--{name.replace('_', '-')}", fix="remove it")
+        if options.pool < 2:
+            raise UserError("one response shows no noise within a prompt", where="--pool", fix="give 2 or more")
         return reweighting.run(options)
     require_for_studies("matplotlib")
     tasks = [task_named(name) for name in options.tasks]
     largest = max(options.group_sizes)
     if largest == 1:
         raise UserError("RLOO needs a group of 2 or more", where="--group-sizes", fix="give a size above 1, too")
-    if options.prompts < 2:
-        raise UserError("one prompt shows no noise between prompts", where="--prompts", fix="give 2 or more")
     if options.pool < 2 * largest:  # signal comes from pairs of groups
         what = f"--pool {options.pool} has fewer than two groups of {largest}"
         raise UserError(what, where="--group-sizes", fix="lower it, or give a pool of twice its size or more")

@@ -2,11 +2,11 @@
 
     python tools/run_tests.py {check,test,all} [further arguments of pytest, e.g. -k norms]
 
-Three workers of pytest-xdist share the files: more than the two cores, because tests often wait. Tests marked `alone`
-follow without company: they look at the whole machine (shared memory, living processes) or need an answer within a
-second. A failed test is named at once, and again at the end, because the last lines of a log are often all that is
-kept. The slowest files are named as well: CI has a limit. mypy checks the types at the same time, because it uses only
-one core. The exit status is 0 when at least one test ran, every test passed and the types are right.
+Tests marked `alone` run first, without company: they look at the whole machine (shared memory, living processes) or
+need an answer within a second. Then three workers of pytest-xdist share the files: more than the two cores, because
+tests often wait. A failed test is named at once, and again at the end, because the last lines of a log are often all
+that is kept. The slowest files are named as well: CI has a limit. mypy checks the types at the same time, mostly while
+the first tests wait. The exit status is 0 when at least one test ran, every test passed and the types are right.
 """
 
 from __future__ import annotations
@@ -54,7 +54,7 @@ class Tier:
         marked = [
             file for file, text in texts if "mark.alone" in text and not (self.left_out and NIGHTLY_MODULE in text)
         ]
-        return [together, [*marked, "-m", f"alone{others}"]]
+        return [[*marked, "-m", f"alone{others}"], together]
 
 
 ALL = ("tests/e2e", "tests/distributed", "tests/sim_cuda", "tests/gpu", "tests/unit")
@@ -120,7 +120,7 @@ def run(tier: Tier, arguments: Sequence[str]) -> int:
     """1 when a test or the types failed or pytest could not run, else 0."""
     begun, console = time.monotonic(), Console(file=os.fdopen(os.dup(1), "w"))  # pytest captures descriptor 1
     mypy = [sys.executable, "-m", "mypy"]
-    types = subprocess.Popen(mypy, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
+    types = subprocess.Popen(["nice", *mypy], stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
     columns = TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn()
     statuses = []
     with Progress(*columns, console=console, disable=not console.is_terminal) as progress:

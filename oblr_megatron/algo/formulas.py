@@ -25,7 +25,7 @@ class History:
 
     expected: Tensor | None = None  # b_t [Q] fp64; NaN where no earlier step tells anything; None: for no prompt
     pull: float = 0.0  # alpha of `optimal_pooled`
-    running_mean_norm: float = 0.0  # mean of w over all earlier steps
+    running_mean_norm: float = 0.0  # running mean of w over some ten earlier steps; 0 before the first
 
 
 NO_HISTORY = History()

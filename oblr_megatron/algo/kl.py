@@ -19,14 +19,9 @@ from torch import Tensor
 KLForm = Literal["k2", "k3"]
 
 
-def kl_penalty(difference: Tensor, form: KLForm) -> Tensor:
-    """k(d) of each token in nats, with the shape of `difference`."""
-    match form:
-        case "k2":
-            return difference.square() / 2
-        case "k3":
-            return (-difference).expm1() + difference
-    raise ValueError(f"kl_loss {form!r} is none of k2, k3")
+def k3(difference: Tensor) -> Tensor:
+    """k3 of each token in nats, with the shape of `difference`: the divergence that is logged."""
+    return (-difference).expm1() + difference
 
 
 def kl_slope(difference: Tensor, form: KLForm) -> Tensor:

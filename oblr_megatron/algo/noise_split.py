@@ -84,7 +84,7 @@ class NoiseSplit:
             and algo.aggregation == "constant"
             and not (algo.kl_coefficient or router_losses or chosen)
         )
-        self._of = {"num_prompts": num_prompts} | noise_settings(algo, group_size, scores)
+        self._of = {"num_prompts": num_prompts} | noise_settings(algo, group_size, scores, chosen=chosen)
         self._num_prompts, self._group_size = num_prompts, group_size
         self._measured = False  # whether the last step had folds and exact norms
         self._decay = decay_of(algo.snr)

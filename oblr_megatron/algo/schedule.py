@@ -56,8 +56,8 @@ class SnrSchedule(Schedule):
     """eta_t = eta_0 * ramp(t) * (shrink / shrink_ref)^alpha, from averages over the steps before t.
 
     - ramp: over optimizer.lr_warmup_steps, as in every schedule.
-    - In the first warmup_steps steps the averages are collected but not used: the rate is eta_0. If a resume with other
-      settings begins the averages again, the rate stays where it was for as many steps.
+    - Until the averages hold warmup_steps steps they are not used: the rate is eta_0. Steps without an estimate do not
+      count. If a resume with other settings begins the averages again, the rate stays where it was for as many steps.
     - shrink is the ratio of the averages, clamped to [floor, 1].
     - shrink_ref is 1, or the shrink at the end of the warm-up, so that eta_0 is the rate at that step.
     - alpha is 1 for SGD and 0.5 for Adam, which already divides by sqrt(v).
@@ -73,7 +73,7 @@ class SnrSchedule(Schedule):
         self._exponent = config.exponent or (1.0 if optimizer.name == "sgd" else 0.5)
         self._shrink_ref = 1.0 if config.reference == "one" else None
         self._factor = 1.0  # (shrink / shrink_ref)^alpha, limited by max_change
-        self._awaited = 0  # steps that the averages must hold
+        self._awaited = config.warmup_steps  # steps that the averages must hold
         self._fresh = False  # the averages have changed since the factor did
         self._latest: tuple[int, float] | None = None  # the last step passed to `rate`, and its rate
         self._awaiting = False  # that step's gradient has not been observed yet
@@ -81,7 +81,7 @@ class SnrSchedule(Schedule):
     def rate(self, step: int) -> float:
         if self._latest is not None and self._latest[0] == step:
             return self._latest[1]
-        if step >= self._config.warmup_steps and self._averages.count >= self._awaited and self._fresh:
+        if self._averages.count >= self._awaited and self._fresh:
             self._move_factor()
         self._fresh = False
         self._latest, self._awaiting = (step, self._curve(step) * self._factor), True
@@ -99,7 +99,8 @@ class SnrSchedule(Schedule):
     def load_state_dict(self, state: ScheduleState) -> None:
         super().load_state_dict(state)
         begun_again = bool(state["count"]) and not self._averages.count
-        self._awaited = self._config.warmup_steps if begun_again else int(state.get("awaited") or 0)
+        if not begun_again:
+            self._awaited = int(state.get("awaited") or 0)
         self._factor, self._fresh = float(state["factor"] or 1.0), bool(state["fresh"]) and not begun_again
         self._shrink_ref = None if state["reference"] is None else float(state["reference"])
         self._latest, self._awaiting = None, False
@@ -142,18 +143,20 @@ def build_schedule(
     num_prompts: int,
     group_size: int = 1,
     scores: str = "",
+    chosen: bool = False,
 ) -> Schedule:
     """The schedule that `algo.schedule` names.
 
     Args:
-        algo: schedule, snr, baseline, norm_power and keep are read.
+        algo: schedule, snr, baseline, norm_power, keep and kl_coefficient are read.
         optimizer: lr (eta_0), lr_warmup_steps, name (for the snr exponent) and min_lr_ratio are read.
         num_steps: length of the run, for the cosine.
         num_prompts: Q, to scale the noise of a fold to that of one prompt.
         group_size: G, on which that noise depends.
         scores: the reward's settings as text, from `config.reward.scores_of`.
+        chosen: whether groups are chosen by their rewards (rollout.dynamic_sampling).
     """
-    averages = SnrAverages(algo.snr, num_prompts, noise_settings(algo, group_size, scores))
+    averages = SnrAverages(algo.snr, num_prompts, noise_settings(algo, group_size, scores, chosen=chosen))
     match algo.schedule:
         case "snr":
             return SnrSchedule(algo.snr, optimizer, averages)

@@ -123,20 +123,25 @@ ESTIMATORS: dict[str, Estimator] = {
 }
 
 
-def noise_settings(algo: AlgoConfig, group_size: int, scores: str = "") -> dict[str, float | str]:
-    """The settings that the noise of one prompt's gradient depends on.
+def noise_settings(
+    algo: AlgoConfig, group_size: int, scores: str = "", *, chosen: bool = False
+) -> dict[str, float | str]:
+    """The settings that the signal and the noise of one prompt's gradient depend on.
 
     Args:
-        algo: baseline, norm_power and keep are read.
+        algo: baseline, norm_power, keep and kl_coefficient are read.
         group_size: G.
         scores: the reward's settings as text, from `config.reward.scores_of`.
+        chosen: whether groups are chosen by their rewards (rollout.dynamic_sampling).
     """
     return {
         "group_size": group_size,
         "baseline": algo.baseline,
         "norm_power": algo.norm_power,
         "keep": algo.keep,
+        "kl_coefficient": algo.kl_coefficient,
         "scores": scores,
+        "chosen": chosen,
     }
 
 

@@ -21,7 +21,7 @@ from torch import Tensor
 
 from oblr_megatron.checkpoint import store
 from oblr_megatron.checkpoint.hf_description import hf_config_in
-from oblr_megatron.checkpoint.hf_dir import HFDir, check_hf_dir, check_hf_files
+from oblr_megatron.checkpoint.hf_dir import QUANTIZATION, UNQUANTIZED, HFDir, check_hf_dir, check_hf_files
 from oblr_megatron.checkpoint.hf_write import MAX_SHARD_BYTES, copy_description, whole_directory, write_weights
 from oblr_megatron.checkpoint.peft_dir import check_adapter_dir, merge_adapter, open_merged
 from oblr_megatron.checkpoint.piece_reader import PieceReader
@@ -234,7 +234,11 @@ def _find(reader: PieceReader, files: Path, parallel: Parallel) -> tuple[ModelSh
         CheckpointError: the checkpoint does not hold this model.
         UserError: the config is missing, or the model is not supported.
     """
-    check_model(check_hf_files(files), ParallelConfig(), where=str(files / "config.json"))
+    config = check_hf_files(files)
+    check_model(config, ParallelConfig(), where=str(files / "config.json"))
+    if config.get(QUANTIZATION) is not None:
+        what = "config.json describes quantised weights, but the checkpoint's are not"
+        raise UserError(what, where=str(files / "config.json"), fix=UNQUANTIZED)
     hf_config = hf_config_in(files)
     shape = ModelShape.of(hf_config)
     model = meta_model(hf_config, ModelConfig.model_validate({"path": files}), parallel)

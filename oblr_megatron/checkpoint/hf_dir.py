@@ -206,13 +206,18 @@ def model_config(model: str | Path) -> dict[str, Any]:
 
 
 def _read_config(file: Path) -> dict[str, Any]:
-    config = _read_json(file)
+    config = read_json(file)
     family_of(config, where=str(file))
     _check_values(config, file)
     return config
 
 
-def _read_json(file: Path) -> dict[str, Any]:
+def read_json(file: Path) -> dict[str, Any]:
+    """An object of a JSON file of a model or an adapter.
+
+    Raises:
+        UserError: the file is missing, cannot be read, is a Git LFS pointer, or holds something else.
+    """
     try:
         refuse_pointer(file)
         content = json.loads(file.read_bytes().decode())
@@ -262,7 +267,7 @@ def listed_tensors(path: Path) -> dict[str, set[str]]:
         form, fix = format_in(path) or ("", "complete the directory")
         what = f"no weights: neither {SINGLE} nor {INDEX} exists" + (f"; the directory holds {form}" if form else "")
         raise UserError(what, where=str(path), fix=fix)
-    index = _read_json(path / INDEX)
+    index = read_json(path / INDEX)
     weight_map = index.get("weight_map")
     if not isinstance(weight_map, dict) or not weight_map:
         raise UserError("the index has no weight_map", where=str(path / INDEX), fix="download the index again")

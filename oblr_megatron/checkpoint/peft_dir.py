@@ -20,7 +20,7 @@ from typing import Any, cast
 import torch
 from torch import Tensor
 
-from oblr_megatron.checkpoint.hf_dir import HFDir
+from oblr_megatron.checkpoint.hf_dir import HFDir, read_json
 from oblr_megatron.checkpoint.hf_write import MAX_SHARD_BYTES, whole_directory, write_description, write_weights
 from oblr_megatron.checkpoint.safetensors_header import DTYPE_BYTES, read_header
 from oblr_megatron.checkpoint.safetensors_io import TensorReader, num_bytes, open_tensors, write_file
@@ -46,6 +46,7 @@ NEUTRAL: dict[str, Any] = {
     "alora_invocation_tokens": (None,),
     "trainable_token_indices": (None,),
     "use_bdlora": (None,),
+    "kasa_config": (None,),
     "init_lora_weights": (True, False, "gaussian", "orthogonal", "eva", None),  # others change the base
 }
 """Settings of an adapter, and the values with which it is plain LoRA."""
@@ -111,7 +112,7 @@ def check_adapter_dir(path: Path, base: HFDir) -> AdapterDir:
     Raises:
         UserError: a file is missing or damaged, a setting is not supported, or a tensor does not fit the model.
     """
-    config = _read_config(path)
+    config = read_json(path / CONFIG)
     rank, alpha = config.get("r"), config.get("lora_alpha")
     if type(rank) is not int or rank < 1 or type(alpha) not in (int, float) or config.get("peft_type") != "LORA":
         what = f"peft_type {config.get('peft_type')!r}, r {rank!r} and lora_alpha {alpha!r} are not those of LoRA"
@@ -183,16 +184,3 @@ def merge_adapter(
         with whole_directory(target) as partial:
             write_description(base.config, base.copied, partial, dtype)
             return write_weights(((meta.name, tensors[meta.name]) for meta in metas), metas, partial, max_shard_bytes)
-
-
-def _read_config(path: Path) -> dict[str, Any]:
-    try:
-        config = json.loads((path / CONFIG).read_text(encoding="utf-8"))
-    except OSError as error:
-        what = f"it is not a PEFT adapter: {CONFIG} cannot be read ({error.strerror})"
-        raise UserError(what, where=str(path), fix="give the directory of an adapter") from error
-    except ValueError as error:
-        raise UserError(f"the file is not JSON: {error}", where=str(path / CONFIG), fix="save it again") from error
-    if not isinstance(config, dict):
-        raise UserError("the file is not a JSON object", where=str(path / CONFIG), fix="save it again")
-    return config

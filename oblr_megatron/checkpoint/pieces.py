@@ -15,7 +15,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from itertools import groupby
 from typing import Any
 
@@ -64,14 +64,12 @@ class Piece:
 
 @contextmanager
 def single_process() -> Iterator[Parallel]:
-    """megatron-core's process groups for a single process; removed after the block."""
-    installed = cpu.installed()
-    try:
-        yield initialize(ParallelConfig(), backend="gloo")
-    finally:
-        shutdown()
-        if not installed:
-            cpu.uninstall()
+    """megatron-core's process groups for a single process on the CPU; removed after the block."""
+    with cpu.without_gpus():
+        try:
+            yield initialize(ParallelConfig(), alone=True)
+        finally:
+            shutdown()
 
 
 def meta_model(hf_config: HFConfig, config: ModelConfig, parallel: Parallel) -> GPTModel:
@@ -79,7 +77,6 @@ def meta_model(hf_config: HFConfig, config: ModelConfig, parallel: Parallel) -> 
 
     Of `config`, `dtype` and `make_vocab_size_divisible_by` are read.
     """
-    parallel = replace(parallel, device=torch.device("cpu"))  # also on a machine with a GPU
     with _meta_device():
         padded = padded_vocab_size(hf_config.vocab_size, config.make_vocab_size_divisible_by, 1)
         return build_model(hf_config, transformer_config_of(hf_config, config, parallel), config, parallel, padded)

@@ -295,6 +295,9 @@ def _feature_problems(hf_config: Mapping[str, Any], where: str) -> Iterator[Prob
     for key in ("attention_bias", "mlp_bias", "use_sliding_window"):
         if hf_config.get(key):
             yield f"{key} = true is not supported", "use a model without it"
+    if hf_config.get("dual_chunk_attention_config"):
+        fix = "remove it from config.json, and stay within its original_max_position_embeddings"
+        yield "dual_chunk_attention_config is not supported: vLLM's attention does not take it", fix
     if hf_config.get("sliding_window") and family.model_type == "llama":  # the others have use_sliding_window
         what = f"sliding_window {hf_config['sliding_window']!r} is not supported: vLLM would apply it, the trainer not"
         yield what, "remove sliding_window from config.json, and stay within its length"

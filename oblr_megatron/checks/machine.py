@@ -256,9 +256,9 @@ def _problems(config: Config, hf_config: Mapping[str, Any], machine: Machine) ->
         yield what, "model.transformer_impl", fix
     if not rollout.only:
         yield from _layers(config, hf_config, machine)
-        yield from _kernels(config, machine)
+        yield from _kernels(config, hf_config, machine)
     if rollout.quantization != "none" and rollout.replay is None and machine.capability is None:
-        what = f'quantization "{rollout.quantization}" needs GPUs: vLLM has no FP8 products on a CPU'
+        what = f'quantization "{rollout.quantization}" needs GPUs: a push into a CPU engine writes plain weights'
         yield what, "rollout.quantization", 'set it to "none"'
 
 
@@ -280,13 +280,18 @@ def _layers(config: Config, hf_config: Mapping[str, Any], machine: Machine) -> I
         yield what, "model.transformer_impl", fix if machine.has_layers else INSTALL
 
 
-def _kernels(config: Config, machine: Machine) -> Iterator[tuple[str, str, str]]:
+def _kernels(config: Config, hf_config: Mapping[str, Any], machine: Machine) -> Iterator[tuple[str, str, str]]:
     """Kernels that megatron-core needs when ranks build their models."""
     parallel, chosen = config.parallel, transformer_engine_chosen(config.model, machine)
     split = parallel.context_parallel_size > 1 or parallel.packing == "packed"
     if chosen and split and config.model.dtype == "float32":
         what = "Transformer Engine has no attention in fp32 for context parallelism or packed rows"
         yield what, "model.dtype", 'set it to "bfloat16", or model.transformer_impl to "local"'
+    fused = machine.capability is not None and not num_experts(hf_config) and not config.model.lora.rank
+    if parallel.recompute_granularity == "selective" and fused and "layernorm" in parallel.recompute_modules:
+        what = "parallel.recompute_modules 'layernorm' recomputes nothing in a dense model on a GPU"
+        why = "Transformer Engine's norms are parts of its linear layers"
+        yield f"{what}: {why}", "parallel.recompute_modules", "leave it out"
     if parallel.recompute_granularity == "selective" and not chosen:
         engines_own = {"moe_act"} if machine.capability is None else {"moe_act", "layernorm"}
         for name in sorted(engines_own & set(parallel.recompute_modules)):

@@ -54,6 +54,9 @@ _REASONS: dict[str, str] = {
         enable_expert_parallel enable_eplb expert_placement_strategy""",
     "it changes what is sampled, and the trainer's log-probs would be of another distribution": """
         logits_processors watermark_config diffusion_config generation_config override_generation_config""",
+    "a push would not reach weights that vLLM keeps in host memory": """
+        offload_backend offload_group_size offload_num_in_group offload_prefetch_step offload_params cpu_offload_gb
+        cpu_offload_params""",
     "keys and values kept outside the engine would outlive a push of new weights": """
         kv_transfer_config kv_events_config kv_offloading_size kv_offloading_backend""",
 }

@@ -81,9 +81,10 @@ PRESETS: dict[str, dict[str, Any]] = {
 def open_to_preset(algo: Any, preset: str) -> Any:
     """[algo] of a file without the keys that recipes set, so that a preset of the command line is the method.
 
+    The preset "none" sets nothing, so all keys stay.
     Of [algo.snr] the recipe's own keys give way. A run's config.json has every key: there those of all recipes do.
     """
-    if not isinstance(algo, dict) or not isinstance(algo.get("snr", {}), dict):
+    if preset == "none" or not isinstance(algo, dict) or not isinstance(algo.get("snr", {}), dict):
         return algo  # validation names what is wrong
     keys = {key for recipe in PRESETS.values() for key in recipe}
     recipes = PRESETS.values() if keys <= algo.keys() else [PRESETS.get(preset, {})]
@@ -106,7 +107,7 @@ class SnrConfig(Section):
     horizon: float = Field(150.0, gt=0, le=1e12)
     """Steps over which signal and noise are averaged (two exponential averages)."""
     warmup_steps: int = Field(10, ge=0)
-    """First steps, at rate optimizer.lr, that only collect the averages."""
+    """First steps with an estimate. They only collect the averages; the rate is optimizer.lr."""
     floor: float = Field(0.1, gt=0, le=1)
     """Lower bound of the averaged shrink factor."""
     exponent: float | None = Field(None, gt=0)

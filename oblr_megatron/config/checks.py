@@ -274,7 +274,7 @@ def _samples(config: Config) -> Iterator[Problem]:
         yield what, 'set rollout.rejection to "token", "sequence" or "geometric", or leave the band out'
     yield from _environment(config)
     if rollout.min_p and rollout.speculation != "none":
-        what = f"rollout.min_p with rollout.speculation {rollout.speculation!r}: vLLM then leaves min_p out"
+        what = f"rollout.min_p with rollout.speculation {rollout.speculation!r}: vLLM refuses min_p when it speculates"
         yield what, 'set rollout.min_p to 0 and use top_p or top_k, or rollout.speculation to "none"'
     if rollout.dynamic_sampling and config.group_size == 1:
         what = "group_size is 1, but rollout.dynamic_sampling needs groups with different rewards"
@@ -293,6 +293,9 @@ def _environment(config: Config) -> Iterator[Problem]:
             what = "rollout.environment.tools are of use to an environment alone, but it has no function"
             yield what, 'set rollout.environment.function = "tool_loop"'
         return
+    if options.deadline_s >= rollout.generate_timeout_s:
+        what = f"rollout.environment.deadline_s {options.deadline_s:g} is not below rollout.generate_timeout_s"
+        yield f"{what} {rollout.generate_timeout_s:g}, which all episodes of a batch share", "raise the latter"
     if options.function == "tool_loop" and "environment" in rewards:
         what = 'the environment "tool_loop" gives no reward, but the reward "environment" reads the function\'s'
         yield what, "name a reward that reads the last turn's text, such as math"

@@ -37,7 +37,7 @@ class ParallelConfig(Section):
     """Activations recomputed in backward: none; those of recompute_modules; whole layers."""
     recompute_modules: tuple[Literal["core_attn", "layernorm", "mlp", "moe", "moe_act"], ...] = ("core_attn",)
     """Parts that "selective" recomputes: core attention, norms, the MLP of a dense layer, the experts, or the
-    activation within experts. moe_act needs Transformer Engine, and on a GPU so does layernorm."""
+    activation within experts. moe_act needs Transformer Engine. On a GPU layernorm needs a mixture or LoRA."""
     recompute_method: Literal["uniform", "block"] = "uniform"
     """Layers that "full" recomputes: all, in groups of recompute_num_layers; or the first recompute_num_layers."""
     recompute_num_layers: int = Field(1, ge=1)

@@ -197,6 +197,9 @@ class EngineServer:
             call, _ = self._running.pop(name)
             self._unfinished[call] -= 1
         self._llm.llm_engine.abort_request(names)
+        parents = self._llm.llm_engine.output_processor.parent_requests  # of groups: vLLM 0.32 keeps those it aborts
+        for key in [key for key, parent in parents.items() if parent.external_req_id in names]:
+            del parents[key]
 
     def open_push(self, init_info: dict[str, Any]) -> None:
         """Pass the transport's parameters to vLLM."""

@@ -86,6 +86,7 @@ def child_environment(environment: Mapping[str, str], spec: EngineSpec) -> dict[
         "VLLM_ZENTORCH_WEIGHT_PREPACK": "0",  # AMD's build packs weights like oneDNN: see plugin.py
         # vLLM compiles one small function even in eager mode, which takes seconds and needs a C++ compiler.
         "TORCHDYNAMO_DISABLE": "1",
+        "VLLM_USE_V2_MODEL_RUNNER": "0",  # by default the second where Triton is installed; draws and routes are ours
         "NUMBA_NUM_THREADS": "1",  # vLLM looks up n-grams with one thread; the others spin meanwhile
     }
 

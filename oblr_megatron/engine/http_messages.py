@@ -89,7 +89,7 @@ class Info(Message):
     base: str | None = None  # holder of the base weights that it holds for adapters
     unusable: str | None
     generated: int  # tokens of complete responses since the start
-    cached: int  # prompt tokens of these that came from the prefix cache
+    cached: int  # prompt tokens of these that came from the prefix cache; of a group those of one response
 
 
 class Routes(Message):

@@ -1,9 +1,9 @@
 """Routes of a mixture (model.moe_routing_replay): the experts that an engine takes for each token.
 
-vLLM's second model runner, which GPUs use, captures them itself (`enable_return_routed_experts`). It needs Triton, so a
-CPU has the first runner only, and vLLM refuses the option there. `RoutesWorker` runs the same capture in the first
-runner. The rest is vLLM's own on both: rows of cached prefixes, of preempted requests and of rejected drafts are right,
-because its scheduler and its store of captured blocks account for them.
+vLLM's second model runner, which GPUs use, captures them itself (`enable_return_routed_experts`). CPU engines have the
+first runner, for which vLLM refuses the option. `RoutesWorker` runs the same capture there. The rest is vLLM's own on
+both: rows of cached prefixes, of preempted requests and of rejected drafts are right, because its scheduler and its
+store of captured blocks account for them.
 """
 
 from __future__ import annotations

@@ -191,7 +191,7 @@ def check_quantization(spec: EngineSpec) -> None:
     """Refuse (UserError) quantization on a CPU, and of weights that are not in bfloat16."""
     name, where = spec.quantization, "--quantization"
     if name != "none" and spec.device == "cpu":
-        what = f"{name} needs a GPU: vLLM has no FP8 matrix products on a CPU"
+        what = f"{name} needs a GPU: a push into a CPU engine writes plain weights"
         raise UserError(what, where=where, fix="leave the option out")
     if name != "none" and spec.dtype != "bfloat16":
         raise UserError(f"{name} needs bfloat16 weights, not {spec.dtype}", where=where, fix="add --dtype bfloat16")

@@ -28,6 +28,7 @@ from oblr_megatron.engine.protocol import PromptRequest, SamplingRequest, prompt
 from oblr_megatron.engine.turns import Answered
 from oblr_megatron.environments.messages import Answer, Begin, Cancel, Ended, SampleCall, ToolWait
 from oblr_megatron.environments.process import options_of
+from oblr_megatron.errors import EngineDeadlineError, EnginesGoneError
 from oblr_megatron.processes.client import ForkServer, Worker
 from oblr_megatron.processes.watch import NOBODY, Watch
 from oblr_megatron.types import FinishReason, Prompt, Sample
@@ -255,6 +256,11 @@ class EpisodeHost:
 
     def _handle(self, batch: _Batch, item: tuple[_Process | None, Any]) -> None:
         sender, message = item
+        if sender is None and isinstance(message, EngineDeadlineError) and not batch.waiting:
+            raise EnginesGoneError(  # the engine has answered all: after a restart the batch would end in the same way
+                f"{len(batch.running)} episodes took longer than rollout.generate_timeout_s, {message.seconds:g} s, "
+                "and the engine had nothing to sample. Fix: raise it, or make the episodes shorter"
+            ) from message
         if sender is None and isinstance(message, BaseException):
             raise message
         if sender is None:

@@ -10,10 +10,11 @@ For a prompt with K sampled responses, c of them right:
 The metric of a set is the mean over its prompts. A response is right if its score ("verdict" in SET.jsonl) is at least
 1; scores between 0 and 1 contribute to mean@K only. A response that could not be scored has the score 0.
 
-Greedy accuracy has Wilson's interval for a proportion. The other intervals are percentile bootstraps over prompts,
-because responses to one prompt are not independent samples of the benchmark. If all prompts have equal values, the
-bootstrap interval has no width. For values in [0, 1], Wilson's interval for that number of prompts is used then. It is
-wide enough: of all distributions on [0, 1] with the same mean, 0/1 values have the largest variance.
+A metric whose values are all 0 or 1, such as greedy accuracy and pass@K, has Wilson's interval for a proportion. The
+other intervals are percentile bootstraps over prompts, because responses to one prompt are not independent samples of
+the benchmark. If all prompts have equal values, the bootstrap interval has no width. For values in [0, 1], Wilson's
+interval for that number of prompts is used then. It is wide enough: of all distributions on [0, 1] with the same mean,
+0/1 values have the largest variance.
 """
 
 from __future__ import annotations
@@ -163,7 +164,6 @@ def estimates(grades: Grades) -> dict[str, Estimate]:
     """Every metric of `by_prompt` with its interval; deterministic."""
     columns = by_prompt(grades)
     ends = dict(zip(columns, bootstrap_intervals(np.array([*columns.values()])), strict=True))
-    ends["accuracy"] = wilson_interval(int(columns["accuracy"].sum()), len(grades.greedy))
     return {name: Estimate(_mean(values), *ends[name]) for name, values in columns.items()}
 
 
@@ -197,11 +197,11 @@ def bootstrap_intervals(values: Array, seed: int = 0) -> list[tuple[float, float
 
 
 def _with_width(values: Array, low: float, high: float) -> tuple[float, float]:
-    """The bootstrap interval; if all values are equal, Wilson's interval for values in [0, 1], else no width."""
-    if values.min() < values.max():
+    """Wilson's interval of a proportion; else the bootstrap's. Equal values: Wilson's in [0, 1], else no width."""
+    if values.min() < values.max() and not np.isin(values, (0.0, 1.0)).all():
         return low, high
     value = float(values[0])
-    return wilson_interval(value * len(values), len(values)) if 0 <= value <= 1 else (value, value)
+    return wilson_interval(float(values.sum()), len(values)) if 0 <= value <= 1 else (value, value)
 
 
 def _mean(values: NDArray[Any]) -> float:

@@ -165,7 +165,7 @@ def opened(config: Config, adapter: AdapterDir | None = None) -> Iterator[tuple[
     with ExitStack() as stack:
         scratch = stack.enter_context(TemporaryDirectory(prefix="oblr-eval-"))  # for the engine's log
         config = config.model_copy(update={"run_dir": Path(scratch)})
-        parallel = process_groups.initialize(config.parallel, seed=config.seed)
+        parallel = process_groups.initialize(config.parallel, seed=config.seed, alone=True)
         stack.callback(process_groups.shutdown)
         scoring = build_reward(config.reward, max_response_tokens=config.rollout.max_response_tokens)
         reward = stack.enter_context(SharedReward(scoring, share=0, shares=1))

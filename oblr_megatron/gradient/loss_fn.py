@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 import torch
 
 from oblr_megatron.algo.centering import centred_energy
-from oblr_megatron.algo.kl import KLForm, kl_penalty, kl_slope
+from oblr_megatron.algo.kl import KLForm, k3, kl_slope
 from oblr_megatron.algo.loss import policy_gradient_loss
 from oblr_megatron.gradient.ratios import RATIO_SUMS, RatioFn, ScoreWeights
 from oblr_megatron.runtime.collectives import all_reduce
@@ -120,7 +120,7 @@ class Penalty:
         """(a scalar with the penalty's gradient but another value, the sum of k3 over the response tokens)."""
         difference = logprobs.detach() - batch.of_tokens(self.reference).to(logprobs.dtype)
         weights = -batch.per_token(self.coefficients[batch.sample_index])
-        divergence = kl_penalty(difference, "k3").masked_fill(~batch.mask, 0.0).sum()
+        divergence = k3(difference).masked_fill(~batch.mask, 0.0).sum()
         return policy_gradient_loss(logprobs, batch.mask, weights, kl_slope(difference, self.form)), divergence
 
 

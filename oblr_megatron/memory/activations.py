@@ -40,6 +40,11 @@ def recomputes(config: Config, module: str) -> bool:
     return parallel.recompute_granularity == "selective" and module in parallel.recompute_modules
 
 
+def _norm_again(sizes: RankSizes, config: Config, *, apart: bool = False) -> bool:
+    """Whether a norm is recomputed. In Transformer Engine's layers it is a part of the linear layer, unless `apart`."""
+    return recomputes(config, "layernorm") and (apart or not sizes.transformer_engine or sizes.adapter_rank > 0)
+
+
 def attention_bytes(sizes: RankSizes, tokens: Tokens, config: Config) -> int:
     """Bytes kept by norm, projections, rotary embedding and core attention."""
     n = tokens.count
@@ -47,13 +52,13 @@ def attention_bytes(sizes: RankSizes, tokens: Tokens, config: Config) -> int:
     elements = 2 * tokens.split * sizes.hidden + n * (sizes.qkv + sizes.query * (1 + copied))
     elements += 4 * (n if config.parallel.packing == "packed" else tokens.length) * sizes.head_dim
     elements += n * sizes.kv * sizes.transformer_engine
-    elements -= tokens.split * sizes.hidden * recomputes(config, "layernorm")
+    elements -= tokens.split * sizes.hidden * _norm_again(sizes, config)
     return elements * sizes.element + _core_bytes(sizes, tokens, config)
 
 
 def mlp_bytes(sizes: RankSizes, tokens: Tokens, config: Config) -> int:
     """Bytes that the MLP or the experts need in backward, with their norm."""
-    hidden = (2 - recomputes(config, "layernorm")) * tokens.split * sizes.hidden
+    hidden = (2 - _norm_again(sizes, config, apart=sizes.experts > 0)) * tokens.split * sizes.hidden
     # A frozen matrix without adapter keeps no input.
     no_fc1 = sizes.adapter_rank > 0 and not {"gate_proj", "up_proj"} & set(sizes.adapted)
     no_fc2 = sizes.adapter_rank > 0 and "down_proj" not in sizes.adapted
@@ -71,7 +76,7 @@ def recomputed_mlp_bytes(sizes: RankSizes, tokens: Tokens, config: Config) -> in
     """Bytes that selective recomputation of the MLP or the experts drops: all but the norm's."""
     if not recomputes(config, "moe" if sizes.experts else "mlp"):
         return 0
-    norm = (2 - recomputes(config, "layernorm")) * tokens.split * sizes.hidden * sizes.element
+    norm = (2 - _norm_again(sizes, config, apart=sizes.experts > 0)) * tokens.split * sizes.hidden * sizes.element
     return mlp_bytes(sizes, tokens, config) - norm
 
 

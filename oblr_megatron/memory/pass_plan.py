@@ -8,6 +8,8 @@ from typing import Any, Literal
 
 from oblr_megatron.checks.layout import num_experts
 from oblr_megatron.config import Config
+from oblr_megatron.config.lora import LoraConfig
+from oblr_megatron.families import OF_MLP
 
 Kind = Literal["gradient", "norms", "inline", "stash", "bookkeep"]
 
@@ -118,11 +120,14 @@ def idle_replicas(config: Config, layout: Layout) -> str | None:
     )
 
 
-def needs_single_samples(hf_config: Mapping[str, Any], *, transformer_engine: bool) -> bool:
+def needs_single_samples(hf_config: Mapping[str, Any], lora: LoraConfig, *, transformer_engine: bool) -> bool:
     """Whether a microbatch of a norm pass holds one sample: experts and untapped layers cannot tell samples apart.
 
-    `norms.two_pass.rules_need_single_samples` reads the same from the parameters of a built model.
+    With LoRA only adapters are measured, which are all tapped. `norms.two_pass.rules_need_single_samples` reads the
+    same from the parameters of a built model.
     """
+    if lora.rank:
+        return num_experts(hf_config) > 0 and not set(OF_MLP).isdisjoint(lora.targets)
     return num_experts(hf_config) > 0 or transformer_engine
 
 
@@ -138,7 +143,7 @@ def passes_of(
     """The passes of a step over samples of one length; with `norms` they are measured. "auto" counts as "two_pass"."""
     group, mode = config.group_size, config.gradnorm.mode if config.measures_norms else "two_pass"
     rows = max(1, config.parallel.micro_batch_tokens // length)
-    alone = 1 if needs_single_samples(hf_config, transformer_engine=transformer_engine) else rows
+    alone = 1 if needs_single_samples(hf_config, config.model.lora, transformer_engine=transformer_engine) else rows
     prompts = prompts_of_a_run(config, layout)
     share = prompts * group
     gradient = Pass("gradient", share, min(rows, share))

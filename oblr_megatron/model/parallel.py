@@ -152,6 +152,8 @@ def checked_rendezvous() -> tuple[int, int]:
     if not 0 < _of_launcher("MASTER_PORT", 0) < 2**16:
         what = f"MASTER_PORT is {os.environ.get('MASTER_PORT', 'not set')}"
         raise UserError(what, where="environment", fix=BY_LAUNCHER)
+    if not os.environ.get("RANK"):
+        raise UserError(f"WORLD_SIZE is {world_size}, but RANK is not set", where="environment", fix=BY_LAUNCHER)
     return rank, world_size
 
 
@@ -190,7 +192,7 @@ def local_world_size(world_size: int) -> int:
     return _of_launcher("LOCAL_WORLD_SIZE", world_size)
 
 
-def join(config: ParallelConfig, *, backend: str | None = None) -> None:
+def join(config: ParallelConfig, *, backend: str | None = None, alone: bool = False) -> None:
     """Join the process group, or keep an existing one. Of the config only the timeout is read; see `initialize`."""
     if cpu.install():
         share_device()
@@ -200,7 +202,7 @@ def join(config: ParallelConfig, *, backend: str | None = None) -> None:
     backend = backend or ("nccl" if torch.cuda.is_available() else "gloo")
     timeout = timedelta(seconds=config.distributed_timeout_s)
     select_device()
-    if rank_from_environment()[1] > 1:  # torchrun's rendezvous
+    if not alone and rank_from_environment()[1] > 1:  # torchrun's rendezvous
         try:
             dist.init_process_group(backend, timeout=timeout)
         except (dist.DistStoreError, dist.DistNetworkError) as error:
@@ -212,13 +214,14 @@ def join(config: ParallelConfig, *, backend: str | None = None) -> None:
         dist.init_process_group(backend, store=dist.HashStore(), rank=0, world_size=1, timeout=timeout)
 
 
-def initialize(config: ParallelConfig, *, backend: str | None = None, seed: int = 0) -> Parallel:
+def initialize(config: ParallelConfig, *, backend: str | None = None, seed: int = 0, alone: bool = False) -> Parallel:
     """Join the process group (or reuse an existing one) and create megatron-core's groups.
 
     Args:
         config: the layout.
         backend: of the process group; by default NCCL if CUDA is available, else gloo.
         seed: for megatron-core's random states, which nothing draws from; torch's CPU generator is unchanged.
+        alone: whether this process is the only rank, also in a launcher's environment.
 
     Raises:
         UserError: the number of ranks does not fit the layout. No process group was created.
@@ -226,8 +229,9 @@ def initialize(config: ParallelConfig, *, backend: str | None = None, seed: int 
     from megatron.core import parallel_state
     from megatron.core.tensor_parallel.random import model_parallel_cuda_manual_seed
 
-    check_world_size(config, dist.get_world_size() if dist.is_initialized() else rank_from_environment()[1])
-    join(config, backend=backend)
+    started = 1 if alone else rank_from_environment()[1]
+    check_world_size(config, dist.get_world_size() if dist.is_initialized() else started)
+    join(config, backend=backend, alone=alone)
     timeout = timedelta(seconds=config.distributed_timeout_s)
     parallel_state.initialize_model_parallel(
         tensor_model_parallel_size=config.tensor_model_parallel_size,

@@ -269,6 +269,9 @@ def _prepared(
             fix = "call it inside the block, or give it the model"
             raise UserError("the handle is used after its `with tapped(...)` block", where="model", fix=fix)
         _check_mode(mode, handle)
+        if torch.is_autocast_enabled(handle.parallel.device.type):
+            fix = "call it outside of torch.autocast; a bf16 model keeps its fp32 main_grad"
+            raise UserError("a layer's input and output would have two dtypes", where="torch.autocast", fix=fix)
         batches = list(microbatches)
         _check_ids(handle, batches)
         gradients = SampleGradients(handle, mode, window_tokens=window_tokens)

@@ -9,6 +9,7 @@ before. What the passes cannot measure is refused, with the field to change.
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any
@@ -63,6 +64,9 @@ REFUSED: Mapping[str, tuple[tuple[Any, ...], str]] = {
     "cuda_graph_impl": (("none", None), "a graph replays kernels, not taps"),
     "cpu_offloading": ((False,), "offloaded activations are untested"),
     "mlp_chunks_for_training": ((1,), "each chunk's share of a gradient would be squared on its own"),
+    "enable_autocast": ((False,), "a layer's input and output would have two dtypes"),
+    "fp4": ((None,), "its gradients are untested"),
+    "quant_recipe": ((None,), "its gradients are untested"),
     "use_transformer_engine_op_fuser": ((False,), "fused layers never call the modules that are tapped"),
     "overlap_dispatch_backward_with_experts_wgrad": ((False,), "experts' gradients would bypass autograd"),
     "gtp_weight_remat_size": ((1,), "weights in further pieces are untested"),
@@ -138,6 +142,11 @@ def _check(chunk: nn.Module) -> None:
             where="model",
             fix="pass the GPTModel, or the list of this rank's chunks",
         )
+    holders = Counter(id(parameter) for part in module.modules() for parameter in part.parameters(recurse=False))
+    for name, parameter in module.named_parameters():
+        if parameter.requires_grad and holders[id(parameter)] > 1:
+            fix = "give each its own, or tie embeddings by share_embeddings_and_output_weights"
+            raise UserError(f"two modules hold the parameter {name}", where="model", fix=fix)
     if module.position_embedding_type == "learned_absolute":
         what = "position_embedding_type is 'learned_absolute', which has weights without a rule"
         raise UserError(what, where="GPTModel", fix="use 'rope'")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import statistics
 from collections import Counter, defaultdict, deque
 from collections.abc import Callable
@@ -23,10 +24,11 @@ SLOWER = 1.2  # times the median rank's own time; a rank above it for EDGE steps
 MAY_BE_UNDEFINED = frozenset({"gradnorm/length_corr", "gradnorm/estimate_corr", "baseline/variance_ratio_vs_rloo"})
 EPISODES = ("environment/failures", "environment/timeouts")
 COUNTED = ("gradnorm/nonfinite", "reward/failures", "reward/timeouts", *EPISODES)
+CRITICAL = "snr/critical_batch_size"
 SPLIT = ("snr/between", "snr/within", "snr/best_group_size")
 FORGOTTEN = (
     *SPLIT,
-    "snr/critical_batch_size",
+    CRITICAL,
     "snr/shrink_ema",
     "temper/energy",
     "baseline/spread",
@@ -80,7 +82,7 @@ class Planned:
     lr: float = 0.0  # eta_0 of a schedule that may lower it without end
     lr_warmup_steps: int = 0
     num_prompts: int = 0
-    noise_prompts: int = 0  # num_prompts, or 0 if the noise is that of a part of the batch
+    noise_prompts: int = 0  # num_prompts, or 0 if the noise is that of a part of the batch, or not estimated
     group_size: int = 0
     num_folds: int = 1  # num_prompts is a multiple of it
     of_earlier_steps: bool = False  # whether the baseline averages rewards of earlier steps
@@ -113,6 +115,8 @@ class Window:
             self.courses[name].add(value)
             if name in COUNTED:
                 self.totals[name] += int(value)
+        if critical_size(record) == math.inf:
+            self.courses[CRITICAL].add(math.inf)
         lr = record.get("lr")
         if lr is not None and self.planned.lr > 0 and self.step > self.planned.lr_warmup_steps:
             self.resting = self.resting + 1 if lr <= COLLAPSED * self.planned.lr else 0
@@ -128,20 +132,27 @@ class Window:
             self.courses.pop(name, None)
 
 
+def critical_size(record: Record) -> float | None:
+    """The critical batch size: infinite where the averaged signal is not positive, None where no average is logged."""
+    size = record.get(CRITICAL)
+    return math.inf if size is None and record.get("snr/shrink_ema") is not None else size
+
+
 def planned(setting: Callable[[str], Any]) -> Planned:
     """The settings that the checks need, from a function of dotted keys to values (None: not known).
 
     With several updates on a batch, the signal and noise are those of the first update, on a part of the prompts. So
     no number of prompts is compared with them. The group size needs no such exception: the split of the noise needs
-    norms.
+    norms. The estimator "plugin" logs no critical batch size.
     """
-    on_policy, prompts = (setting("algo.updates_per_batch") or 1) == 1, setting("num_prompts") or 0
+    compared = (setting("algo.updates_per_batch") or 1) == 1 and setting("algo.snr.estimator") != "plugin"
+    prompts = setting("num_prompts") or 0
     facts = _facts(setting("algo.baseline"))
     return Planned(
         lr=(setting("optimizer.lr") or 0.0) if setting("algo.schedule") == "snr" else 0.0,
         lr_warmup_steps=setting("optimizer.lr_warmup_steps") or 0,
         num_prompts=prompts,
-        noise_prompts=prompts if on_policy else 0,
+        noise_prompts=prompts if compared else 0,
         group_size=setting("group_size") or 0,
         num_folds=setting("algo.snr.num_folds") or 1,
         of_earlier_steps=facts is not None and facts.pool != "",

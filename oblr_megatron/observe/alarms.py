@@ -22,7 +22,7 @@ from typing import TYPE_CHECKING
 from oblr_megatron.algo.noise_split import compared_with_best
 from oblr_megatron.formatting import number
 from oblr_megatron.metrics import KeptLines, intact_lines, write_whole
-from oblr_megatron.observe.alarm_window import COLLAPSED, EDGE, EPISODES, SPLIT, Planned, Window
+from oblr_megatron.observe.alarm_window import COLLAPSED, CRITICAL, EDGE, EPISODES, SPLIT, Planned, Window
 
 if TYPE_CHECKING:
     from oblr_megatron.metrics import Record
@@ -168,10 +168,12 @@ def _group_size(window: Window) -> str:
 
 
 def _batch_size(window: Window) -> str:
-    prompts, course = window.planned.noise_prompts, window.courses["snr/critical_batch_size"]
+    prompts, course = window.planned.noise_prompts, window.courses[CRITICAL]
     if not prompts or course.count < SETTLED:
         return ""
     critical = statistics.median(course.recent)
+    if critical == math.inf:
+        return f"The averaged gradients of {prompts:,} prompts show noise and no signal; raise num_prompts."
     worth = f"A step of {prompts:,} prompts is worth {prompts / (prompts + critical):.1%} of a noiseless one"
     if prompts < SMALL * critical:
         return f"{worth}; raise num_prompts, twice as many make it worth nearly twice as much."

@@ -44,7 +44,7 @@ from oblr_megatron.errors import UserError
 from oblr_megatron.extension import extension
 from oblr_megatron.memory.engine import EngineMemory, engine_bytes
 from oblr_megatron.observe.trackers.registry import check_trackers
-from oblr_megatron.rewards.registry import check_reward, check_rows
+from oblr_megatron.rewards.registry import check_reward, check_rows, check_services
 from oblr_megatron.runtime.stopping import check_time_left
 
 if TYPE_CHECKING:
@@ -252,6 +252,10 @@ def _replay(run: Proposed) -> None:
     check_replay(run.config, int(run.hf_config["vocab_size"]), run.here.fingerprint)
 
 
+def _reward(run: Proposed) -> None:
+    check_reward(run.config.reward, max_response_tokens=run.config.rollout.max_response_tokens, reach=False)
+
+
 def _exports(run: Proposed) -> None:
     saves = run.config.checkpoint
     if saves.export_hf and not run.config.rollout.only:
@@ -274,7 +278,8 @@ CHECKS: tuple[tuple[str, Callable[[Proposed], None]], ...] = (
     ("", _conventions),
     ("device", _baseline),
     ("", lambda run: check_rows(run.config.reward, run.scored)),
-    ("", lambda run: check_reward(run.config.reward, max_response_tokens=run.config.rollout.max_response_tokens)),
+    ("", _reward),
+    ("here", lambda run: check_services(run.config.reward)),
     ("", lambda run: check_environment(run.config)),
     ("", lambda run: check_positions(run.config, run.hf_config)),
     ("here", _sources),

@@ -20,6 +20,7 @@ from typing import TYPE_CHECKING
 from oblr_megatron.checks.machine import RECIPES, Machine, build_problem, compiler_problem, driver_problem
 from oblr_megatron.checks.packages import PACKAGES, TRANSFORMER_ENGINE, installed, problems
 from oblr_megatron.errors import EXIT_OK, EXIT_USER
+from oblr_megatron.runtime.temporary import GPU
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -112,7 +113,7 @@ def examine(locks: Sequence[Path] = ()) -> DoctorReport:
         wrong.append(f"Transformer Engine cannot be imported: {machine.engine_fault}. Build it against this torch")
     around = _platform() | _cuda_platform()
     on_gpu = machine.capability is not None  # forward compatibility works with an old driver
-    driver = driver_problem(around["driver"], around["CUDA of torch"])
+    driver = driver_problem(around["driver"], around["CUDA of torch"]) if GPU.exists() else None  # not in image builds
     faults = (compiler_problem(), build_problem(on_gpu=True)) if on_gpu else (driver,)
     wrong += [f"{fault[0]}. Fix: {fault[1]}" for fault in faults if fault is not None]
     used = findings(machine, packages)
@@ -184,7 +185,7 @@ def _devices(machine: Machine, packages: dict[str, str | None]) -> list[Finding]
     if machine.capability is None:
         parts = [
             Finding("ranks", "gloo", "all parallelism works, with processes on CPU cores", "GPUs"),
-            Finding("rollouts", f"{vllm} on CPU cores", "eager mode, no sleep mode, no FP8", "GPUs"),
+            Finding("rollouts", f"{vllm} on CPU cores", "eager mode, no sleep mode, no FP8 weights", "GPUs"),
             Finding("weight push", "shared memory", "to engines and servers on this machine"),
         ]
     else:

@@ -30,6 +30,7 @@ from oblr_megatron.preflight.checklist import Proposed, check, check_cache
 from oblr_megatron.preflight.device_memory import RankDevice, RankMemory, rank_memory
 from oblr_megatron.preflight.inputs import check_dealing, find_saved, open_inputs
 from oblr_megatron.preflight.models import Models, build_models
+from oblr_megatron.rewards.http import is_url
 from oblr_megatron.rollout.replay import check_replay
 
 
@@ -179,10 +180,13 @@ def check_files(config: Config, hf_config: Mapping[str, Any]) -> list[str]:
         check_replay(config, int(hf_config["vocab_size"]), "" if model is None else model.fingerprint)
     elif rollout.replay is not None:
         lines.append(f"the saved samples: {rollout.replay} is not on this machine")
+    services = ", ".join(name for name in config.reward.names if is_url(name))
+    if services and rollout.replay is None:
+        lines.append(f"the reward services {services}: a dry run for other machines contacts none")
     read = (*config.data.train, *config.data.exclude, *config.evaluate.data.values())
     sources = read if rollout.replay is None else ()
     absent = list(dict.fromkeys(source.path for source in sources if not _is_here(source)))
-    lines += [f"rows of {name}: not on this machine" for name in absent]
+    lines += [f"rows of {name}: not on this machine, or a data set of the hub" for name in absent]
     if model is not None and not absent:
         inputs = open_inputs(config, model, None, find_saved(config, model))
         for line in inputs.warnings(config):

@@ -34,7 +34,7 @@ def standing_as(rank: int, world_size: int, config: ParallelConfig) -> Iterator[
     served = dist.Backend.backend_capability[dist.Backend.FAKE]
     if META.type not in served:  # tied embeddings run a collective when they are built
         served.append(META.type)
-    with _without_gpus():
+    with cpu.without_gpus():
         dist.init_process_group(dist.Backend.FAKE, store=FakeStore(), rank=rank, world_size=world_size)
         try:
             parallel = initialize(config)
@@ -42,19 +42,6 @@ def standing_as(rank: int, world_size: int, config: ParallelConfig) -> Iterator[
                 yield replace(parallel, device=META)
         finally:
             shutdown()
-
-
-@contextmanager
-def _without_gpus() -> Iterator[None]:
-    """megatron-core as on a CPU. With GPUs it would set a random state for each weight, and make a stream."""
-    available = torch.cuda.is_available
-    torch.cuda.is_available = lambda: False
-    try:
-        yield  # `initialize` installs the CPU's shim
-    finally:
-        torch.cuda.is_available = available
-        if available():
-            cpu.uninstall()
 
 
 @contextmanager

@@ -223,11 +223,11 @@ def bearer_key(variable: str) -> str:
     return key
 
 
-def check_service(url: str, where: str) -> None:
-    """Check the address, and connect to it once.
+def check_address(url: str, where: str) -> tuple[str, int]:
+    """Host and port of a service.
 
     Raises:
-        UserError: the address is malformed, or nothing listens there.
+        UserError: the address is malformed.
     """
     host, port = _address(url) if url.isprintable() else ("", 0)
     if not host:
@@ -236,6 +236,16 @@ def check_service(url: str, where: str) -> None:
             where=where,
             fix="write http://HOST:PORT/PATH, and put a token into the variable that reward.api_key_env names",
         )
+    return host, port
+
+
+def check_service(url: str, where: str) -> None:
+    """Connect to a service once.
+
+    Raises:
+        UserError: the address is malformed, or nothing listens there.
+    """
+    host, port = check_address(url, where)
     try:
         socket.create_connection((host, port), REACH_S).close()
     except (OSError, UnicodeError) as error:  # UnicodeError: a host name that cannot be encoded

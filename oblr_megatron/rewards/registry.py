@@ -15,7 +15,7 @@ from oblr_megatron.rewards.base import Fault, Reward, RewardResult, SampleReward
 from oblr_megatron.rewards.combined import CombinedReward, Term
 from oblr_megatron.rewards.format import PatternFormatReward, check_pattern, keeps_to_box
 from oblr_megatron.rewards.function import FunctionReward, check_function
-from oblr_megatron.rewards.http import HttpReward, bearer_key, check_service, is_url
+from oblr_megatron.rewards.http import HttpReward, bearer_key, check_address, check_service, is_url
 from oblr_megatron.rewards.math import MathReward
 from oblr_megatron.rewards.overlong import check_overlong, punishment
 from oblr_megatron.rewards.verifier.extract import EXTRACTIONS
@@ -105,8 +105,8 @@ def build_reward(config: RewardConfig, *, max_response_tokens: int) -> Reward:
     return CombinedReward([term(asked) for asked in (main, *config.terms)])
 
 
-def check_reward(config: RewardConfig, *, max_response_tokens: int) -> None:
-    """Check the section `reward` before the run starts.
+def check_reward(config: RewardConfig, *, max_response_tokens: int, reach: bool = True) -> None:
+    """Check the section `reward` before the run starts; with `reach`, connect to its services.
 
     Raises:
         UserError: a name is duplicate, unknown, or names a function or service that cannot be used; or an option of
@@ -120,7 +120,25 @@ def check_reward(config: RewardConfig, *, max_response_tokens: int) -> None:
                 fix="list it once, with the sum of the weights",
             )
     for place, name in enumerate(config.names):
-        _check(name, config, max_response_tokens, where=f"config: reward.{'terms' if place else 'name'}")
+        _check(name, config, max_response_tokens, where=_where(place))
+    if reach:
+        check_services(config)
+
+
+def check_services(config: RewardConfig) -> None:
+    """Connect once to each service among the rewards.
+
+    Raises:
+        UserError: nothing listens there, or its key is not set.
+    """
+    for place, name in enumerate(config.names):
+        if is_url(name):
+            bearer_key(config.api_key_env)
+            check_service(name, _where(place))
+
+
+def _where(place: int) -> str:
+    return f"config: reward.{'terms' if place else 'name'}"
 
 
 def check_rows(config: RewardConfig, sources: Iterable[SourceConfig]) -> None:
@@ -174,8 +192,7 @@ def _check(name: str, config: RewardConfig, max_response_tokens: int, where: str
     elif name == "overlong":
         check_overlong(max_response_tokens, config.overlong_buffer_tokens)
     elif is_url(name):
-        bearer_key(config.api_key_env)
-        check_service(name, where)
+        check_address(name, where)
     elif ":" in name and name not in REWARDS:
         check_function(name, where)
     elif name not in REWARDS:

@@ -176,7 +176,8 @@ class StopRequest:
                 self._received = number
         if first and self._speaks and not (number == signal.SIGTERM and lost_rank(self._environment)):
             hint = "; press Ctrl-C again to end at once" if number == signal.SIGINT else ""
-            _print(f"{number.name}: saving at the next step boundary{hint}")
+            what = "the run is ending by itself" if self.closing else "saving at the next step boundary"
+            _print(f"{number.name}: {what}{hint}")
 
 
 def handled() -> list[signal.Signals]:

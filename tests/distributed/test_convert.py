@@ -74,18 +74,25 @@ def sources(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
     }
 
 
+@pytest.fixture(scope="module")
+def checkpoints(sources: dict[str, Path], tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
+    """Each source converted; tests only read them."""
+    root = tmp_path_factory.mktemp("checkpoints")
+    for name, source in sources.items():
+        to_megatron(source, root / name)
+    return {name: root / name for name in sources}
+
+
 @pytest.mark.parametrize("world_size", [1, 2, 4])
 def test_round_trip_through_every_layout_is_bit_equal(
-    world_size: int, sources: dict[str, Path], tmp_path: Path
+    world_size: int, sources: dict[str, Path], checkpoints: dict[str, Path], tmp_path: Path
 ) -> None:
     cases = []
     for name, source in sources.items():
-        checkpoint = tmp_path / f"{name}-megatron"
-        to_megatron(source, checkpoint)
         dtype = json.loads((source / "config.json").read_text())["dtype"]
         for label, (ranks, sizes) in (MIXTURE if "mixture" in name else DENSE).items():
             if ranks == world_size:
-                cases.append((checkpoint, source, dtype, tmp_path / f"{name}-{label}", sizes))
+                cases.append((checkpoints[name], source, dtype, tmp_path / f"{name}-{label}", sizes))
     run_ranks(load_and_save, world_size, cases)
     for _, source, _, saved, sizes in cases:
         target = saved.with_name(f"{saved.name}-hf")

@@ -148,6 +148,7 @@ def run_ends(joined: bool) -> int:
         ({"RANK": "1", "WORLD_SIZE": "2", "MASTER_ADDR": "a"}, "MASTER_PORT is not set"),
         ({"RANK": "1", "WORLD_SIZE": "2", "MASTER_ADDR": "a", "MASTER_PORT": "b"}, "MASTER_PORT is 'b', not a number"),
         ({"RANK": "1", "WORLD_SIZE": "2", "MASTER_ADDR": "a", "MASTER_PORT": "70000"}, "MASTER_PORT is 70000"),
+        ({"WORLD_SIZE": "2", "MASTER_ADDR": "a", "MASTER_PORT": "7000"}, "WORLD_SIZE is 2, but RANK is not set"),
     ],
 )
 def test_mistakes_of_the_environment_are_named(

@@ -12,6 +12,7 @@ import re
 import subprocess
 import sys
 from collections.abc import Iterator
+from functools import cache
 from graphlib import CycleError, TopologicalSorter
 from pathlib import Path
 
@@ -57,7 +58,14 @@ def room(module: str) -> str:
     return rest[0] if first == "oblr_megatron" and rest else first
 
 
-def imported(path: Path, *, types_too: bool = True) -> Iterator[str]:
+@cache
+def parsed(path: Path) -> ast.Module:
+    """A file's tree; not to be changed."""
+    return ast.parse(path.read_text(encoding="utf-8"))
+
+
+@cache
+def imported(path: Path, *, types_too: bool = True) -> tuple[str, ...]:
     """Our modules that a file imports, anywhere in it."""
 
     def walk(node: ast.AST) -> Iterator[str]:
@@ -72,7 +80,7 @@ def imported(path: Path, *, types_too: bool = True) -> Iterator[str]:
         for child in ast.iter_child_nodes(node):
             yield from walk(child)
 
-    yield from (name for name in walk(ast.parse(path.read_text(encoding="utf-8"))) if name in MODULES)
+    return tuple(name for name in walk(parsed(path)) if name in MODULES)
 
 
 def modules(part: str) -> list[str]:
@@ -109,7 +117,7 @@ def test_the_package_names_its_extras_only_in_the_registry() -> None:
     naming = {
         name
         for name, path in MODULES.items()
-        if room(name) not in ("extras", "studies", "extension") and "oblr_megatron.extras" in code(path)
+        if room(name) not in ("extras", "studies", "extension") and named_in("oblr_megatron.extras", path)
     }
     assert naming == set()
 
@@ -128,10 +136,11 @@ def test_no_modules_import_each_other() -> None:
         pytest.fail(f"import cycle: {' -> '.join(error.args[1])}")
 
 
+@cache
 def names_in(path: Path) -> set[str]:
     """The names that a file defines or imports, anywhere in it."""
     found = set()
-    for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+    for node in ast.walk(parsed(path)):
         if isinstance(node, (ast.FunctionDef, ast.ClassDef, ast.AsyncFunctionDef)):
             found.add(node.name)
         elif isinstance(node, ast.Name) and isinstance(node.ctx, ast.Store):
@@ -167,7 +176,7 @@ def claims(what: str) -> list[str]:
     """Modules that say "Imports no torch" (or vllm) in their docstring or in that of their folder."""
     found = set()
     for name, path in MODULES.items():
-        text = " ".join((ast.get_docstring(ast.parse(path.read_text(encoding="utf-8"))) or "").split())
+        text = " ".join((ast.get_docstring(parsed(path)) or "").split())
         if what in [match.lower() for match in CLAIM.findall(text)]:
             folder = f"{name}." if path.stem == "__init__" else name
             found |= {other for other in MODULES if other == name or other.startswith(folder)}
@@ -188,8 +197,13 @@ def test_modules_that_claim_to_import_no_vllm_import_none() -> None:
 
 
 def test_one_module_imports_megatrons_parallel_state() -> None:
-    using = {str(path.relative_to(PACKAGE)) for path in PACKAGE.rglob("*.py") if "parallel_state" in code(path)}
+    using = {str(path.relative_to(PACKAGE)) for path in PACKAGE.rglob("*.py") if named_in("parallel_state", path)}
     assert using == {"model/parallel.py"}
+
+
+def named_in(name: str, path: Path) -> bool:
+    """Whether a file's code names it. Its text is asked first, because `code` is slow."""
+    return name in path.read_text(encoding="utf-8") and name in code(path)
 
 
 def code(path: Path) -> str:

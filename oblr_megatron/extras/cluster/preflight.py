@@ -38,9 +38,8 @@ NAMES = (
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Exit status, equal on every node: 0 if all nodes are ready."""
-    options = parse(_parser(), arguments)
     raise_open_files()  # the first node's store has connections to every process
-    return guarded(lambda: run(options))
+    return guarded(lambda: run(parse(_parser(), arguments)))
 
 
 def run(options: argparse.Namespace) -> int:

@@ -40,8 +40,13 @@ _DIRECT = urllib.request.build_opener(urllib.request.ProxyHandler({}))  # a clus
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Exit status."""
-    options = parse(_parser(), arguments)
-    return guarded(lambda: options.function(options))
+
+    def run() -> int:
+        options = parse(_parser(), arguments)
+        status: int = options.function(options)
+        return status
+
+    return guarded(run)
 
 
 def _parser() -> argparse.ArgumentParser:

@@ -23,13 +23,14 @@ from pathlib import Path
 from typing import Any
 
 from oblr_megatron.checkpoint.hf_dir import model_config
+from oblr_megatron.checks.machine import suits_transformer_engine
 from oblr_megatron.config import parse_config
 from oblr_megatron.errors import UserError
 from oblr_megatron.extras.planner.constants import Constants, PlannerMachine, cpu_machine
 from oblr_megatron.extras.planner.sampling_cost import push_phase, rollout_phase
 from oblr_megatron.extras.planner.setting import Setting
 from oblr_megatron.extras.planner.training_cost import training_phases
-from oblr_megatron.metrics import ENVIRONMENT_FILE, read_metrics
+from oblr_megatron.metrics import ENVIRONMENT_FILE, read_metrics, write_whole
 from oblr_megatron.observe.performance.hardware import device_named
 
 RIDGE = 1e-3
@@ -161,7 +162,9 @@ def observation_of(run_dir: Path, gpu: str) -> Observation:
         int(environment["world_size"]),
         machine,
         mean_response_tokens=round(median(steps, "response_length/mean")),
-        transformer_engine=not on_cpu and environment["versions"].get("transformer-engine") is not None,
+        transformer_engine=not on_cpu
+        and environment["versions"].get("transformer-engine") is not None
+        and suits_transformer_engine(config.model),
     )
     rollout = config.rollout  # overlapped, its time is a wait; servers are of an unknown number
     sampled = rollout.replay is None and rollout.overlap == "none" and not rollout.servers
@@ -221,5 +224,4 @@ def write_constants(fitted: Fitted, out: Path, runs: Sequence[str]) -> None:
         "rows": [dict(zip(("run", "phase", "measured", "predicted"), row, strict=True)) for row in fitted.rows],
     }
     out.parent.mkdir(parents=True, exist_ok=True)
-    with out.open("x", encoding="utf-8") as file:
-        file.write(json.dumps(record, indent=2) + "\n")
+    write_whole(out, json.dumps(record, indent=2) + "\n")

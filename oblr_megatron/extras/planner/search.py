@@ -208,7 +208,11 @@ class _Tally:
         has_state = optimizer.keeps_moments or self.run.model.dtype == "bfloat16"
         modes = MODES[::-1] if self.run.measures_norms else ("",)
         for mode, offload in product(modes, ("none", "sampling") if has_state else ("none",)):
-            if mode not in ("", "two_pass") and parallel["micro_batch_tokens"] > longest:
+            if (
+                mode not in ("", "two_pass")
+                and parallel["micro_batch_tokens"] > longest
+                and not self.run.model.lora.rank
+            ):
                 continue  # Transformer Engine's layers need one sample per microbatch, so a larger budget is pointless
             try:
                 norms = {"gradnorm": {"mode": mode}} if mode else {}

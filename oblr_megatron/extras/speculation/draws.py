@@ -33,7 +33,7 @@ def install() -> None:
     if not hasattr(rejection_sampler, "RejectionSampler"):
         raise RuntimeError("this vLLM has no RejectionSampler: speculation would change the draws")
     rejection_sampler.RejectionSampler.forward = verify  # type: ignore[method-assign, assignment]
-    if current_platform.is_cuda():  # the second runner needs Triton, and CPUs have none
+    if current_platform.is_cuda():  # CPU engines have the first runner (engine/handle.py)
         from vllm.v1.worker.gpu.spec_decode import rejection_sampler as second
 
         if not hasattr(second, "rejection_sample"):

@@ -5,6 +5,24 @@ from oblr_megatron.model import cpu
 cpu.install()  # before the model is built; does nothing if CUDA is available
 """
 
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+import torch
+
 from oblr_megatron.model.cpu.shim import cuda_type_names, install, installed, uninstall
 
-__all__ = ["cuda_type_names", "install", "installed", "uninstall"]
+__all__ = ["cuda_type_names", "install", "installed", "uninstall", "without_gpus"]
+
+
+@contextmanager
+def without_gpus() -> Iterator[None]:
+    """megatron-core as on a CPU. With GPUs it would hold memory of one, and set a random state for each weight."""
+    before, available = installed(), torch.cuda.is_available
+    torch.cuda.is_available = lambda: False
+    try:
+        yield  # `initialize` installs the shim
+    finally:
+        torch.cuda.is_available = available
+        if not before:
+            uninstall()

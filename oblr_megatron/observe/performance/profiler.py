@@ -1,6 +1,6 @@
-"""Profiles chosen steps on chosen ranks, with the phases of a step as ranges named "oblr/<phase>" (`log.profile`).
+"""Profiles chosen steps on the first rank, with the phases of a step as ranges named "oblr/<phase>" (`log.profile`).
 
-    torch  one trace per rank, RUN_DIR/profile/rank_N.json.gz; open it at https://ui.perfetto.dev or chrome://tracing
+    torch  one trace, RUN_DIR/profile/rank_0.json.gz; open it at https://ui.perfetto.dev or chrome://tracing
     nsys   NVTX ranges, and cudaProfilerStart/Stop around the steps, for a job started under
            nsys profile --trace=cuda,nvtx --capture-range=cudaProfilerApi --capture-range-end=stop --output=... COMMAND
 

@@ -156,9 +156,10 @@ def _line(curve: Curve, steps: Array, values: Array, frame: Frame) -> str:
 
 def _value_labels(frame: Frame) -> str:
     ticks = [float(f"{tick:.9g}") for tick in frame.vertical.ticks]  # 0.30000000000000004 -> 0.3
-    texts = [number(tick) for tick in ticks]
+    digits = next((few for few in range(3, 9) if all(float(f"{tick:.{few}g}") == tick for tick in ticks)), 9)
+    texts = [number(tick) if digits == 3 else f"{tick:,.{digits}g}" for tick in ticks]
     if any("e-" in text for text in texts):  # one notation on one axis
-        texts = [scientific(tick, 3) for tick in ticks]
+        texts = [scientific(tick, digits) for tick in ticks]
     return "".join(
         f'<span class="y" style="top:{frame.top(tick):.2f}%">{text}</span>'
         for tick, text in zip(ticks, texts, strict=True)

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import math
 from collections import Counter
 
 import numpy as np
 
 from oblr_megatron.algo.noise_split import compared_with_best
 from oblr_megatron.formatting import number
-from oblr_megatron.observe.alarm_window import planned
+from oblr_megatron.observe.alarm_window import CRITICAL, critical_size, planned
 from oblr_megatron.observe.report.history import Array, RunHistory
 from oblr_megatron.observe.report.specs import Chart, ChartRule, Curve, chart, panel, strip
 
@@ -60,9 +61,9 @@ def batch_size(history: RunHistory) -> Chart:
         "Critical batch size in prompts: running average of the noise over that of the signal. At this batch size half "
         "of the squared gradient is signal; far smaller batches waste steps, far larger ones waste samples. The strip "
         f"shows the signal-to-noise ratio of one prompt.{batch_advice(history)}",
-        "A line far above num_prompts while the reward still changes: steps are then mostly noise. Gaps are steps "
-        "without a signal.",
-        panel("prompts", Curve("snr/critical_batch_size", "critical", "line"), log=True, rules=rules),
+        "A line far above num_prompts while the reward still changes: steps are then mostly noise. Steps "
+        "without a signal have no point.",
+        panel("prompts", Curve(CRITICAL, "critical", "line"), log=True, rules=rules),
         strip("", Curve("snr/snr", "signal to noise", "line", 3), log=True),
     )
 
@@ -118,10 +119,13 @@ def batch_advice(history: RunHistory) -> str:
 
     A step of Q prompts is worth Q / (Q + B) noiseless steps, where B is the critical size (arXiv 1812.06162, eq. 2.11).
     """
-    values, prompts = history.points("snr/critical_batch_size")[1], planned(history.setting).noise_prompts
-    if not len(values) or not prompts:
+    sizes = np.array([size for record in history.records if (size := critical_size(record)) is not None])
+    prompts = planned(history.setting).noise_prompts
+    if not len(sizes) or not prompts:
         return ""
-    critical = float(np.median(_last_third(values)))
+    critical = float(np.median(_last_third(sizes)))
+    if critical == math.inf:
+        return " Over most of the last third the averages show no signal: the steps are noise at this batch size."
     now, twice = prompts / (prompts + critical), 2 * prompts / (2 * prompts + critical)
     advice = "The batch size is about right"
     if prompts < critical / 2:

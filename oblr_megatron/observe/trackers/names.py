@@ -20,12 +20,9 @@ VERL = {
     "data/epoch": "training/epoch",
 }
 """Name in metrics.jsonl -> verl's. Equal names (`response_length/mean`, `perf/throughput`, ...) need no line."""
-EVALUATIONS = {
-    "mean_at_k": "val-core/{set}/acc/mean@{k}",
-    "pass_at_k": "val-core/{set}/acc/best@{k}/mean",
-    "maj_at_k": "val-core/{set}/acc/maj@{k}/mean",
-}
-"""eval/<set>/NAME -> verl's. The greedy accuracy keeps our name: in verl it shares mean@1 with a single sample."""
+EVALUATIONS = {"mean_at_k": "val-core/{set}/acc/mean@{k}"}
+"""eval/<set>/NAME -> verl's. Three keep our names. In verl the greedy accuracy shares mean@1 with a single sample.
+Its best@k and maj@k draw k of the k responses with replacement, so they are lower than pass@k and maj@k."""
 
 
 def tracked(record: Record, k: int) -> dict[str, float]:

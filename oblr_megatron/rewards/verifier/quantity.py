@@ -29,7 +29,8 @@ _SCALES = {
 }  # fmt: skip
 _SCALES |= {f"{word}s": scale for word, scale in _SCALES.items()}
 _NO_UNIT = re.compile(  # they change the value in other ways
-    r"\s*(?:plus|minus|squared|cubed|factorial|halves|(?:ten|hundred|thousand|million|billion)ths)(?![A-Za-z])"
+    r"\s*(?:plus|minus|squared|cubed|factorial|halves|(?:ten|hundred|thousand|million|billion)ths"
+    r"|(?:third|fourth|fifth|sixth|seventh|eighth|ninth)s?)(?![A-Za-z])"
     r"|.*(?<![A-Za-z])(?:half|one|two|three|four|five|six|seven|eight|nine|ten|eleven|twelve)\s*$",
     re.IGNORECASE,
 )

@@ -166,7 +166,11 @@ def _is_one_environment(text: str) -> bool:
 def _parse_relation(text: str, parts: list[str], signs: list[str]) -> Node:
     """A named value, an interval written as an inequality, or a plain relation."""
     if "\\approx" in signs:  # an exact value and its approximation, or a name and an approximate value
-        exact = parts[0] if not _NAME.fullmatch(parts[0]) else parts[1]
+        first = signs.index("\\approx")
+        if first == 0 and _NAME.fullmatch(parts[0]):
+            exact = parts[1]
+        else:  # the equations before it are judged as without it
+            exact = " ".join(word for pair in zip(parts, [*signs[:first], ""], strict=False) for word in pair)
         return _parse_one(exact) if exact.strip() else Leaf(text)
     if signs[0] in ("=", "\\in") and _NAME.fullmatch(parts[0]):
         if len(parts) == 2:

@@ -116,6 +116,7 @@ def test_averages_are_not_logged_once_norms_are_no_longer_measured(steps) -> Non
         ({"baseline": "none"}, (Q, G)),
         ({"norm_power": 0.25}, (Q, G)),
         ({"keep": 0.5}, (Q, G)),
+        ({"kl_coefficient": 0.1}, (Q, G)),
         ({}, (2 * Q, G)),
         ({}, (Q, 2 * G)),
     ],

@@ -82,8 +82,8 @@ BY_HAND = {
         {"warmup_steps": 2, "horizon": 1}, [0.9, 0.2, 0.4, 0.1, 0.2], [1, 1, 1, 2, 0.5]
     ),
     "without warm-up the first estimate": ({"horizon": 1}, [0.4, 0.2, 0.4], [1, 1, 0.5]),
-    "the reference waits for an estimate": (
-        {"warmup_steps": 2, "horizon": 1}, [None, None, 0.4, 0.2, 0.2], [1, 1, 1, 1, 0.5]
+    "the reference waits for as many estimates": (
+        {"warmup_steps": 2, "horizon": 1}, [None, None, 0.4, 0.2, 0.1, 0.1], [1, 1, 1, 1, 1, 0.5]
     ),
     "the floor": ({"reference": "one", "horizon": 1, "floor": 0.3}, [-2.0, 0.1, 0.5, 0.5], [1, 0.3, 0.3, 0.5]),
     "changes by at most the limit": (

@@ -99,6 +99,7 @@ def test_layouts_that_do_not_fit(world_size: int, layout: dict[str, Any], messag
         (1, {"rotary_pct": 0.5}, "rotary_pct 0.5 is not supported"),
         (1, {"attention_bias": True}, "attention_bias = true is not supported"),
         (1, {"use_sliding_window": True}, "use_sliding_window = true"),
+        (1, {"dual_chunk_attention_config": {"chunk_size": 9}}, "dual_chunk_attention_config is not supported"),
         (1, {"model_type": "llama", "sliding_window": 4096}, "sliding_window 4096 is not supported"),
         (1, {"model_type": "qwen2", "hidden_size": 64, "head_dim": 16}, "head_dim 16 is not hidden_size 64 / num"),
         (1, {"model_type": "llama", "rope_parameters": LLAMA3 | {"high_freq_factor": 8.0}}, "high_freq_factor 8.0:"),

@@ -149,7 +149,7 @@ def test_bad_values(override: str, named: list[str]) -> None:
         ([ONE_STEP, "rollout.max_staleness=1", "rollout.replay=saved"], "nothing is sampled"),
         ([ONE_STEP, "rollout.max_staleness=1", "rollout.only=true"], "no gradient is computed"),
         ([STREAM, "rollout.only=true"], "no gradient is computed"),
-        (["rollout.min_p=0.1", "rollout.speculation=ngram"], "vLLM then leaves min_p out"),
+        (["rollout.min_p=0.1", "rollout.speculation=ngram"], "vLLM refuses min_p when it speculates"),
         (["algo.center=true", "rollout.importance_sampling=sequence"], "later tokens"),
         (["algo.center=true", "rollout.rejection=sequence"], "later tokens"),
         (["algo.center=true", "rollout.rejection=geometric"], "later tokens"),
@@ -414,3 +414,5 @@ def test_none_unsets_what_has_no_default() -> None:
     table = MINIMAL | {"rollout": {"replay": "rollouts"}, "log": {"project": "mine"}, "algo": {"preset": "rloo"}}
     config = parse_config(table, overrides=["rollout.replay=none", "log.project=none", "algo.preset=none"])
     assert (config.rollout.replay, config.log.project, config.algo.preset) == (None, None, None)
+    own = parse_config(MINIMAL | {"algo": {"baseline": "rloo"}}, overrides=["algo.preset=none"])
+    assert own.algo.baseline == "rloo", "no preset, so no key gives way"

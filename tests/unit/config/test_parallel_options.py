@@ -86,7 +86,6 @@ def test_recomputed_modules_reach_megatron_core() -> None:
     assert found == {"recompute_granularity": "selective", "recompute_modules": ["mlp", "layernorm"]}
     for machine, modules in (
         (Machine(), ("moe_act",)),
-        (Machine((9, 0)), ("layernorm",)),
         (Machine((9, 0)), ("moe_act", "moe")),
         (ENGINE, ("moe_act", "moe")),  # in fp32
     ):
@@ -97,6 +96,19 @@ def test_recomputed_modules_reach_megatron_core() -> None:
         assert ("bfloat16" in caught.value.fix) is (machine is ENGINE)
         bf16 = config.model.model_copy(update={"dtype": "bfloat16"})
         check_machine(config.model_copy(update={"model": bf16}), {}, ENGINE)
+
+
+def test_norms_that_are_parts_of_linear_layers_are_not_recomputed() -> None:
+    """Those of dense models on a GPU. With LoRA they are layers of their own."""
+    config = configured("model.dtype=bfloat16").model_copy(update={"parallel": recomputing("layernorm")})
+    for machine in (Machine((9, 0)), ENGINE):
+        with pytest.raises(UserError) as caught:
+            check_machine(config, {}, machine)
+        assert "recomputes nothing" in caught.value.what and caught.value.where == "config: parallel.recompute_modules"
+    check_machine(config, {"num_experts": 4}, ENGINE)
+    check_machine(config, {}, Machine())
+    adapted = configured("model.dtype=bfloat16", "model.lora.rank=4")
+    check_machine(adapted.model_copy(update={"parallel": recomputing("layernorm")}), {}, ENGINE)
 
 
 @pytest.mark.parametrize(

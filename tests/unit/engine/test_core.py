@@ -36,6 +36,7 @@ class Vllm:
         self.llm_engine = self.engine_core = self
         self.batch_queue: list[str] | None = None  # steps begun ahead
         self.left_at_resets = list[int]()
+        self.output_processor = SimpleNamespace(parent_requests={})
 
     def step(self) -> list[Any]:
         if self.batch_queue:
@@ -100,6 +101,13 @@ def test_an_error_of_vllm_in_a_step_is_answered_to_every_call_and_is_the_end() -
     assert sorted(reply.number for reply in replies) == [1, 2, 3]
     assert {(reply.kind, reply.error) for reply in replies} == {(EngineLostError, "RuntimeError: CUDA error")}
     assert server.failed
+
+
+def test_an_abandoned_group_leaves_nothing_in_vllm() -> None:
+    vllm = Vllm({})
+    vllm.output_processor.parent_requests |= {f"{name}-a": SimpleNamespace(external_req_id=name) for name in CALLS}
+    Server(vllm, CALLS).abandon([0, 2])
+    assert vllm.aborted == ["0", "2"] and [*vllm.output_processor.parent_requests] == ["1-a", "3-a"]
 
 
 def test_responses_of_one_step_go_to_their_calls() -> None:

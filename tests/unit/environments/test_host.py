@@ -6,12 +6,16 @@ Not covered: episodes (tests/e2e/test_environments.py), a fork server that dies 
 from __future__ import annotations
 
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import psutil
+import pytest
 
 from oblr_megatron.config import parse_config
 from oblr_megatron.environments.host import EpisodeHost
 from oblr_megatron.environments.process import options_of
+from oblr_megatron.errors import EngineDeadlineError, EnginesGoneError
 from tests.tiny import make_hf_dir, make_tokenizer
 
 FUNCTION = """
@@ -54,3 +58,13 @@ def test_the_process_needs_no_torch(tmp_path: Path) -> None:
         host.close()
         host.close()
     assert (tmp_path / "user.torch").read_text() == "False"
+
+
+def test_slow_episodes_do_not_count_as_a_lost_engine() -> None:
+    """It would be restarted, and the same episodes would begin again."""
+    host, late = EpisodeHost.__new__(EpisodeHost), EngineDeadlineError("rank 0", "the turns of engine 0", 1800.0)
+    for waiting, kind in (({}, EnginesGoneError), ({3: (0, 0)}, EngineDeadlineError)):
+        batch: Any = SimpleNamespace(waiting=waiting, running={0: None, 1: None})
+        with pytest.raises(kind) as caught:
+            host._handle(batch, (None, late))
+        assert ("2 episodes" in str(caught.value)) is not bool(waiting)

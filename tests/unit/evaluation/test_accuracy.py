@@ -190,9 +190,12 @@ def test_bootstrap_is_repeatable_and_does_not_depend_on_the_chunk_size(monkeypat
         ([1.0] * 30, wilson_interval(30, 30)),
         ([1.0], wilson_interval(1, 1)),
         ([-2.5] * 3, (-2.5, -2.5)),  # outside of [0, 1]
+        ([0.0, *[1.0] * 29], wilson_interval(29, 30)),  # a proportion: the bootstrap's would not hold 0.89
     ],
 )
-def test_if_all_values_are_equal_the_interval_is_wilsons(values: list[float], expected: tuple[float, float]) -> None:
+def test_the_interval_of_proportions_and_of_equal_values_is_wilsons(
+    values: list[float], expected: tuple[float, float]
+) -> None:
     assert bootstrap_intervals(np.array([values])) == [pytest.approx(expected)]
 
 

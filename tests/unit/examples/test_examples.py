@@ -320,7 +320,10 @@ def test_demo_clears_only_its_own_run(tmp_path: Path) -> None:
     run_dir = tmp_path / "run"
     assert demo.clear_run(run_dir) is None, "nothing there"
     run_dir.mkdir()
-    assert demo.clear_run(run_dir) is None and run_dir.exists(), "an empty directory"
+    assert demo.clear_run(run_dir) is None, "an empty directory"
+    (run_dir / "logs").mkdir(parents=True)
+    assert demo.clear_run(run_dir) is None and not run_dir.exists(), "a run that never started"
+    run_dir.mkdir()
     (run_dir / "thesis.txt").write_text("precious")
     for config in (None, "{", "[]", '{"model": {"path": "elsewhere/model"}}'):
         if config is not None:

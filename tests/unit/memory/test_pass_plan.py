@@ -64,11 +64,14 @@ def test_without_folds_any_number_of_replicas_divides_the_batch(replicas: int, p
     assert line is None if share is None else line is not None and line.startswith(f"replicas idle {share} ")
 
 
+@pytest.mark.parametrize("lora", [{}, {"rank": 2, "targets": ["q_proj"]}, {"rank": 2}], ids=["all", "q", "adapters"])
 @pytest.mark.parametrize("hf_config", [*map(tiny_config_of, DENSE), tiny_moe_config()], ids=[*DENSE, "moe"])
-def test_the_plan_knows_which_models_need_single_samples(hf_config: Any) -> None:
+def test_the_plan_knows_which_models_need_single_samples(hf_config: Any, lora: dict[str, Any]) -> None:
     """As the rules of the built model's parameters say. Not covered: models with Transformer Engine's layers."""
-    config = ParallelConfig()
-    policy = build_policy(hf_config, ModelConfig.model_validate({"path": "unused"}), initialize(config), config)
-    planned = needs_single_samples(hf_config.to_dict(), transformer_engine=False)
+    config, model = ParallelConfig(), ModelConfig.model_validate({"path": "unused", "lora": lora})
+    policy = build_policy(hf_config, model, initialize(config), config)
+    planned = needs_single_samples(hf_config.to_dict(), model.lora, transformer_engine=False)
     shutdown()
     assert planned is rules_need_single_samples(classify(policy))
+    with_engine = needs_single_samples(hf_config.to_dict(), model.lora, transformer_engine=True)
+    assert with_engine is (planned or not lora), "adapters are layers of our own"

@@ -204,7 +204,7 @@ def test_the_fix_names_the_possible_recipes() -> None:
         ([], "30B-A3B", HOPPER, 'model.dtype to "bfloat16"'),
         ([*FP32_ENGINE, "parallel.context_parallel_size=2"], "0.6B", HOPPER, "no attention in fp32 for context"),
         ([*FP32_ENGINE, "parallel.packing=packed"], "0.6B", HOPPER, "or packed rows"),
-        (QUANTIZED, "0.6B", CPU, "vLLM has no FP8 products on a CPU"),
+        (QUANTIZED, "0.6B", CPU, "a push into a CPU engine writes plain weights"),
     ],
 )
 def test_requirements_that_a_machine_lacks(overrides: list[str], size: str, machine: Machine, named: str) -> None:

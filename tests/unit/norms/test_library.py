@@ -70,6 +70,8 @@ def ddp(model: Any, **options: Any) -> DistributedDataParallel:
         ("gpt", "cpu_offloading", True),
         ("gpt", "mlp_chunks_for_training", 2),
         ("gpt", "use_transformer_engine_op_fuser", True),
+        ("gpt", "enable_autocast", True),
+        ("gpt", "fp4", "e2m1"),
     ],
 )
 def test_a_field_that_the_passes_cannot_measure_is_named(family: str, field: str, value: Any) -> None:
@@ -129,6 +131,22 @@ def test_a_parameter_without_a_rule_is_refused_by_name_and_no_tap_stays() -> Non
     assert not any({"forward", "_forward_impl"} & vars(module).keys() for module in model.modules())
     model.decoder.layers[1].mlp.adapter.requires_grad_(False)
     assert len(per_sample_sq_grad_norms(model, samples(), mean_cross_entropy)) == 4
+
+
+def test_a_parameter_of_two_modules_is_refused() -> None:
+    """Its gradient is a sum over both, and the norm of a sum is not the sum of norms."""
+    (model,) = build("gpt")
+    first, second, *_ = model.decoder.layers
+    second.mlp.linear_fc2.weight = first.mlp.linear_fc2.weight
+    with pytest.raises(UserError, match=r"two modules hold the parameter .*layers\.0\.mlp\.linear_fc2\.weight"):
+        per_sample_sq_grad_norms(model, samples(), mean_cross_entropy)
+
+
+def test_autocast_is_refused() -> None:
+    (model,) = build("gpt")
+    with torch.autocast("cpu", torch.bfloat16), pytest.raises(UserError) as error:
+        per_sample_sq_grad_norms(model, samples(), mean_cross_entropy)
+    assert error.value.where == "torch.autocast"
 
 
 def test_groups_must_exist() -> None:

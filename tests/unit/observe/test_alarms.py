@@ -142,6 +142,15 @@ def test_a_batch_far_above_the_critical_size_is_too_large() -> None:
     assert found.name == "batch_size" and "lower num_prompts" in found.text and "94%" in found.text
 
 
+def test_averages_without_a_signal_ask_for_more_prompts() -> None:
+    """Such steps log no critical size. A few of them among others raise nothing."""
+    silent = [{"step": step, "snr/shrink_ema": 0.1} for step in range(1, 100)]
+    (found,) = set_off(silent)
+    assert found.name == "batch_size" and "no signal" in found.text and "raise num_prompts" in found.text
+    some = [record | ({} if step % 3 == 0 else {"snr/critical_batch_size": 80.0}) for step, record in enumerate(silent)]
+    assert set_off(some) == []
+
+
 def test_the_number_of_prompts_that_is_asked_for_is_a_multiple_of_the_folds() -> None:
     settings = Planned(num_prompts=32, group_size=16, num_folds=4)
     split = {"snr/between": 90.0, "snr/within": 24.0, "snr/best_group_size": 3.0}

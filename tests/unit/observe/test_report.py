@@ -325,6 +325,8 @@ def test_batch_advice(critical, said):
     records = [{"step": step, "snr/critical_batch_size": critical} for step in range(1, 9)]
     assert numbers(batch_advice(RunHistory(Path(), records, {"num_prompts": 64}, {}))) == said
     assert batch_advice(RunHistory(Path(), [{"step": 1}], {"num_prompts": 64}, {})) == ""
+    records += [{"step": step, "snr/shrink_ema": 0.1} for step in range(9, 30)]
+    assert "no signal" in batch_advice(RunHistory(Path(), records, {"num_prompts": 64}, {}))
 
 
 def test_several_updates_on_a_batch_get_no_advice_on_its_size():
@@ -382,6 +384,13 @@ def test_values_are_placed_where_the_axis_says(tmp_path):
     lefts = {label.text: numbers(label.get("style"))[0] for label in page.all("span", "x")}
     tops = {label.text: numbers(label.get("style"))[0] for label in page.all("span", "y")}
     assert (lefts["0"], lefts["10"], tops["0"], tops["1"]) == (0, 100, 100, 0)
+
+
+@pytest.mark.parametrize("low", [0.9991, 1 - 3e-7])
+def test_an_axis_that_does_not_begin_at_zero_has_distinct_labels(low, tmp_path):
+    page = page_of(tmp_path, [{"step": step, "rollout/weight_mean": low if step else 1.0} for step in range(5)])
+    labels = [label.text for label in page.all("span", "y")]
+    assert len(set(labels)) == len(labels) > 2
 
 
 def test_stacked_seconds_reach_the_step_time(tmp_path):

@@ -97,7 +97,12 @@ def test_a_killed_run_is_lost(tmp_path: Path) -> None:
 def test_a_resumed_run_that_waits_for_its_engines_is_not_lost(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """It holds the lock, and status.json is that of the run before it."""
+    """It holds the lock, and status.json is that of the run before it. A first run has none yet."""
+    with run_lock(tmp_path):
+        assert main(["status", str(tmp_path)]) == 0
+    assert capsys.readouterr().out.startswith(f"starting: process {os.getpid()} on ")
+    assert main(["status", str(tmp_path)]) == 2
+    capsys.readouterr()
     write_status(tmp_path, Status("failed", 4, 9, "no memory", time.time() - 300, 1, "n3", "another-boot:1:2:3"))
     for held in (True, False):
         with run_lock(tmp_path) if held else nullcontext():

@@ -124,8 +124,9 @@ def test_a_missing_package_is_named_with_its_extra(tmp_path: Path) -> None:
 
 
 def test_names_are_verls_where_it_has_one() -> None:
-    record: Record = {"step": 3, "lr": 1e-6, "loss": None, "snr/snr": 0.5, "eval/a/b/pass_at_k": 0.25}
-    assert tracked(record, 8) == {STEP: 3, "actor/lr": 1e-6, "snr/snr": 0.5, "val-core/a/b/acc/best@8/mean": 0.25}
+    record: Record = {"step": 3, "lr": 1e-6, "loss": None, "snr/snr": 0.5, "eval/a/b/mean_at_k": 0.25}
+    assert tracked(record, 8) == {STEP: 3, "actor/lr": 1e-6, "snr/snr": 0.5, "val-core/a/b/acc/mean@8": 0.25}
+    assert tracked({"eval/a/pass_at_k": 0.5}, 8) == {"eval/a/pass_at_k": 0.5}, "verl's best@k is another quantity"
     table = DOCS.read_text(encoding="utf-8").partition("| metrics.jsonl | trackers |")[2].partition("\n\n")[0]
     rows = dict(line.split("`")[1::2][:2] for line in table.splitlines() if line.startswith("| `"))
     evaluations = {f"eval/<set>/{name}": made.format(set="<set>", k="<k>") for name, made in EVALUATIONS.items()}

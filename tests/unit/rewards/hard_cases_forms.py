@@ -130,7 +130,9 @@ CASES: dict[str, list[tuple[str, str, bool]]] = {
         (r"\begin{pmatrix}2\\1\end{pmatrix} = \begin{pmatrix}1\\2\end{pmatrix}",
          r"\begin{pmatrix}1\\2\end{pmatrix}", False),
         (r"x=\frac{10}{4}=\frac52", "2.5", True), ("x=2=3", "3", False), (r"\pi \approx 3.14", r"\pi", True),
-        (r"\pi \approx 3.14", "3.14", False),
+        (r"\pi \approx 3.14", "3.14", False), (r"AC = 2\sqrt{3} \approx 3.46", r"2\sqrt3", True),
+        (r"\sigma^2 = \frac23 \approx 0.67", r"\frac23", True), (r"3 = 4 \approx 4.1", "3", False),
+        (r"x = 3 = 5 \approx 5", "3", False), (r"x \approx 3", "3", True),
     ],
     "hedges": [
         ("3 or 5", "3", False), (r"3 \text{ or } 5", "3", False), ("3, 5", "3", False), ("5 6", "56", False),

@@ -45,7 +45,7 @@ CASES: dict[str, list[tuple[str, str, bool]]] = {
         (r"5\text{ thousands}", "5", False), (r"2\text{ dozens}", "24", True), (r"2\text{ dozens}", "2", False),
         (r"5\text{ hundredths}", "5", False), (r"3\text{ halves}", "3", False), (r"5\text{ squared}", "5", False),
         (r"5\text{ cm squared}", "5", True), (r"5\text{ plus one}", "5", False), (r"5\text{ six}", "5", False),
-        (r"5\text{ times}", "5", True), (r"2\text{ one-dollar bills}", "2", True),
+        (r"2\text{ thirds}", "2", False), (r"5\text{ times}", "5", True), (r"2\text{ one-dollar bills}", "2", True),
     ],
     "ratios, times": [
         ("3:2", "3:2", True), ("3:2", r"\frac32", True), ("3:2", "1.5", True), ("2:3", "3:2", False),

@@ -229,7 +229,12 @@ def test_a_container_has_the_run_directory_and_the_logs_where_the_host_has_them(
     assert run_dir.is_dir()
     (tmp_path / "link").symlink_to(tmp_path / "scratch")
     started(tmp_path, "qwen3_8b", f"run_dir={tmp_path}/link/run", OBLR_CONTAINER="image")
-    assert f"{ROOT}:{ROOT},{run_dir}:{run_dir}," in (tmp_path / "srun.calls").read_text().splitlines()[-1]
+    places = f"{ROOT}:{ROOT},{run_dir}:{run_dir},{run_dir}:{tmp_path}/link/run,"
+    assert places in (tmp_path / "srun.calls").read_text().splitlines()[-1], "the container does not have the link"
+    (tmp_path / "disk").mkdir()
+    (run_dir / "hf").symlink_to(tmp_path / "disk")
+    started(tmp_path, "qwen3_8b", f"run_dir={run_dir}", OBLR_CONTAINER="image")
+    assert f",{tmp_path}/disk:{tmp_path}/disk " in (tmp_path / "srun.calls").read_text().splitlines()[-1]
     (tmp_path / "real").mkdir()
     (tmp_path / "real" / "slurm").symlink_to(ROOT / "slurm")
     (tmp_path / "home").symlink_to(tmp_path / "real")
