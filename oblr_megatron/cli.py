@@ -74,7 +74,8 @@ def make_parser() -> Parser:
     add_eval_arguments(commands.add_parser("eval", help="measure the accuracy of a model on held-out sets"))
     add_convert_arguments(commands.add_parser("convert", help="convert between Hugging Face models and checkpoints"))
     what = "start a rollout server, for runs with rollout.servers"
-    limits = "It answers no completions and no chat; for those start `vllm serve RUN_DIR/hf`."
+    other = "`vllm serve RUN_DIR/hf`, on CPUs `python -m vllm.entrypoints.openai.api_server --model RUN_DIR/hf`"
+    limits = f"It answers no completions and no chat; for those start {other}."
     add_serve_arguments(commands.add_parser("serve", help=what, description=f"{what}. {limits}"))
     for name, purpose in OPTIONAL.items():
         _add_optional_arguments(f"oblr-megatron {name}", commands.add_parser(name, help=purpose))

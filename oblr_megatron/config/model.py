@@ -29,7 +29,7 @@ class ModelConfig(Section):
     and dtype is bfloat16."""
     batch_invariant: bool = False
     """Trainer and engine compute the same log-probs to the bit, in every batch; a difference ends the run. For dense
-    models; slow (docs/zero_mismatch.md). Not yet run on a GPU."""
+    models on CPUs; slow (docs/zero_mismatch.md)."""
     fp8: Literal["none", "e4m3", "hybrid"] = "none"
     """FP8 matrix products by Transformer Engine: e4m3 everywhere, or e5m2 for gradients ("hybrid"). Needs dtype
     "bfloat16"."""

@@ -32,14 +32,11 @@ def vllm_arguments(spec: EngineSpec, backend: str) -> dict[str, Any]:
         options |= slot_options(spec.lora)
     if spec.routes:
         options |= {"enable_return_routed_experts": True} | ({} if on_gpu else {"worker_cls": WORKER})
-    if not on_gpu or spec.batch_invariant:  # in the latter case, because a prompt in parts has other tiles
+    if not on_gpu:
         drafts = options.get("speculative_config", {}).get("num_speculative_tokens", 0)
         drafted = spec.max_num_seqs * (1 + drafts) if spec.lora is not None else 0  # vLLM asks it of adapters only
         options |= {"enable_chunked_prefill": False, "max_num_batched_tokens": max(spec.cpu_step_tokens, drafted)}
-    if not on_gpu:
         return options | {"enforce_eager": True, "kv_cache_memory_bytes": spec.kv_cache_bytes, **spec.vllm}
-    if spec.batch_invariant:  # the kernel of megatron-core's mode
-        options["attention_config"] = {"backend": "FLASH_ATTN", "flash_attn_version": 3}
     if spec.sleep_mode:
         options["enable_sleep_mode"] = True
     if spec.vllm_quantization is not None:

@@ -58,7 +58,7 @@ class EngineServer:
 
         from oblr_megatron.engine.plugin import BACKENDS
 
-        if spec.batch_invariant and spec.device == "cpu":
+        if spec.batch_invariant and spec.device == "cpu":  # an evaluation may run elsewhere than its run
             extension("model.batch_invariant engine")(spec)
         self._spec, self._backend = spec, BACKENDS[spec.device, spec.server]
         self._llm = vllm.LLM(**vllm_arguments(spec, self._backend))

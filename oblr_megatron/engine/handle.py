@@ -78,7 +78,6 @@ def child_environment(environment: Mapping[str, str], spec: EngineSpec) -> dict[
         "VLLM_WORKER_MULTIPROC_METHOD": "spawn",
     }
     if spec.device == "cuda":
-        kept |= {"VLLM_BATCH_INVARIANT": "1"} if spec.batch_invariant else {}
         return kept | ({} if spec.visible_devices is None else {"CUDA_VISIBLE_DEVICES": spec.visible_devices})
     return kept | {
         "OMP_NUM_THREADS": str(spec.num_threads),

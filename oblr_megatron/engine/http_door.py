@@ -41,7 +41,10 @@ STATUSES: tuple[tuple[tuple[type[Exception], ...], int], ...] = (
 )
 """Types of errors and their HTTP status; the first match counts."""
 DEAD = "its engine has died"
-PURPOSE = "this server samples for a trainer (rollout.servers); for completions and chat start `vllm serve`"
+PURPOSE = (
+    "this server samples for a trainer (rollout.servers); for completions and chat start `vllm serve`, on CPUs "
+    "`python -m vllm.entrypoints.openai.api_server --model`"
+)
 
 BODY_BYTES = {
     http.PATHS["sample"]: 2**24,  # 4 prompts (`rollout.balance`) of 500,000 token ids, 8 bytes each

@@ -129,9 +129,10 @@ def serve(options: argparse.Namespace) -> int:
     check_address(options.host, options.port)
     model = check_hf_dir(options.model)
 
-    import torch
+    from oblr_megatron.model.precision import usable_gpus
 
-    on_gpu = torch.cuda.is_available()
+    gpus = usable_gpus()
+    on_gpu = gpus > 0
     spec = spec_of(options, "cuda" if on_gpu else "cpu")
     refuse(build_problem(on_gpu=on_gpu))
     check_quantization(spec)
@@ -146,7 +147,7 @@ def serve(options: argparse.Namespace) -> int:
     if spec.lora is not None:
         check_rank(spec.lora.rank, where="--lora", fix=merge)
         check_slot(spec.dtype, on_gpu=on_gpu, where="--lora", fix="add --dtype bfloat16")
-    check_sizes(spec, model.config, torch.cuda.device_count())
+    check_sizes(spec, model.config, gpus)
     model.tokenizer()  # raises if it does not fit the model
     from oblr_megatron.engine.http_door import run
 

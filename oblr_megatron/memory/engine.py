@@ -67,12 +67,10 @@ def engine_bytes(hf_config: Mapping[str, Any], config: Config, *, device_bytes: 
     sizes = engine_sizes(hf_config, config)
     weights = _weight_bytes(sizes, config)
     per_token = 2 * sizes.layers * sizes.kv * cache_bytes(config.rollout.vllm, sizes.element)
-    whole_prompts = cpu_step_tokens(max_model_len(config), config.rollout.max_num_seqs)
     if device_bytes is None:
-        work = _work_bytes(sizes, config, whole_prompts)
+        work = _work_bytes(sizes, config, cpu_step_tokens(max_model_len(config), config.rollout.max_num_seqs))
         return EngineMemory(weights, int(config.rollout.kv_cache_gib * 2**30), work, per_token)
-    tokens = whole_prompts if config.model.batch_invariant else STEP_TOKENS[device_bytes >= LARGE_DEVICE]
-    other = RESIDENT + _work_bytes(sizes, config, tokens)
+    other = RESIDENT + _work_bytes(sizes, config, STEP_TOKENS[device_bytes >= LARGE_DEVICE])
     share = int(device_bytes * config.rollout.gpu_memory_utilization)
     return EngineMemory(weights, max(0, share - weights - other), other, per_token)
 

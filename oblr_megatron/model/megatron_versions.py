@@ -16,7 +16,6 @@ from megatron.core.optimizer.optimizer import param_group_identifier_keys
 from megatron.core.tensor_parallel import random as recomputation
 from megatron.core.tensor_parallel.layers import LinearWithGradAccumulationAndAsyncCommunication
 from megatron.core.transformer.spec_utils import ModuleSpec
-from megatron.core.transformer.transformer_config import TransformerConfig
 from torch import Tensor, nn
 
 _linear = LinearWithGradAccumulationAndAsyncCommunication
@@ -36,11 +35,6 @@ def linear_forward(
     return _linear.forward(
         ctx, input, weight, None, False, allreduce_dgrad, sequence_parallel, None, None, group, *_LAST_ARGUMENTS
     )
-
-
-def flash_attention_3() -> dict[str, Any]:
-    """The field that selects FlashAttention 3; versions without it leave the choice to Transformer Engine."""
-    return {"flash_attention_version": 3} if hasattr(TransformerConfig, "flash_attention_version") else {}
 
 
 def compile_recomputation() -> None:

@@ -6,7 +6,6 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Protocol
 
-import torch
 from megatron.core.transformer.spec_utils import ModuleSpec
 from torch import Tensor
 
@@ -33,8 +32,6 @@ class Numerics:
     fields: Mapping[str, Any] = field(default_factory=dict)  # overrides of TransformerConfig's fields
 
 
-def numerics_of(hf_config: Any, config: ModelConfig, device: torch.device) -> Numerics:
-    """The numerics of a model on a device."""
-    if not config.batch_invariant:
-        return Numerics()
-    return extension("model.batch_invariant trainer")(hf_config, device)
+def numerics_of(hf_config: Any, config: ModelConfig) -> Numerics:
+    """The numerics of a model."""
+    return extension("model.batch_invariant trainer")(hf_config) if config.batch_invariant else Numerics()

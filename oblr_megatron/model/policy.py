@@ -123,7 +123,7 @@ def build_policy(
         use_distributed_optimizer=options.use_distributed_optimizer,
         overlap_grad_reduce=options.overlap_grad_reduce,
     )
-    chunks, tap = [], Tap(numerics_of(hf_config, config, parallel.device).operations)
+    chunks, tap = [], Tap(numerics_of(hf_config, config).operations)
     for index in range(parallel.vp_size):
         model = build_model(hf_config, transformer_config, config, parallel, padded, index)
         if config.lora.rank:
@@ -158,7 +158,7 @@ def build_model(
     chunk: int = 0,
 ) -> GPTModel:
     """The unwrapped GPTModel of one chunk of this rank's pipeline stage."""
-    interleaved, numerics = parallel.vp_size > 1, numerics_of(hf_config, config, parallel.device)
+    interleaved, numerics = parallel.vp_size > 1, numerics_of(hf_config, config)
     rope = cast(dict[str, Any], hf_config.rope_parameters)
     model = GPTModel(
         config=transformer_config,

@@ -27,6 +27,11 @@ def this_machine() -> Machine:
     return Machine(torch.cuda.get_device_capability(), torch.version.cuda, engine, fault, breaks)
 
 
+def usable_gpus() -> int:
+    """GPUs that torch can use. Its own count is that of NVML, also where the driver is too old or CUDA fails."""
+    return torch.cuda.device_count() if torch.cuda.is_available() else 0
+
+
 def uses_transformer_engine(config: ModelConfig, parallel: Parallel) -> bool:
     """Whether the model is built from Transformer Engine's layers; never without a GPU."""
     return parallel.device.type == "cuda" and transformer_engine_chosen(config, this_machine())

@@ -45,7 +45,7 @@ def transformer_config_of(
     by_transformer_engine = uses_transformer_engine(config, parallel)
     values = hf_config.to_dict()
     family = family_of(values)
-    numerics = numerics_of(hf_config, config, parallel.device)
+    numerics = numerics_of(hf_config, config)
     own_swiglu = parallel.device.type == "cpu" and not (num_experts(values) or numerics.fields)
     return TransformerConfig(
         num_layers=hf_config.num_hidden_layers,

@@ -249,7 +249,9 @@ def driver_version(file: Path) -> str | None:
 def _gpus() -> list[Gpu]:
     import torch
 
-    properties = [torch.cuda.get_device_properties(index) for index in range(torch.cuda.device_count())]
+    from oblr_megatron.model.precision import usable_gpus
+
+    properties = [torch.cuda.get_device_properties(index) for index in range(usable_gpus())]
     return [Gpu(one.name, f"{one.major}.{one.minor}", round(one.total_memory / 2**30, 1)) for one in properties]
 
 

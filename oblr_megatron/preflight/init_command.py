@@ -88,10 +88,11 @@ def init(options: argparse.Namespace) -> int:
     model = check_hf_dir(options.model)
     data = _data(options.data, options.question_column, options.answer_column)
 
-    import torch
+    from oblr_megatron.model.precision import usable_gpus
 
-    ranks = max(1, torch.cuda.device_count())
-    sections = settings(model, data, out, on_gpu=torch.cuda.is_available(), ranks=ranks)
+    gpus = usable_gpus()
+    ranks = max(1, gpus)
+    sections = settings(model, data, out, on_gpu=gpus > 0, ranks=ranks)
     config = parse_config(tomllib.loads(document(sections)), str(out))
 
     from oblr_megatron.checks.run_dir import check_run_dir
@@ -117,7 +118,7 @@ def init(options: argparse.Namespace) -> int:
         raise _cannot_write(out, error.strerror or "") from error
     print(f"wrote {out}; its comments say what to change")
     if fit is None:
-        print("no choice fits into the memory that is free here: give the dry run --gpu-memory-gb for other machines")
+        print("no choice fits into the memory here: give the dry run --gpu-memory-gb for other machines")
     train = f"oblr-megatron train {shlex.quote(str(out))}"
     several = f" --nproc-per-node {ranks}" if ranks > 1 else ""
     print(f"next: {train} --dry-run{several}    # does it fit?")
@@ -128,7 +129,11 @@ def init(options: argparse.Namespace) -> int:
 def fit_sections(sections: Sections, fit: Fit, device: RankDevice) -> None:
     """Write what fits into the sections of `settings`."""
     parallel, rollout = fit.config.parallel, sections["rollout"]
-    free = "" if device.num_bytes is None else f" of {device.num_bytes / 1e9:.1f} GB that were free here"
+    free = (
+        ""
+        if device.num_bytes is None
+        else f" of {device.num_bytes / 1e9:.1f} GB {'of its GPU' if device.on_gpu else 'that were free here'}"
+    )
     needs = f"Padded tokens of a microbatch: a rank and its engine need {fit.num_bytes / 1e9:.1f}{free}."
     sections["parallel"] = {"micro_batch_tokens": (parallel.micro_batch_tokens, needs)}
     if parallel.recompute_granularity != "none":

@@ -154,11 +154,19 @@ def reason_of(error: BaseException) -> str | None:
         return f"cannot write {error.filename or 'a file'}: {error.strerror}. Fix: {fix}"
     lost = PEER_LOST.search(str(error)) if isinstance(error, RuntimeError) else None
     if lost is None:
-        return None
+        return _out_of_memory(error)
     if lost["ms"]:
         return f"waited {int(lost['ms']) / 1000:g} s for another rank and gave up (parallel.distributed_timeout_s)"
     address = ADDRESS.search(str(error))
     return f"lost another rank{f' at {address[1]}' if address else ''}: {lost[0]}"
+
+
+def _out_of_memory(error: BaseException) -> str | None:
+    """The reason, if a GPU's memory was not enough."""
+    if type(error).__name__ != "OutOfMemoryError":  # torch's, which this module does not import
+        return None
+    fix = "end other processes on the GPU, or lower parallel.micro_batch_tokens or rollout.gpu_memory_utilization"
+    return f"{str(error).splitlines()[0].rstrip('. ')}. Fix: {fix}"
 
 
 def add_run_arguments(parser: argparse.ArgumentParser) -> None:

@@ -11,7 +11,7 @@ import torch
 
 from oblr_megatron.checks.machine import compiler_problem
 from oblr_megatron.checks.packages import installed, installed_version
-from oblr_megatron.model.precision import this_machine
+from oblr_megatron.model.precision import this_machine, usable_gpus
 from oblr_megatron.preflight.doctor import DRIVER_FILE, driver_version
 from tools.gpu_test.report import Report
 
@@ -28,7 +28,7 @@ def probe(report: Report) -> None:
 def machine() -> str:
     """One line: GPUs, driver, versions. Imports no Transformer Engine."""
     cores = f"{len(os.sched_getaffinity(0))} CPU cores"
-    gpus = [torch.cuda.get_device_name(index) for index in range(torch.cuda.device_count())]
+    gpus = [torch.cuda.get_device_name(index) for index in range(usable_gpus())]
     names = ", ".join(f"{gpus.count(name)} x {name}" for name in dict.fromkeys(gpus)) or "no GPU"
     driver = driver_version(DRIVER_FILE)
     packages = [f"{name} {version}" for name, version in installed().items() if version and name in SHOWN]

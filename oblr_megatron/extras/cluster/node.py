@@ -106,6 +106,8 @@ def versions() -> dict[str, str]:
 
 def _examine_gpus(report: NodeReport, expected: int) -> None:
     """Check that nvidia-smi and torch see the expected number of GPUs, and that they are idle."""
+    from oblr_megatron.model.precision import usable_gpus
+
     if expected == 0:
         report.facts["GPUs"] = "CPU"
         return
@@ -116,7 +118,7 @@ def _examine_gpus(report: NodeReport, expected: int) -> None:
         report.add("nvidia-smi does not answer", "check the driver, or give the container the GPUs (utility)")
         return
     rows = [[value.strip() for value in line.split(",", len(QUERY) - 1)] for line in listed.splitlines()]
-    seen = torch.cuda.device_count()
+    seen = usable_gpus()
     report.facts["GPUs"] = f"{seen} x {rows[0][4]}" if rows else "none"
     # some GPUs say [N/A]: those that share the memory of the processor
     used = {index: (int(row[1]), int(row[2])) for index, row in enumerate(rows) if (row[1] + row[2]).isdecimal()}

@@ -1,7 +1,6 @@
 """Options that model.batch_invariant refuses, because trainer and engine would get other bits. Imports no torch.
 
-Sources: megatron-core 0.19.2 (`TransformerConfig.__post_init__`, `batch_invariant_kernels`), vLLM 0.32 (`determinism`,
-`config/vllm.py`, attention selectors), and operations.py for CPUs. docs/zero_mismatch.md has the reasons.
+docs/zero_mismatch.md has the reasons.
 """
 
 from __future__ import annotations
@@ -32,8 +31,10 @@ def check_invariant(hf_config: Mapping[str, Any], config: Config, *, on_gpu: boo
     Raises:
         UserError: names the first option.
     """
-    own = _on_gpu(config) if on_gpu else _on_cpu(hf_config, config)
-    for what, key, fix in (*_anywhere(hf_config, config), *own):
+    if on_gpu:
+        what = "model.batch_invariant on GPUs: trainer and engine have no common kernels there"
+        raise UserError(what, where="config: model.batch_invariant", fix="set it to false, or run on a CPU")
+    for what, key, fix in (*_anywhere(hf_config, config), *_on_cpu(hf_config, config)):
         raise UserError(f"model.batch_invariant with {what}", where=f"config: {key}", fix=fix)
 
 
@@ -97,19 +98,3 @@ def _on_cpu(hf_config: Mapping[str, Any], config: Config) -> Iterator[Refusal]:
     if hf_config["vocab_size"] > LARGEST_VOCAB:
         what = f"vocab_size {hf_config['vocab_size']} on a CPU: sums are exact up to {LARGEST_VOCAB}"
         yield what, "model.path", "use a model with a smaller vocabulary"
-
-
-def _on_gpu(config: Config) -> Iterator[Refusal]:
-    model = config.model
-    if model.dtype != "bfloat16":
-        what = f'dtype "{model.dtype}" on GPUs: both sides need FlashAttention 3, which has bfloat16'
-        yield what, "model.dtype", 'set it to "bfloat16"'
-    if model.transformer_impl == "local":
-        what = "local layers on GPUs: megatron-core replaces Transformer Engine's kernels alone"
-        yield what, "model.transformer_impl", 'set it to "auto"'
-    if config.parallel.context_parallel_size > 1:
-        yield (
-            "context parallelism on GPUs: megatron-core refuses it, Transformer Engine uses FlashAttention 2 there",
-            "parallel.context_parallel_size",
-            "set it to 1",
-        )

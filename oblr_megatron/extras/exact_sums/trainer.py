@@ -11,30 +11,19 @@ from functools import partial
 from typing import Any
 
 import torch
-from megatron.core.transformer.enums import AttnBackend
 from megatron.core.transformer.spec_utils import ModuleSpec
 from torch import Tensor
 from torch.nn import functional
 
 from oblr_megatron.extras.exact_sums import operations
 from oblr_megatron.model.cpu.attention import SdpaAttention
-from oblr_megatron.model.megatron_versions import flash_attention_3
 from oblr_megatron.model.numerics import Numerics
 
 
-def numerics_of(hf_config: Any, device: torch.device) -> Numerics:
-    """The numerics of a model: those of operations.py on a CPU.
-
-    On a GPU it turns on megatron-core's own kernels in this process (not yet run on a GPU).
-    """
-    if device.type == "cpu":
-        attention = ModuleSpec(InvariantAttention, params={"rope_parameters": hf_config.rope_parameters})
-        return Numerics(operations, attention, {"activation_func": silu})
-    from megatron.core.transformer.custom_layers.batch_invariant_kernels import enable_batch_invariant_mode
-
-    enable_batch_invariant_mode()
-    fields = {"batch_invariant_mode": True, "attention_backend": AttnBackend.flash, **flash_attention_3()}
-    return Numerics(fields=fields)
+def numerics_of(hf_config: Any) -> Numerics:
+    """The numerics of a model: those of operations.py."""
+    attention = ModuleSpec(InvariantAttention, params={"rope_parameters": hf_config.rope_parameters})
+    return Numerics(operations, attention, {"activation_func": silu})
 
 
 class InvariantAttention(SdpaAttention):

@@ -299,11 +299,6 @@ def test_an_error_about_memory_names_the_phase() -> None:
         check_fits([memory(config)], config, GPU)
 
 
-def test_a_dry_run_with_equal_log_probs_needs_no_gpu(config_file: Path, tmp_path: Path) -> None:
-    whole = ["parallel.tensor_model_parallel_size=1", "parallel.sequence_parallel=false"]
-    assert dry(config_file, *complete(tmp_path), *whole, "model.batch_invariant=true") == 0
-
-
 def test_a_cache_that_is_too_large_for_a_cpu_is_named(
     config_file: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -115,13 +115,12 @@ def test_vllm_accepts_the_lowest_and_the_highest_temperature(temperature):
     assert config(temperature=temperature).rollout.temperature == temperature
 
 
-@pytest.mark.parametrize("spec", [CPU, replace(GPU, batch_invariant=True)])
-def test_an_engine_that_splits_no_prompt_takes_a_token_of_every_sequence(spec):
+def test_an_engine_that_splits_no_prompt_takes_a_token_of_every_sequence():
     """As vLLM checks it: here without an adapter, and with one and drafts (`EngineArgs.create_engine_config`)."""
-    arguments = vllm_arguments(replace(spec, max_num_seqs=5000), "b")
+    arguments = vllm_arguments(replace(CPU, max_num_seqs=5000), "b")
     names = "max_model_len", "max_num_seqs", "max_num_batched_tokens", "enable_chunked_prefill"
     assert SchedulerConfig(**{name: arguments[name] for name in names}, is_encoder_decoder=False)
-    drafting = replace(spec, max_num_seqs=1000, speculation="ngram", lora=AdapterShape(4, ("q_proj",)))
+    drafting = replace(CPU, max_num_seqs=1000, speculation="ngram", lora=AdapterShape(4, ("q_proj",)))
     arguments = vllm_arguments(drafting, "b")
     drafts = arguments["speculative_config"]["num_speculative_tokens"]
     assert arguments["max_num_batched_tokens"] == 1000 * (drafts + 1)

@@ -10,9 +10,10 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
+import torch
 
 from oblr_megatron.config import load_config
-from oblr_megatron.errors import EXIT_USER
+from oblr_megatron.errors import EXIT_RUN, EXIT_USER
 from oblr_megatron.runtime.command_line import add_run_arguments, count, guarded, parse, run_overrides, whole
 
 OLD = "old/checkpoints/step_00000004"
@@ -53,6 +54,15 @@ def test_a_number_has_bounds() -> None:
     for text, bounds in (("0", "of 1 or more"), ("2147483648", "from 1 to 2147483647"), ("x", "of 1 or more")):
         with pytest.raises(argparse.ArgumentTypeError, match=f"{text}' is not a whole number {bounds}"):
             count(text)
+
+
+def test_a_full_gpu_is_one_line(capsys: pytest.CaptureFixture[str]) -> None:
+    def run() -> int:
+        raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 20 MiB. GPU 0 has 80 GiB.\nMore words.")
+
+    assert guarded(run) == EXIT_RUN
+    [line] = capsys.readouterr().err.splitlines()
+    assert "GPU 0 has 80 GiB. Fix: " in line and "More" not in line
 
 
 def importing(name: str) -> Callable[[], int]:

@@ -123,7 +123,8 @@ def test_a_gpu_that_names_no_memory_is_no_error(reported: Callable[..., NodeRepo
 
 def test_an_old_driver_is_named(reported: Callable[..., NodeReport], monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.version, "cuda", "13.0")
-    monkeypatch.setattr(torch.cuda, "device_count", lambda: 0)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 8)  # NVML's count
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     said = [what for what, _ in reported(SMI).problems]
     assert [what for what in said if "570.86.15" in what and "580" in what and "13.0" in what]
     assert not [what for what in said if "torch sees" in what]
