@@ -119,7 +119,7 @@ def open_sampling(config: Config) -> Iterator[Sampling]:
             past = logged_until(config.run_dir, resumed.step) if parallel.rank == 0 else []
             for record in past:
                 display.recall(record)
-            display.last_step = resumed.step
+            display.first_step = display.last_step = resumed.step
         profiler = stack.enter_context(open_profiler(config, parallel.rank, display.message))
         control_group = dist.new_group(backend="gloo", timeout=timedelta(seconds=parallel.timeout_s))
         alarms = None if rank else LiveAlarms(

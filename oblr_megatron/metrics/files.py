@@ -148,7 +148,7 @@ class MetricsWriter:
     def _prepare(self) -> None:
         run_dir, resume_step = self._run_dir, self._resume_step
         run_dir.mkdir(parents=True, exist_ok=True)
-        _write_environment(run_dir, self._world_size, resumed=resume_step is not None)
+        _write_environment(run_dir, self._world_size, resume_step)
         kept = logged_until(run_dir, 0 if resume_step is None else resume_step)
         if self._late:  # a new run directory has no record of that step
             own: Record = kept.pop() if kept and kept[-1]["step"] == resume_step else {"step": resume_step}
@@ -180,17 +180,18 @@ def _line(record: Record) -> str:
     return json.dumps(record, allow_nan=False) + "\n"
 
 
-def _write_environment(run_dir: Path, world_size: int, *, resumed: bool) -> None:
-    """Write the run's start time, and ranks, device and versions of this attempt, for the report's header."""
+def _write_environment(run_dir: Path, world_size: int, resume_step: int | None) -> None:
+    """Write the run's start time; first step, ranks, device and versions are those of this attempt."""
     import torch
 
     path, started = run_dir / ENVIRONMENT_FILE, datetime.now(UTC).isoformat(timespec="seconds")
-    if resumed:
+    if resume_step is not None:
         with suppress(OSError, ValueError, KeyError, TypeError):  # it is absent or damaged
             started = json.loads(path.read_text(encoding="utf-8"))["started"]
     cpu = f"CPU ({platform.machine()}, {os.cpu_count()} cores)"
     environment = {
         "started": started,
+        "since": resume_step or 0,  # steps of earlier attempts
         "world_size": world_size,
         "device": torch.cuda.get_device_name() if torch.cuda.is_available() else cpu,
         "versions": {"python": platform.python_version()} | package_versions(),

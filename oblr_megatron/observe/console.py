@@ -92,7 +92,7 @@ class Display:
     def __init__(self, num_steps: int, say: Callable[[str], None]) -> None:
         self.num_steps = num_steps
         self._say = say
-        self.last_step = 0
+        self.first_step = self.last_step = 0  # those done before this attempt, and in all
         self.first_evaluation: dict[str, float | None] = {}
         self.last_evaluation: dict[str, float | None] = {}
         self._phase: str | None = None
@@ -135,7 +135,9 @@ class Display:
 
     def summary(self) -> str:
         """One line: steps, time, and first and last accuracy of each set."""
-        parts = [f"{self.last_step} of {self.num_steps} steps in {duration(time.monotonic() - self._start)}"]
+        own = f", {self.last_step - self.first_step} of them" if self.first_step else ""
+        taken = duration(time.monotonic() - self._start)
+        parts = [f"{self.last_step} of {self.num_steps} steps{own} in {taken}"]
         for name, after in self.last_evaluation.items():
             if name.endswith(("/accuracy", "/mean_at_k")):
                 before = self.first_evaluation[name]
@@ -147,7 +149,7 @@ class Display:
 
     def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
         if kind is None:
-            self.message(f"finished {self.summary()}")
+            self.message(f"{'finished' if self.last_step >= self.num_steps else 'ended after'} {self.summary()}")
         else:
             phase = f"; last phase {self._phase}" if self._phase else ""
             self.message(f"stopped by {kind.__name__} after {self.summary()}{phase}")

@@ -102,9 +102,10 @@ def check(run: Proposed, *known: Need) -> None:
 
 
 def check_room(config: Config, model: HFDir) -> None:
-    """Refuse a run without space for one checkpoint and its exports, whichever it writes.
+    """Refuse a run without space for its exports and the checkpoints that it will hold, whichever it writes.
 
-    Exports may be links to another disk. Partial directories of killed saves and exports will be removed.
+    The next checkpoint is written before an old one is removed: the keep_last newest and the best stay. Exports may be
+    links to another disk. Partial directories of killed saves and exports will be removed.
     """
     saves = config.checkpoint
     if config.rollout.only:
@@ -116,7 +117,9 @@ def check_room(config: Config, model: HFDir) -> None:
         checkpoint = checkpoint_bytes(model, config)
     if saves.export_hf:
         exports = [(config.run_dir / name).resolve() for name in (EXPORTS if saves.best_metric else EXPORTS[:1])]
-    prunes = len(checkpoints_of(config.run_dir)) >= saves.keep_last  # the next save makes room for what follows
+    stay, held = saves.keep_last + bool(saves.best_metric), len(checkpoints_of(config.run_dir))
+    new = max(1, min(stay + 1, _most_saves(config)) - held)  # until the first removal
+    last = (new - (held + new > stay)) * checkpoint  # what the exports find
     disk = {path: _device(path) for path in (folder, *exports)}
     for device in dict.fromkeys(disk.values()):
         here = [export for export in exports if disk[export] == device]
@@ -124,8 +127,9 @@ def check_room(config: Config, model: HFDir) -> None:
         freed = sum(disk_bytes(export.parent, only=export.name) for export in here)
         keys = " or ".join([*[saved] * bool(checkpoint), *[exported] * bool(here)])
         place, where, fix = folder, "run_dir", f"choose a run_dir with more space, or leave out {keys}"
+        fix = f"{fix}, or lower checkpoint.keep_last" if checkpoint and new > 1 and saves.keep_last > 1 else fix
         if device == disk[folder]:
-            needed = max(checkpoint, needed) if prunes else checkpoint + needed
+            needed = max(new * checkpoint, last + needed)
             freed += disk_bytes(folder)
         else:
             place, where = here[0].parent, str(here[0])
@@ -136,6 +140,13 @@ def check_room(config: Config, model: HFDir) -> None:
             check_space(place, needed, freed=freed)
         except NoSpaceError as error:
             raise UserError(str(error), where=where, fix=fix) from error
+
+
+def _most_saves(config: Config) -> int:
+    """Checkpoints that a whole run writes: those that are due, or its best ones, and at least one when it stops."""
+    saves = config.checkpoint
+    steps = (saves.every_steps, config.evaluate.every_steps if saves.best_metric else 0)
+    return max(1, sum(-(-config.num_steps // each) for each in steps if each))
 
 
 def _device(path: Path) -> int:

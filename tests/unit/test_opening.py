@@ -72,16 +72,20 @@ def test_a_run_that_saves_for_any_reason_needs_room(
         checklist.check_room(config, Mock(num_bytes=2))
 
 
-def test_a_checkpoint_and_the_exports_need_room_together(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_all_checkpoints_and_the_exports_need_room_together(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A checkpoint is 14 bytes, an export 2. The third checkpoint is written before the first is removed."""
     asked = Mock()
     monkeypatch.setattr(checklist, "check_space", asked)
     monkeypatch.setattr(checklist, "checkpoint_bytes", Mock(return_value=14))
     best = {"checkpoint": {"best_metric": "eval/held/accuracy"}, "evaluate": {"data": {"held": "h"}, "every_steps": 1}}
-    for more in ({}, best):
-        checklist.check_room(config_with(run_dir=tmp_path, **more), Mock(num_bytes=2))
+    for steps, more in ((50, {}), (100, {}), (150, {}), (150, best)):
+        checklist.check_room(config_with(run_dir=tmp_path, num_steps=steps, **more), Mock(num_bytes=2))
+    assert [call.args[1] for call in asked.call_args_list] == [14 + 2, 2 * 14 + 2, 3 * 14, 4 * 14]
+    asked.reset_mock()
     monkeypatch.setattr(checklist, "checkpoints_of", Mock(return_value=[Path("step_2"), Path("step_1")]))
-    checklist.check_room(config_with(run_dir=tmp_path), Mock(num_bytes=2))  # the next save removes one
-    assert [call.args[1] for call in asked.call_args_list] == [14 + 2, 14 + 2 * 2, 14]
+    for more in ({}, best):  # the next save removes one, or one is the best
+        checklist.check_room(config_with(run_dir=tmp_path, num_steps=150, **more), Mock(num_bytes=2))
+    assert [call.args[1] for call in asked.call_args_list] == [14, 2 * 14]
 
 
 def test_room_is_asked_for_where_an_export_is_and_partial_ones_count_as_free(
@@ -98,7 +102,8 @@ def test_room_is_asked_for_where_an_export_is_and_partial_ones_count_as_free(
     with TemporaryDirectory(dir=other) as larger:
         (tmp_path / "hf").symlink_to(larger)
         best = {"best_metric": "eval/held/accuracy"}
-        config = config_with(run_dir=tmp_path, checkpoint=best, evaluate={"data": {"held": "h"}, "every_steps": 1})
+        evaluate = {"data": {"held": "h"}, "every_steps": 1}
+        config = config_with(run_dir=tmp_path, num_steps=1, checkpoint=best | {"every_steps": 0}, evaluate=evaluate)
         checklist.check_room(config, Mock(num_bytes=2))
     first, second = asked.call_args_list
     assert (first.args, first.kwargs["freed"] >= 9000) == ((tmp_path / "checkpoints", 14 + 2), True)

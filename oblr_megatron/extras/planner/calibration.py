@@ -151,9 +151,11 @@ def observation_of(run_dir: Path, gpu: str) -> Observation:
         environment = json.loads((run_dir / ENVIRONMENT_FILE).read_text(encoding="utf-8"))
     except (OSError, ValueError) as error:
         raise UserError(f"not a run directory: {error}", where=str(run_dir), fix=fix) from error
-    steps = [record for record in read_metrics(run_dir) if record["step"]][WARM_UP:]
+    since = int(environment.get("since", 0))  # earlier attempts may have had other ranks and another layout
+    steps = [record for record in read_metrics(run_dir) if (record["step"] or 0) > since][WARM_UP:]
     if not steps:
-        raise UserError("the run has fewer than two steps", where=str(run_dir), fix=fix)
+        what = "the run has fewer than two steps" + (f" since its resume after step {since}" if since else "")
+        raise UserError(what, where=str(run_dir), fix=fix)
     on_cpu = str(environment["device"]).startswith("CPU")
     machine = cpu_machine(cores_named(environment["device"])) if on_cpu else PlannerMachine(device_named(gpu))
     setting = Setting(
