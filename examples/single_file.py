@@ -178,6 +178,7 @@ class LearningRate:
     sq_norm: float = 0.0
     factor: float = 1.0  # (shrink / reference)^alpha
     reference: float | None = None  # shrink at the end of warm-up
+    count: int = 0  # steps in the averages
     fresh: bool = False  # observed since the factor last moved
 
     @property
@@ -186,7 +187,7 @@ class LearningRate:
 
     def rate(self, step: int) -> float:
         s = self.settings
-        if step < s.warmup_steps:
+        if self.count < s.warmup_steps:
             return s.lr
         if self.fresh:
             self.reference = self.reference or self.shrink
@@ -200,6 +201,7 @@ class LearningRate:
         signal = (self.settings.num_folds * sq_norm - fold_sq_norm) / (self.settings.num_folds - 1)
         self.signal += (signal - self.signal) / self.settings.horizon
         self.sq_norm += (sq_norm - self.sq_norm) / self.settings.horizon
+        self.count += 1
         self.fresh = True
 
 

@@ -163,7 +163,10 @@ oblr_python() {
     if [[ -n ${OBLR_CONTAINER:-} ]]; then
         local written=("$run_dir" "$logs")
         for link in "$run_dir"/*; do # such as hf, to another disk
-            [[ ! -L $link || ! -d $link ]] || written+=("$(readlink -- "$link")")
+            [[ -L $link && -d $link ]] || continue
+            real="$(readlink -- "$link")"
+            [[ $real == /* ]] || real="$(realpath -ms -- "$run_dir/$real")"
+            written+=("$real")
         done
         # What is written beyond the mounts is lost with the container. A name that leads through a link is a second
         # place of its directory: the container does not have the link.

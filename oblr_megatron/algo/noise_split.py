@@ -128,6 +128,6 @@ class NoiseSplit:
         return {"between": self._between, "within": self._within, "weight": self._weight} | self._of
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Continue from `state_dict`; averages of another Q, G, baseline, norm_power, keep or reward are ignored."""
+        """Continue from `state_dict`; averages of another Q, or of other `noise_settings`, are ignored."""
         if all(state.get(name) == value for name, value in self._of.items()):
             self._between, self._within, self._weight = state["between"], state["within"], state["weight"]

@@ -73,7 +73,6 @@ class SnrSchedule(Schedule):
         self._exponent = config.exponent or (1.0 if optimizer.name == "sgd" else 0.5)
         self._shrink_ref = 1.0 if config.reference == "one" else None
         self._factor = 1.0  # (shrink / shrink_ref)^alpha, limited by max_change
-        self._awaited = config.warmup_steps  # steps that the averages must hold
         self._fresh = False  # the averages have changed since the factor did
         self._latest: tuple[int, float] | None = None  # the last step passed to `rate`, and its rate
         self._awaiting = False  # that step's gradient has not been observed yet
@@ -81,7 +80,7 @@ class SnrSchedule(Schedule):
     def rate(self, step: int) -> float:
         if self._latest is not None and self._latest[0] == step:
             return self._latest[1]
-        if self._averages.count >= self._awaited and self._fresh:
+        if self._averages.count >= self._config.warmup_steps and self._fresh:
             self._move_factor()
         self._fresh = False
         self._latest, self._awaiting = (step, self._curve(step) * self._factor), True
@@ -94,13 +93,11 @@ class SnrSchedule(Schedule):
 
     def state_dict(self) -> ScheduleState:
         own: ScheduleState = {"factor": self._factor, "reference": self._shrink_ref, "fresh": self._fresh}
-        return super().state_dict() | own | {"awaited": self._awaited}
+        return super().state_dict() | own
 
     def load_state_dict(self, state: ScheduleState) -> None:
         super().load_state_dict(state)
         begun_again = bool(state["count"]) and not self._averages.count
-        if not begun_again:
-            self._awaited = int(state.get("awaited") or 0)
         self._factor, self._fresh = float(state["factor"] or 1.0), bool(state["fresh"]) and not begun_again
         self._shrink_ref = None if state["reference"] is None else float(state["reference"])
         self._latest, self._awaiting = None, False

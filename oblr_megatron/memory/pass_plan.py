@@ -143,7 +143,8 @@ def passes_of(
     """The passes of a step over samples of one length; with `norms` they are measured. "auto" counts as "two_pass"."""
     group, mode = config.group_size, config.gradnorm.mode if config.measures_norms else "two_pass"
     rows = max(1, config.parallel.micro_batch_tokens // length)
-    alone = 1 if needs_single_samples(hf_config, config.model.lora, transformer_engine=transformer_engine) else rows
+    single = needs_single_samples(hf_config, config.model.lora, transformer_engine=transformer_engine)
+    alone = 1 if single or layout.block > 1 else rows  # replicas that share experts pass their microbatches together
     prompts = prompts_of_a_run(config, layout)
     share = prompts * group
     gradient = Pass("gradient", share, min(rows, share))

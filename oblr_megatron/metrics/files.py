@@ -191,7 +191,7 @@ def _write_environment(run_dir: Path, world_size: int, resume_step: int | None) 
     cpu = f"CPU ({platform.machine()}, {os.cpu_count()} cores)"
     environment = {
         "started": started,
-        "since": resume_step or 0,  # steps of earlier attempts
+        "since": max(0, resume_step or 0),  # steps of earlier attempts
         "world_size": world_size,
         "device": torch.cuda.get_device_name() if torch.cuda.is_available() else cpu,
         "versions": {"python": platform.python_version()} | package_versions(),

@@ -88,7 +88,7 @@ def test_learning_rates_agree(single):
     others, rng = single.LearningRate(settings), random.Random(0)
     for step in range(40):
         assert others.rate(step) == pytest.approx(ours.rate(step), rel=1e-12)
-        if step % 7 == 5:
+        if step % 7 == 1:
             continue  # a step without an active group
         sq_norm = rng.uniform(0.5, 2.0)
         fold_sq_norm = sq_norm * rng.uniform(1.0, 5.0)

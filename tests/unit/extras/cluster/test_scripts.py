@@ -232,7 +232,7 @@ def test_a_container_has_the_run_directory_and_the_logs_where_the_host_has_them(
     places = f"{ROOT}:{ROOT},{run_dir}:{run_dir},{run_dir}:{tmp_path}/link/run,"
     assert places in (tmp_path / "srun.calls").read_text().splitlines()[-1], "the container does not have the link"
     (tmp_path / "disk").mkdir()
-    (run_dir / "hf").symlink_to(tmp_path / "disk")
+    (run_dir / "hf").symlink_to("../../disk")
     started(tmp_path, "qwen3_8b", f"run_dir={run_dir}", OBLR_CONTAINER="image")
     assert f",{tmp_path}/disk:{tmp_path}/disk " in (tmp_path / "srun.calls").read_text().splitlines()[-1]
     (tmp_path / "real").mkdir()
