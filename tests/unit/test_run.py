@@ -448,7 +448,7 @@ def test_the_best_weights_are_exported_only_from_an_intact_checkpoint(
     parts = make_run(tmp_path)
     parts.sampling.parallel = SimpleNamespace(rank=0, world_size=1)
     parts.saver, parts.unsaved, parts._export = SimpleNamespace(path_of_best=lambda: best, newest=20), None, export
-    parts.facts, parts.sampling.start = {"step": 20}, 0
+    parts.facts, parts.sampling.start, parts.sampling.stop = {"step": 20}, 0, SimpleNamespace()
     parts._damage_of = partial(run.Run._damage_of, parts)
     with single_process():
         parts.sampling.collectives = Collectives(rank=0)
