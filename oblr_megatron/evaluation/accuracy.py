@@ -10,11 +10,10 @@ For a prompt with K sampled responses, c of them right:
 The metric of a set is the mean over its prompts. A response is right if its score ("verdict" in SET.jsonl) is at least
 1; scores between 0 and 1 contribute to mean@K only. A response that could not be scored has the score 0.
 
-A metric whose values are all 0 or 1, such as greedy accuracy and pass@K, has Wilson's interval for a proportion. The
-other intervals are percentile bootstraps over prompts, because responses to one prompt are not independent samples of
-the benchmark. If all prompts have equal values, the bootstrap interval has no width. For values in [0, 1], Wilson's
-interval for that number of prompts is used then. It is wide enough: of all distributions on [0, 1] with the same mean,
-0/1 values have the largest variance.
+Intervals. Greedy accuracy and pass@K are 0 or 1 for each prompt, so they have Wilson's interval of a proportion. The
+other metrics have percentile bootstraps over prompts: responses to one prompt are not independent samples of the
+benchmark. A bootstrap of equal values has no width. Equal values in [0, 1] therefore have Wilson's interval, too. It is
+wide enough: of all distributions on [0, 1] with the same mean, 0/1 values have the largest variance.
 """
 
 from __future__ import annotations
@@ -197,7 +196,7 @@ def bootstrap_intervals(values: Array, seed: int = 0) -> list[tuple[float, float
 
 
 def _with_width(values: Array, low: float, high: float) -> tuple[float, float]:
-    """Wilson's interval of a proportion; else the bootstrap's. Equal values: Wilson's in [0, 1], else no width."""
+    """Wilson's interval for zeros and ones, and for equal values in [0, 1]; else the bootstrap's."""
     if values.min() < values.max() and not np.isin(values, (0.0, 1.0)).all():
         return low, high
     value = float(values[0])

@@ -192,14 +192,14 @@ def local_world_size(world_size: int) -> int:
     return _of_launcher("LOCAL_WORLD_SIZE", world_size)
 
 
-def join(config: ParallelConfig, *, backend: str | None = None, alone: bool = False) -> None:
+def join(config: ParallelConfig, *, alone: bool = False) -> None:
     """Join the process group, or keep an existing one. Of the config only the timeout is read; see `initialize`."""
     if cpu.install():
         share_device()
         keep_freed_memory()
     if dist.is_initialized():
         return
-    backend = backend or ("nccl" if torch.cuda.is_available() else "gloo")
+    backend = "nccl" if torch.cuda.is_available() else "gloo"
     timeout = timedelta(seconds=config.distributed_timeout_s)
     select_device()
     if not alone and rank_from_environment()[1] > 1:  # torchrun's rendezvous
@@ -214,12 +214,11 @@ def join(config: ParallelConfig, *, backend: str | None = None, alone: bool = Fa
         dist.init_process_group(backend, store=dist.HashStore(), rank=0, world_size=1, timeout=timeout)
 
 
-def initialize(config: ParallelConfig, *, backend: str | None = None, seed: int = 0, alone: bool = False) -> Parallel:
-    """Join the process group (or reuse an existing one) and create megatron-core's groups.
+def initialize(config: ParallelConfig, *, seed: int = 0, alone: bool = False) -> Parallel:
+    """Join the process group, NCCL's with CUDA and else gloo's, or keep an existing one; create megatron-core's groups.
 
     Args:
         config: the layout.
-        backend: of the process group; by default NCCL if CUDA is available, else gloo.
         seed: for megatron-core's random states, which nothing draws from; torch's CPU generator is unchanged.
         alone: whether this process is the only rank, also in a launcher's environment.
 
@@ -231,7 +230,7 @@ def initialize(config: ParallelConfig, *, backend: str | None = None, seed: int 
 
     started = 1 if alone else rank_from_environment()[1]
     check_world_size(config, dist.get_world_size() if dist.is_initialized() else started)
-    join(config, backend=backend, alone=alone)
+    join(config, alone=alone)
     timeout = timedelta(seconds=config.distributed_timeout_s)
     parallel_state.initialize_model_parallel(
         tensor_model_parallel_size=config.tensor_model_parallel_size,

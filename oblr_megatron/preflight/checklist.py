@@ -143,7 +143,7 @@ def check_room(config: Config, model: HFDir) -> None:
 
 
 def _most_saves(config: Config) -> int:
-    """Checkpoints that a whole run writes: those that are due, or its best ones, and at least one when it stops."""
+    """Most checkpoints that a run writes: those that are due, the best ones, and at least one when it stops."""
     saves = config.checkpoint
     steps = (saves.every_steps, config.evaluate.every_steps if saves.best_metric else 0)
     return max(1, sum(-(-config.num_steps // each) for each in steps if each))

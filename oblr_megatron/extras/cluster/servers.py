@@ -43,8 +43,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
     def run() -> int:
         options = parse(_parser(), arguments)
-        status: int = options.function(options)
-        return status
+        return int(options.function(options))
 
     return guarded(run)
 

@@ -22,7 +22,7 @@ VERL = {
 """Name in metrics.jsonl -> verl's. Equal names (`response_length/mean`, `perf/throughput`, ...) need no line."""
 EVALUATIONS = {"mean_at_k": "val-core/{set}/acc/mean@{k}"}
 """eval/<set>/NAME -> verl's. Three keep our names. In verl the greedy accuracy shares mean@1 with a single sample.
-Its best@k and maj@k draw k of the k responses with replacement, so they are lower than pass@k and maj@k."""
+Its best@k and maj@k are means over draws of k responses with replacement."""
 
 
 def tracked(record: Record, k: int) -> dict[str, float]:
