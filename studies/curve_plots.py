@@ -21,6 +21,7 @@ if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
 COLUMNS = 4
+SIGNIFICANT = 0.05
 RATIO_TICKS = (0.25, 0.5, 0.7, 1, 1.5, 2, 3, 4, 6, 10)
 BOUND_MARKERS = {"": "o", ">": ">", "<": "<", "~": "x"}
 
@@ -63,7 +64,8 @@ def _curve(axes: Axes, arm: ArmSummary, colour: str, *, band: bool) -> None:
 def draw_savings(tasks: Sequence[TaskSummary]) -> Figure:
     """The best peer's samples to the target divided by the reference's, for each task.
 
-    A bound (`TaskSummary.bound`) has an arrow for its mean, and no interval on its open side.
+    A bound (`TaskSummary.bound`) has an arrow for its mean, and no interval on its open side. Grey: p of the ratio is
+    above 0.05.
     """
     pairs = list(reversed(compared(tasks)))
     name = pairs[0][1].arm
@@ -71,10 +73,13 @@ def draw_savings(tasks: Sequence[TaskSummary]) -> Figure:
     figure, axes = _single(title, height=1.3 + 0.34 * len(pairs))
     axes.axvline(1, color=INK, linewidth=1)
     for row, (task, ours, peer) in enumerate(pairs):
-        interval, bound = task.saving(ours, peer).interval, task.bound(ours, peer)
+        test, bound = task.saving(ours, peer), task.bound(ours, peer)
+        interval = test.interval
         low = interval.mean if bound in ("<", "~") else interval.low
         high = interval.mean if bound in (">", "~") else interval.high
         colour = COLOURS[0] if low > 1 and bound in ("", ">") else PEER if high < 1 and bound in ("", "<") else GREY
+        if test.p > SIGNIFICANT:  # of few seeds an interval by Student's t may say more than the test
+            colour = GREY
         axes.plot([low, high], [row, row], color=colour, linewidth=2)
         axes.plot([interval.mean], [row], BOUND_MARKERS[bound], color=colour, markersize=6)
         text = f"{bound}{interval.mean:.2f}x   {peer.arm} {peer.cell.shape if peer.cell else ''}"

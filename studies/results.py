@@ -26,7 +26,7 @@ from studies.sweep import Cell, Selection, select
 ASKED_FILE = "asked.json"
 PLACES = ("run_dir", "start_dir", "control_from")  # paths may change: a study can be moved
 MEASURED = {"mean_at_k", "accuracy"}  # values of an evaluation that a curve needs
-COSTS = ("timing_s/step", "timing_s/gradient", "timing_s/push", "perf/peak_memory_bytes")
+COSTS = ("timing_s/step", "timing_s/gradient", "timing_s/push", "perf/peak_memory_bytes", "grad_norm")
 
 
 @dataclass(frozen=True, slots=True)

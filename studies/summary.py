@@ -13,6 +13,8 @@ import platform
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from datetime import UTC, datetime
+from importlib.metadata import version
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -179,7 +181,7 @@ def target_of(arms: Sequence[ArmSummary], share: float) -> float:
 
 
 def summarise(plan: Plan, out: Path) -> list[TaskSummary]:
-    """Summarise all complete runs.
+    """Summarise all complete runs; tasks without any are left out.
 
     Raises:
         UserError: no run is complete, or one is damaged.
@@ -191,7 +193,7 @@ def summarise(plan: Plan, out: Path) -> list[TaskSummary]:
         tasks.append(TaskSummary.of(task, arms, reference or _arm(plan, out, task, plan.reference), plan.target_share))
     if not any(arm.runs or any(arm.sweep.values()) for task in tasks for arm in task.arms):
         raise UserError("no complete run to summarise", where=str(out), fix="run the study first")
-    return tasks
+    return [task for task in tasks if any(arm.runs or arm.sweep for arm in task.arms)]
 
 
 def _arm(plan: Plan, out: Path, task: str, name: str) -> ArmSummary:
@@ -225,11 +227,12 @@ def drop(run: Result) -> float:
 
 
 def environment() -> dict[str, Any]:
-    """Date, machine and library versions."""
+    """Date, machine and library versions, TRL's as well if it is installed."""
+    trl = {"trl": version("trl")} if find_spec("trl") else {}
     return {
         "date": datetime.now(UTC).isoformat(timespec="seconds"),
         "machine": f"{platform.system()} {platform.machine()}, {os.cpu_count()} cores",
-        "versions": {"python": platform.python_version()} | package_versions(),
+        "versions": {"python": platform.python_version()} | package_versions() | trl,
     }
 
 

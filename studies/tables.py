@@ -7,7 +7,7 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from oblr_megatron.formatting import MISSING
+from oblr_megatron.formatting import MISSING, flatten
 from studies.plan import Plan
 from studies.results import COSTS
 from studies.statistics import Difference, Interval, holm, t_interval
@@ -21,10 +21,11 @@ def document(plan: Plan, tasks: Sequence[TaskSummary], others: Sequence[Plan] = 
     """The contents of summary.md; `others` are further plans, whose tasks are in the tables."""
     seeds, where = len(plan.seeds), environment()
     versions = ", ".join(f"{name} {version}" for name, version in where["versions"].items())
+    settings = "".join(_settings(each, tasks) for each in (plan, *others))
     head = f"""
 # Learning curves
 
-{"".join(map(_settings, (plan, *others)))}Shape (prompts x responses) and rate are chosen by the mean area over the
+{settings}Shape (prompts x responses) and rate are chosen by the mean area over the
 sweep's seeds. Written {where["date"]}, {where["machine"]}; {versions}. Runs of rows.jsonl have their own dates.
 
 Accuracy: held-out questions, mean over sampled responses, between 0 and 1. *area*: mean height of the curve.
@@ -59,10 +60,16 @@ def _titled(title: str, text: str) -> str:
     return title + text if text else ""
 
 
-def _settings(plan: Plan) -> str:
+def _settings(plan: Plan, tasks: Sequence[TaskSummary]) -> str:
     samples, rates = plan.num_steps * plan.samples_per_step, ", ".join(map(str, plan.sweep_seeds))
-    return f"""{", ".join(plan.tasks)}: {samples:,} samples per run, {plan.num_steps} steps of {plan.samples_per_step}
-responses; {len(plan.seeds)} seeds, skill "{plan.skill}", start {plan.start_seed}, sweep's seeds {rates}.
+    names = [task.task for task in tasks if task.task in plan.tasks]
+    starts = [f"{name} as in {plan.recipes[name]}" for name in names if name in plan.recipes]
+    own = [f"model.{key} = {value}" for key, value in flatten(plan.model).items()] if starts else []
+    if len(starts) < len(names):
+        starts.append(f'skill "{plan.skill}", start {plan.start_seed}')
+    return f"""{", ".join(names)}: {samples:,} samples per run, {plan.num_steps} steps of {plan.samples_per_step} responses.
+{len(plan.seeds)} seeds, sweep's seeds {rates}, {", ".join(starts + own)}.
+A curve has a point every {plan.evaluate_every * plan.samples_per_step} samples, and is linear between them.
 """
 
 
@@ -153,7 +160,7 @@ def section(task: TaskSummary) -> str:
     if task.seen:
         sampled, greedy = np.mean([(run.accuracy[0], run.greedy[0]) for arm in task.seen for run in arm.runs], axis=0)
         parts[0] += f"At the start: {number(sampled)} sampled, {number(greedy)} greedy.\n"
-        parts += [levels(task), differences(task), diversity(task), costs(task)]
+        parts += [levels(task), trainers(task), differences(task), diversity(task), costs(task)]
     return "\n".join([*parts, sweeps(task)])
 
 
@@ -195,6 +202,13 @@ def levels(task: TaskSummary) -> str:
     return table(header, rows)
 
 
+def trainers(task: TaskSummary) -> str:
+    """What arms of other trainers do not share with the rest; empty without such arms."""
+    names = [arm.arm for arm in task.seen if arm.backend.startswith("trl_")]
+    what = "TRL's trainer with its own loss, advantages and ratio clip. Of `algo` it reads `kl_coefficient` alone."
+    return f"{', '.join(names)}: {what}\n" if names else ""
+
+
 def differences(task: TaskSummary) -> str:
     """Every arm minus the reference, and minus the best peer."""
     others = [other for other in (task.reference, task.best_peer) if other is not None and other.runs]
@@ -214,26 +228,36 @@ def _against(arm: ArmSummary, other: ArmSummary) -> list[str]:
 
 
 def diversity(task: TaskSummary) -> str:
-    """Entropy of a token and pass@k where the accuracy first reaches the target; empty if no backend reports them."""
+    """Entropy of a token and pass@k where the accuracy first reaches the target; empty if no backend reports them.
+
+    Backend "train" has no entropy here: its metric is that of the samples with an advantage, which differ by arm.
+    """
     rows = []
     for arm in task.seen:
-        found = [(run.when(task.target, run.entropy), run.when(task.target, run.solved)) for run in arm.runs]
-        known = np.array([pair for pair in found if not any(map(math.isnan, pair))])
-        if len(known):
-            rows.append([arm.arm, str(len(known)), *(level(t_interval(column)) for column in known.T)])
+        reached = len(arm.runs) - arm.missed(task.target)
+        solved = [run.when(task.target, run.solved) for run in arm.runs]
+        entropy = [math.nan if arm.backend == "train" else run.when(task.target, run.entropy) for run in arm.runs]
+        if not np.isnan(solved).all():
+            rows.append([arm.arm, str(reached), *(level_of_known(values) for values in (entropy, solved))])
     header = ["arm", "seeds that reach it", "entropy there", "pass@k there"]
     return "At the target:\n\n" + table(header, rows) if rows else ""
 
 
 def costs(task: TaskSummary) -> str:
-    """Seconds and memory of a step: median over steps, then over seeds. Only of backends that report the gradient's."""
+    """Seconds, memory and norm of the gradient: median over steps, then over seeds; empty if all are of toy runs."""
     rows = []
     for arm in task.seen:
-        step, gradient, push, memory = np.median([[run.costs[name] for name in COSTS] for run in arm.runs], axis=0)
-        if not math.isnan(gradient):
-            rows.append([arm.arm, f"{step:.1f}", f"{gradient:.1f}", f"{push:.2f}", f"{memory / 1e9:.1f}"])
-    header = ["arm", "step s", "gradient s", "push s", "peak memory GB"]
-    return "Cost, next to the other runs of `--jobs`:\n\n" + table(header, rows) if rows else ""
+        step, gradient, push, memory, norm = np.median(
+            [[run.costs[name] for name in COSTS] for run in arm.runs], axis=0
+        )
+        values = ((step, ".1f"), (gradient, ".1f"), (push, ".2f"), (memory / 1e9, ".1f"), (norm, ".2f"))
+        rows.append([arm.arm, *(MISSING if math.isnan(value) else f"{value:{form}}" for value, form in values)])
+    if all(arm.backend == "toy" for arm in task.seen):
+        return ""
+    title = (
+        "Medians of a step, next to the other runs of `--jobs`. Longer gradients than `clip_grad` are cut to it.\n\n"
+    )
+    return title + table(["arm", "step s", "gradient s", "push s", "peak memory GB", "gradient norm"], rows)
 
 
 def sweeps(task: TaskSummary) -> str:
@@ -263,6 +287,12 @@ def table(header: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
     """A Markdown table."""
     lines = [header, ["---"] * len(header), *rows]
     return "".join("| " + " | ".join(cells) + " |\n" for cells in lines)
+
+
+def level_of_known(values: Sequence[float]) -> str:
+    """`level` of the values that are not NaN, or a dash."""
+    known = np.array([value for value in values if not math.isnan(value)])
+    return level(t_interval(known)) if len(known) else MISSING
 
 
 def level(interval: Interval) -> str:

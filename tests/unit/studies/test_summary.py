@@ -15,6 +15,7 @@ import numpy as np
 import pytest
 
 from oblr_megatron.errors import UserError
+from oblr_megatron.formatting import MISSING
 from studies.curves import write_summary
 from studies.plan import Plan
 from studies.results import selection_of
@@ -192,23 +193,29 @@ def test_entropy_and_pass_at_k_are_read_where_the_target_is_reached(tmp_path: Pa
     text = document(plan, [task])
     entropy, solved = f"{1 - task.target:.3f}", f"{task.target + 0.1:.3f}"
     assert f"| ours | 2 | {entropy} [{entropy}, {entropy}] | {solved} [{solved}, {solved}] |" in text
+    real = replace(task, arms=[replace(task.arms[0], backend="train")])
+    assert f"| ours | 2 | {MISSING} | {solved} [{solved}, {solved}] |" in document(plan, [real])
 
 
 def test_costs_are_medians_over_steps_and_seeds(out: Path) -> None:
-    """A step with an evaluation takes longer and does not count; arms without timings have no row."""
-    assert "Cost" not in document(plan_of(), summarise(plan_of(), out))
+    """A step with an evaluation takes longer and does not count. Toy runs alone have no table."""
+    (toy,) = summarise(plan_of(), out)
+    assert "gradient norm" not in document(plan_of(), [toy])
     for seed in range(3):
         path = key_of("sums", "ours", 1e-2, seed).run_dir(out) / "metrics.jsonl"
         records = [json.loads(line) for line in path.read_text().splitlines()]
         for record in records[1:]:
             record.update({"timing_s/step": 30.0 + seed, "timing_s/gradient": 20.0, "timing_s/push": 0.25})
-            record["perf/peak_memory_bytes"] = 4e9
+            record |= {"perf/peak_memory_bytes": 4e9, "grad_norm": 1.5}
         records[0]["timing_s/push"] = 25.0
         records[-1]["timing_s/step"] = 300.0
         path.write_text("".join(json.dumps(record) + "\n" for record in records))
-    text = document(plan_of(), summarise(plan_of(), out))
-    header, _, *rows = text[text.index("| arm | step s") - 1 : text.index("Sweep")].strip("\n").splitlines()
-    assert header.startswith("| arm") and rows == ["| ours | 31.0 | 20.0 | 0.25 | 4.0 |"]
+    (task,) = summarise(plan_of(), out)
+    arms = [replace(arm, backend="trl_grpo" if arm.arm == "good" else "train") for arm in task.arms]
+    text = document(plan_of(), [replace(task, arms=arms)])
+    _, _, *rows = text[text.index("| arm | step s") : text.index("Sweep")].strip("\n").splitlines()
+    assert "| ours | 31.0 | 20.0 | 0.25 | 4.0 | 1.50 |" in rows and f"| good{f' | {MISSING}' * 5} |" in rows
+    assert "good: TRL's trainer with its own loss" in text
 
 
 @pytest.mark.parametrize(("slope", "bound"), [(0.2, "<"), (0.05, "~")])
