@@ -93,7 +93,7 @@ def open_sampling(config: Config) -> Iterator[Sampling]:
             SharedReward(scoring, share, parallel.dp_size, timeout_s=config.parallel.distributed_timeout_s)
         )
         display = open_display(config.num_steps, rank=parallel.rank)
-        engines = open_engines(config, parallel, display.waiting)
+        engines = open_engines(config, parallel, display.waiting, lambda: stop.terminated)
         stack.callback(engines.close)
         stack.enter_context(display)
         for line in (

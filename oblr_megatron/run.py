@@ -77,14 +77,19 @@ class Run:
         """The resolved configuration."""
         return self.sampling.config
 
-    def begin(self) -> None:
+    def begin(self) -> bool:
         """Push the weights. Evaluate them before the very first step, logged as step 0, or if an earlier process could
         not: after a step's update it had lost its engines, or its reward.
+
+        Returns whether the run stops here. Engines take minutes to start, and the evaluation may take longer than a
+        step, so that a signal may come meanwhile. Collective.
         """
         sampling, resumed = self.sampling, self.sampling.resumed
         record = StepRecord(done=sampling.start)
         self.push(version=sampling.start, record=record)
         if resumed is None or not resumed.state.get("evaluated", True):
+            if sampling.stopped(sampling.start):
+                return True
             sampling.evaluate(record)
         timing = sampling.timer.finish_step()
         sampling.evaluation_s = timing.get("timing_s/evaluate", sampling.evaluation_s)
@@ -96,6 +101,7 @@ class Run:
             sampling.write(record)
             self.logged = record
         self.facts = self._facts()
+        return sampling.stopped(sampling.start)
 
     def streams(self, prompts: Sequence[Prompt]) -> bool:
         """Whether the gradient of a step may begin before all its prompts are finished (`rollout.overlap`).

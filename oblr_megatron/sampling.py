@@ -359,8 +359,13 @@ class Sampling:
         self.done = record.done
 
     def stopped(self, step: int) -> bool:
-        """Whether the run ends after `step` steps, before its last one; if so, a message says why."""
+        """Whether the run ends after `step` steps, before its last one; if so, a message says why.
+
+        Before this process has done a step, signals alone count: the time limit's margin is for one step and its save.
+        """
         next_s = self.longest_step_s + (self.evaluation_s if self.evaluation_due(step + 1) else 0.0)
+        if step == self.start:
+            next_s = -math.inf
         reason = self.stop.shared_reason(next_s, self.control_group)
         if reason is None or step == self.config.num_steps:
             return False

@@ -36,7 +36,8 @@ if TYPE_CHECKING:
 def train(run: Run) -> None:
     """All steps of a run. Each line is one arrow of the picture in docs/architecture.md."""
     config, sampling = run.config, run.sampling
-    run.begin()
+    if run.begin():
+        return
     for step in range(sampling.start, config.num_steps):
         record = sampling.begin_step(step)
         gradient = run.gradient(record)  # main_grad = 0

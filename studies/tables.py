@@ -61,15 +61,15 @@ def _titled(title: str, text: str) -> str:
 
 
 def _settings(plan: Plan, tasks: Sequence[TaskSummary]) -> str:
-    samples, rates = plan.num_steps * plan.samples_per_step, ", ".join(map(str, plan.sweep_seeds))
+    step, rates = plan.samples_per_step, ", ".join(map(str, plan.sweep_seeds))
     names = [task.task for task in tasks if task.task in plan.tasks]
     starts = [f"{name} as in {plan.recipes[name]}" for name in names if name in plan.recipes]
     own = [f"model.{key} = {value}" for key, value in flatten(plan.model).items()] if starts else []
     if len(starts) < len(names):
         starts.append(f'skill "{plan.skill}", start {plan.start_seed}')
-    return f"""{", ".join(names)}: {samples:,} samples per run, {plan.num_steps} steps of {plan.samples_per_step} responses.
+    return f"""{", ".join(names)}: {plan.num_steps * step:,} samples per run in steps of {step} responses.
 {len(plan.seeds)} seeds, sweep's seeds {rates}, {", ".join(starts + own)}.
-A curve has a point every {plan.evaluate_every * plan.samples_per_step} samples, and is linear between them.
+A curve has a point every {plan.evaluate_every * step} samples, and is linear between them.
 """
 
 

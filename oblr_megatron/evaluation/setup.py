@@ -46,7 +46,8 @@ def config_of(options: argparse.Namespace, model: HFDir, given: Mapping[str, Any
     """
     from oblr_megatron.config import ParallelConfig, load_config, parse_config
 
-    given = {"model.path": model.path, "checkpoint.best_metric": "", **given}
+    # a run's share is for an engine beside the trainer, mostly one of several that hold the model
+    given = {"model.path": model.path, "checkpoint.best_metric": "", "rollout.gpu_memory_utilization": 0.9, **given}
     if model.config.get("quantization_config") is not None:
         # The weights are rounded already. The others are bf16: vLLM has no FP8 matmul in fp32.
         given |= {"rollout.dtype": "bfloat16", "rollout.quantization": "none"}
@@ -178,4 +179,4 @@ def opened(config: Config, adapter: AdapterDir | None = None) -> Iterator[tuple[
 
 def _pairs(given: Mapping[str, Any]) -> list[str]:
     """The keys as overrides; text is quoted, because a path may look like a number."""
-    return [f"{key}={json.dumps(v if isinstance(v, int) else str(v))}" for key, v in given.items()]
+    return [f"{key}={json.dumps(v if isinstance(v, int | float) else str(v))}" for key, v in given.items()]

@@ -15,10 +15,12 @@ Waiting = Callable[[str], AbstractContextManager[Any]]
 """Shows what a block waits for. Example: with waiting("starting 1 engine"): ..."""
 
 
-def open_engines(config: Config, parallel: Parallel, waiting: Waiting = nullcontext) -> RolloutEngine:
+def open_engines(
+    config: Config, parallel: Parallel, waiting: Waiting = nullcontext, terminated: Callable[[], bool] = lambda: False
+) -> RolloutEngine:
     """Saved samples (rollout.replay), API servers (rollout.servers), or engine processes of the run; collective.
 
-    Each module is imported only if it is used: a replay loads no vllm.
+    Each module is imported only if it is used: a replay loads no vllm. `terminated` says whether this rank is to end.
 
     Raises:
         UserError: the engines do not fit the ranks.
@@ -33,7 +35,7 @@ def open_engines(config: Config, parallel: Parallel, waiting: Waiting = nullcont
     if config.rollout.servers:
         from oblr_megatron.rollout.servers import ServerEngines
 
-        return ServerEngines(config, parallel, lora=adapter_shape(config))
+        return ServerEngines(config, parallel, lora=adapter_shape(config), terminated=terminated)
     from oblr_megatron.rollout.colocated import ColocatedEngines
 
     return ColocatedEngines(config, parallel, waiting, lora=adapter_shape(config))

@@ -60,15 +60,28 @@ class ServerEngines(RecoveringEngines):
 
     _all = "the servers"
 
-    def __init__(self, config: Config, parallel: Parallel, *, lora: AdapterShape | None = None) -> None:
-        """Make the handles; `lora` is the shape of adapters, if pushes are to be adapters.
+    def __init__(
+        self,
+        config: Config,
+        parallel: Parallel,
+        *,
+        lora: AdapterShape | None = None,
+        terminated: Callable[[], bool] = lambda: False,
+    ) -> None:
+        """Make the handles.
+
+        Args:
+            config: the run's.
+            parallel: its ranks.
+            lora: shape of adapters, if pushes are to be adapters.
+            terminated: whether rank 0 is to end; it then waits for no server.
 
         Nothing is asked yet: `rollout.server_checks` did so before the run began.
         """
         super().__init__(config, parallel.rank)
         self._lora = lora
         self._transport = _transport(config, parallel)
-        self._servers = _Servers(config) if parallel.rank == 0 else None
+        self._servers = _Servers(config, terminated) if parallel.rank == 0 else None
         self._holder = ""  # names this run to the servers, once it has pushed
         self._checksums: list[int | None] = []  # of the buckets of the weights being served; equal on all ranks
         self._behind = True  # no server is known to hold the weights
@@ -173,10 +186,10 @@ class ServerEngines(RecoveringEngines):
 class _Servers:
     """The servers' handles and the event loop that they live in; on rank 0."""
 
-    def __init__(self, config: Config) -> None:
+    def __init__(self, config: Config, terminated: Callable[[], bool] = lambda: False) -> None:
         key, (silence_s, hang_s) = api_key(), silences(config.rollout)
         self.servers = [VllmServer(url, key, silence_s=silence_s, hang_s=hang_s) for url in config.rollout.servers]
-        self._config = config
+        self._config, self._terminated = config, terminated
         # read once, outside the loop, where slow storage would stop the other servers' questions; it may disappear
         self._model = ModelIdentity.of(config.model.path)
         self._known: set[VllmServer] = set()  # servers that have answered before
@@ -191,7 +204,7 @@ class _Servers:
         """Ask all servers until one answers. Returns how many of the servers that answer had been lost.
 
         Raises:
-            EnginesGoneError: none answered in time, or none can be used.
+            EnginesGoneError: none answered in time, or none can be used, or none is there and the run is to end.
         """
         deadline = time.monotonic() + seconds
         while True:
@@ -200,6 +213,8 @@ class _Servers:
                 return sum(back)
             if all(server.unfit for server in self.servers):
                 raise EnginesGoneError(f"no server can be used: {reasons(self.servers)}")
+            if self._terminated():  # a preemption ends servers and trainers: what is left of it goes to the save
+                raise EnginesGoneError(f"SIGTERM, and no server is there: {reasons(self.servers)}")
             if time.monotonic() > deadline:
                 error = DeadlineError("rank 0", "one of the servers to answer", seconds)
                 raise EnginesGoneError(f"{error}: {reasons(self.servers)}")

@@ -100,6 +100,11 @@ class StopRequest:
         os.close(self._pipe[1])  # ends the thread
         self._former, self._pipe = {}, None
 
+    @property
+    def terminated(self) -> bool:
+        """Whether this rank has got SIGTERM, as in a preemption, which often ends the servers as well."""
+        return self._received == signal.SIGTERM
+
     def due(self, longest_step_s: float) -> str | None:
         """Reason for this rank to stop now, or None; the next step may take `longest_step_s`."""
         if self._received is not None:

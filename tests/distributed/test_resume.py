@@ -10,6 +10,7 @@ import errno
 import itertools
 import os
 import shutil
+import signal
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -25,6 +26,7 @@ from oblr_megatron.checkpoint.store import checkpoints_of
 from oblr_megatron.config import Config
 from oblr_megatron.errors import EngineLostError, UserError
 from oblr_megatron.model.parallel import shutdown
+from oblr_megatron.observe.status import read_status
 from oblr_megatron.preflight.inputs import Inputs, preflight
 from oblr_megatron.rollout.replay import ReplayEngine
 from oblr_megatron.runtime.run_lock import run_lock
@@ -522,6 +524,30 @@ def test_a_run_stops_in_time(inputs: Path, unbroken: Path, tmp_path: Path) -> No
     train(config_of(inputs, run_dir, "checkpoint.resume=newest"))
     assert [record["step"] for record in certain(run_dir)] == list(range(1, 9))
     assert_equal(exported(run_dir), exported(unbroken), 1e-6)
+
+
+def test_a_signal_before_the_first_step_ends_the_run_before_it(inputs: Path, tmp_path: Path) -> None:
+    """Engines take minutes to start, and the evaluation may take longer than the job has left."""
+    config = config_of(inputs, tmp_path / "run")
+    outcomes = run_ranks(signalled_on_rank_1, 2, config)
+    assert [status for status, _ in outcomes] == [0, 0], outcomes
+    assert "stopped after step 0 of 8 (SIGUSR1); continue with --resume" in outcomes[0][1]
+    status = read_status(config.run_dir)
+    assert (status.state, status.step, status.reason) == ("stopped", 0, "SIGUSR1")
+    assert not (config.run_dir / "metrics.jsonl").exists() and not checkpoints_of(config.run_dir)
+
+
+def signalled_on_rank_1(config: Config) -> tuple[int, str]:
+    """A run of which one rank gets a signal while the first weights are pushed."""
+    push = ReplayEngine.push
+
+    def pushed(*arguments: Any) -> Any:
+        if os.environ["RANK"] == "1":
+            signal.raise_signal(signal.SIGUSR1)
+        return push(*arguments)
+
+    ReplayEngine.push = pushed  # type: ignore[method-assign]  # in the process of this rank
+    return train_here(config)
 
 
 @pytest.mark.parametrize(("lost_in", "saved"), [("generate", 5), ("push", 6)])

@@ -30,8 +30,12 @@ def config(tmp_path_factory: pytest.TempPathFactory) -> Config:
 
 
 def test_nothing_is_trained_meanwhile(config: Config) -> None:
-    """On GPUs engine and trainer would take turns without servers, which overlap "stream" refuses."""
+    """On GPUs engine and trainer would take turns without servers, which overlap "stream" refuses.
+
+    The engine has a GPU alone, and one engine holds what several of the run shared.
+    """
     assert config.rollout.servers == () and config.rollout.overlap == "none"
+    assert config.rollout.gpu_memory_utilization == 0.9
 
 
 @pytest.mark.parametrize(("value", "dtype"), [(None, "auto"), ({"quant_method": "modelopt"}, "bfloat16")])
@@ -48,7 +52,7 @@ def test_a_runs_own_keys_do_not_refuse_an_evaluation(tmp_path: Path) -> None:
         "run_dir": "run",
         "model": {"path": "model", "dtype": "bfloat16"},
         "data": {"train": "rows.jsonl"},
-        "rollout": {"quantization": "fp8", "importance_sampling": "token"},
+        "rollout": {"quantization": "fp8", "importance_sampling": "token", "gpu_memory_utilization": 0.7},
         "checkpoint": {"best_metric": "eval/held/mean_at_k"},
         "evaluate": {"data": {"held": "held.jsonl"}, "every_steps": 1, "samples_per_prompt": 4},
     }
@@ -56,3 +60,6 @@ def test_a_runs_own_keys_do_not_refuse_an_evaluation(tmp_path: Path) -> None:
     options: Any = SimpleNamespace(config=tmp_path / "config.json", overrides=[])
     given = config_of(options, model, {"evaluate.samples_per_prompt": 0})
     assert (given.rollout.quantization, given.checkpoint.best_metric) == ("none", "")
+    assert given.rollout.gpu_memory_utilization == 0.9, "the run's share is that of an engine beside its trainer"
+    options.overrides = ["rollout.gpu_memory_utilization=0.3"]
+    assert config_of(options, model, {}).rollout.gpu_memory_utilization == 0.3

@@ -23,7 +23,7 @@ from oblr_megatron.engine.http_messages import PROTOCOL, Holding, Info
 from oblr_megatron.engine.identity import ModelIdentity
 from oblr_megatron.engine.plugin import SERVER_SHM_BACKEND
 from oblr_megatron.engine.protocol import API_KEY
-from oblr_megatron.errors import EnginesGoneError, UserError
+from oblr_megatron.errors import EngineLostError, EnginesGoneError, UserError
 from oblr_megatron.rollout.server_checks import check_servers, misfits
 from oblr_megatron.rollout.server_client import ServerLostError, VllmServer
 from oblr_megatron.rollout.servers import _Servers
@@ -194,6 +194,17 @@ def test_a_server_that_comes_back_with_other_settings_is_not_used(
     answers.now |= dict.fromkeys(URLS, bad)  # started again so fast that nobody has missed them
     with pytest.raises(EnginesGoneError, match=r"no server can be used: .*start it with"):
         servers.loop.run(servers.wait_for_any(60))
+
+
+def test_a_preempted_run_waits_for_no_server(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its servers got the signal, too. One that is there is used as before."""
+    answers = Answers(monkeypatch, dict.fromkeys(URLS, EngineLostError("refused")))
+    servers = _Servers(run(path), terminated=lambda: True)
+    with pytest.raises(EnginesGoneError, match=r"SIGTERM, and no server is there: .*refused"):
+        servers.loop.run(servers.wait_for_any(60))
+    answers.now[URLS[0]] = info_of(path)
+    assert servers.loop.run(servers.wait_for_any(60)) == 0 and len(servers.present()) == 1
+    servers.close()
 
 
 def test_a_host_that_is_down_holds_up_no_push_and_its_answer_counts_at_the_next_one(
