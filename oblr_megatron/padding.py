@@ -22,6 +22,8 @@ FP8_TOKENS = {"tensorwise": 16, "blockwise": 16, "mxfp8": 32}
 """The number of tokens in a matrix product is a multiple of this."""
 FP8_GATHERED_TOKENS = {"tensorwise": 8, "blockwise": 128, "mxfp8": 32}
 """With sequence parallelism, the number of tokens on each rank is a multiple of this."""
+VOCABULARY_MULTIPLE = 64
+"""vLLM pads the rows of a vocabulary to a multiple of this before workers share them; `DEFAULT_VOCAB_PADDING_SIZE`."""
 PLANNED_TOKENS = 128
 """Rows of Transformer Engine's layers are a multiple of this; see above. Not yet run on a GPU."""
 

@@ -276,7 +276,7 @@ def make_schedule(config: ToyConfig) -> Schedule:
     rates = control_rates(
         config.control, config.control_from, seed=config.seed, warmup_steps=algo.snr.warmup_steps, **size
     )
-    return Schedule(config.control, rates.__getitem__, SnrAverages(algo.snr, config.num_prompts))
+    return Schedule(rates.__getitem__, SnrAverages(algo.snr, config.num_prompts))
 
 
 def make_optimizer(policy: ToyPolicy, options: OptimizerConfig) -> torch.optim.Optimizer:

@@ -29,7 +29,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from oblr_megatron.algo.formulas import History
-from oblr_megatron.algo.prompt_energies import PromptEnergies
+from oblr_megatron.algo.prompt_energies import PromptEnergies, added, least_squares
 from oblr_megatron.algo.weighting import mean_of_others, tempering
 from oblr_megatron.config.baselines import facts_of
 
@@ -69,7 +69,7 @@ class Pools:
         """The history of these prompts over the steps so far."""
         pools = zip(prompts, self._pools_of(prompts), strict=True)
         expected = torch.tensor([self._expected(prompt, pool) for prompt, pool in pools], dtype=torch.float64)
-        return History(expected, _least_squares(self._pull))
+        return History(expected, least_squares(self._pull))
 
     def observe(
         self, prompts: Sequence[Prompt], scored: Scored, weights: Tensor, history: History, kept: Tensor | None = None
@@ -119,9 +119,9 @@ class Pools:
         if self._effective and self._facts.pools_norms:
             metrics["pool/effective_samples"] = self._effective
         if self._trust[1] > 0:
-            metrics["pool/trust"] = _least_squares(self._trust)
+            metrics["pool/trust"] = least_squares(self._trust)
         if self._pull[1] > 0:
-            metrics["pool/pull"] = _least_squares(self._pull)
+            metrics["pool/pull"] = least_squares(self._pull)
         return metrics | self._energies.metrics()
 
     def state_dict(self) -> dict[str, Any]:
@@ -142,7 +142,7 @@ class Pools:
             return
         self._sources, self._prompts = dict(state["sources"]), dict(state["prompts"])
         self._norms, self._trust, self._pull = (list(state[name]) for name in ("norms", "trust", "pull"))
-        if state.get("norm_power", 0.0) == self._algo.norm_power:
+        if state["norm_power"] == self._algo.norm_power:
             self._energies.load_state_dict(state["energies"])
 
     def _pools_of(self, prompts: Sequence[Prompt]) -> list[float | None]:
@@ -153,7 +153,7 @@ class Pools:
         return [own[0] / own[1] if own and own[1] > 0 else None for own in sums]
 
     def _expected(self, prompt: Prompt, pool: float | None) -> float:
-        return float("nan") if pool is None else pool + _least_squares(self._trust) * self._away(prompt, pool)
+        return float("nan") if pool is None else pool + least_squares(self._trust) * self._away(prompt, pool)
 
     def _away(self, prompt: Prompt, pool: float) -> float:
         """x of a prompt; 0 without a history."""
@@ -178,17 +178,11 @@ class Pools:
         self._energies.observe({_key(prompt): energy for prompt, energy in rows if math.isfinite(energy)})
 
     def _added(self, sums: Sequence[float], terms: Sequence[float]) -> list[float]:
-        return [self._algo.pool_decay * before + new for before, new in zip(sums, terms, strict=True)]
+        return added(self._algo.pool_decay, sums, terms)
 
 
 def _key(prompt: Prompt) -> str:
     return f"{prompt.source}/{prompt.id}"
-
-
-def _least_squares(sums: Sequence[float]) -> float:
-    """above / below, between 0 and 1; 0 while nothing is known."""
-    above, below = sums
-    return min(1.0, max(0.0, above / below)) if below > 0 else 0.0
 
 
 def means_of(pools: Mapping[str, Sequence[float]]) -> dict[str, float]:

@@ -61,8 +61,7 @@ class PromptEnergies:
     @property
     def trust(self) -> float:
         """Least-squares weight of a prompt's own history, between 0 and 1; 0 while nothing is known."""
-        above, below = self._trust
-        return min(1.0, max(0.0, above / below)) if below > 0 else 0.0
+        return least_squares(self._trust)
 
     def metrics(self) -> dict[str, float]:
         """Both metrics; {} before a prompt came again."""
@@ -86,4 +85,15 @@ class PromptEnergies:
         return (total - visits) / (visits + 1)
 
     def _added(self, sums: Sequence[float], terms: Sequence[float]) -> list[float]:
-        return [self._decay * before + new for before, new in zip(sums, terms, strict=True)]
+        return added(self._decay, sums, terms)
+
+
+def added(decay: float, sums: Sequence[float], terms: Sequence[float]) -> list[float]:
+    """Sums after a step: the older ones decay."""
+    return [decay * before + new for before, new in zip(sums, terms, strict=True)]
+
+
+def least_squares(sums: Sequence[float]) -> float:
+    """above / below, between 0 and 1; 0 while nothing is known."""
+    above, below = sums
+    return min(1.0, max(0.0, above / below)) if below > 0 else 0.0

@@ -8,7 +8,6 @@ from collections.abc import Callable
 from oblr_megatron.algo.snr import ScheduleState, SnrAverages, noise_settings
 from oblr_megatron.config import OptimizerConfig
 from oblr_megatron.config.algo import AlgoConfig, SnrConfig
-from oblr_megatron.errors import UserError
 from oblr_megatron.types import GradientStats
 
 
@@ -18,8 +17,8 @@ class Schedule:
     Each step calls `rate(step)`, then the optimizer, then `observe(stats)` with the same step's gradient.
     """
 
-    def __init__(self, name: str, curve: Callable[[int], float], averages: SnrAverages) -> None:
-        self._name, self._curve, self._averages = name, curve, averages
+    def __init__(self, curve: Callable[[int], float], averages: SnrAverages) -> None:
+        self._curve, self._averages = curve, averages
 
     def rate(self, step: int) -> float:
         """Learning rate of step `step`, counted from 0; depends only on the gradients of earlier steps."""
@@ -35,20 +34,10 @@ class Schedule:
 
     def state_dict(self) -> ScheduleState:
         """Everything that the next rate depends on: JSON-compatible values."""
-        return {"schedule": self._name, **self._averages.state_dict()}
+        return self._averages.state_dict()
 
     def load_state_dict(self, state: ScheduleState) -> None:
-        """Restore `state_dict`.
-
-        Raises:
-            UserError: the state belongs to another schedule.
-        """
-        if state.get("schedule") != self._name:
-            raise UserError(
-                f"the checkpoint has the state of schedule {state.get('schedule')!r}, but the run uses {self._name!r}",
-                where="algo.schedule",
-                fix="resume with the checkpoint's schedule, or start a new run from its weights",
-            )
+        """Restore `state_dict` of the same schedule, which a resume compares."""
         self._averages.load_state_dict(state)
 
 
@@ -68,7 +57,7 @@ class SnrSchedule(Schedule):
     """
 
     def __init__(self, config: SnrConfig, optimizer: OptimizerConfig, averages: SnrAverages) -> None:
-        super().__init__("snr", ramped(optimizer), averages)
+        super().__init__(ramped(optimizer), averages)
         self._config = config
         self._exponent = config.exponent or (1.0 if optimizer.name == "sgd" else 0.5)
         self._shrink_ref = 1.0 if config.reference == "one" else None
@@ -161,4 +150,4 @@ def build_schedule(
             curve = ramped(optimizer)
         case "cosine":
             curve = cosine(optimizer, num_steps)
-    return Schedule(algo.schedule, curve, averages)
+    return Schedule(curve, averages)

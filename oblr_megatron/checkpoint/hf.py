@@ -73,7 +73,6 @@ def export_hf(
     policy: Policy,
     source: HFDir,
     target_dir: Path,
-    dtype: torch.dtype | None = None,
     *,
     replaces: bool = False,
     max_shard_bytes: int = MAX_SHARD_BYTES,
@@ -87,7 +86,6 @@ def export_hf(
         policy: its current weights are written.
         source: what the policy was loaded from, for config, tokenizer and dtypes; it may be gone from the disk.
         target_dir: must not exist or must be empty, unless `replaces`.
-        dtype: of all tensors; by default each keeps its dtype in the source.
         replaces: whether an older target_dir is replaced; it stays until the new one is complete.
         max_shard_bytes: larger models are written as several files with an index.
 
@@ -100,12 +98,12 @@ def export_hf(
     _agree(attempt(lambda: check(target) if rank == 0 else None))
     weights = MegatronWeights(policy)
     metadata = weights.metadata()
-    plan = _plan(metadata, source, dtype)
+    plan = _plan(metadata, source)
     stream = iter(weights) if len(plan) == len(metadata) else _with_output(weights)
 
     def write() -> None:
         with whole_directory(target, replaces=replaces) as partial:
-            write_description(source.config, source.copied, partial, dtype)
+            write_description(source.config, source.copied, partial)
             write_weights(stream, plan, partial, max_shard_bytes)
 
     own = attempt(write if rank == 0 else lambda: None)
@@ -151,12 +149,12 @@ def _agree(own: Outcome[None]) -> None:
     raise_first(shared, own)
 
 
-def _plan(metadata: Sequence[TensorMeta], source: HFDir, dtype: torch.dtype | None) -> list[TensorMeta]:
+def _plan(metadata: Sequence[TensorMeta], source: HFDir) -> list[TensorMeta]:
     """Tensors to write, in order, in the source's dtypes; includes a tied output layer if the source stores it."""
     shapes = {name: shape for name, _, shape in metadata}
     if HF_OUTPUT in source.dtypes and HF_OUTPUT not in shapes:
         shapes[HF_OUTPUT] = shapes[HF_EMBEDDING]
-    return [TensorMeta(name, dtype or DTYPES[source.dtypes[name]], shape) for name, shape in shapes.items()]
+    return [TensorMeta(name, DTYPES[source.dtypes[name]], shape) for name, shape in shapes.items()]
 
 
 def _with_output(stream: Iterable[tuple[str, Tensor]]) -> Iterator[tuple[str, Tensor]]:

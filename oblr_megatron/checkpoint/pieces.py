@@ -19,7 +19,6 @@ from dataclasses import dataclass
 from itertools import groupby
 from typing import Any
 
-import torch
 from megatron.core.dist_checkpointing import ShardedTensor
 from megatron.core.dist_checkpointing.mapping import apply_factories
 from megatron.core.models.gpt import GPTModel
@@ -77,7 +76,7 @@ def meta_model(hf_config: HFConfig, config: ModelConfig, parallel: Parallel) -> 
 
     Of `config`, `dtype` and `make_vocab_size_divisible_by` are read.
     """
-    with _meta_device():
+    with cpu.on_meta():
         padded = padded_vocab_size(hf_config.vocab_size, config.make_vocab_size_divisible_by, 1)
         return build_model(hf_config, transformer_config_of(hf_config, config, parallel), config, parallel, padded)
 
@@ -106,15 +105,3 @@ def by_layer(pieces: Sequence[Piece]) -> list[list[Piece]]:
         together = list(group)
         groups += [together] if layer is not None else [[piece] for piece in together]
     return groups
-
-
-@contextmanager
-def _meta_device() -> Iterator[None]:
-    """Create tensors on the meta device, also where megatron-core asks for the current CUDA device."""
-    original = torch.cuda.current_device
-    torch.cuda.current_device = lambda: torch.device("meta")  # type: ignore[assignment, return-value]
-    try:
-        with torch.device("meta"):
-            yield
-    finally:
-        torch.cuda.current_device = original

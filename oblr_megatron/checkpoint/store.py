@@ -327,7 +327,7 @@ def _parse(directory: Path) -> Manifest:
     except FileNotFoundError as error:
         raise _foreign(directory) from error
     except OSError as error:
-        raise _unread("cannot read the manifest", file, error) from error
+        raise _unread("cannot read the file", file, error) from error
     except (ValueError, RecursionError) as error:  # invalid JSON or UTF-8
         raise CheckpointError("the manifest is damaged: it is not JSON", where=str(file), fix=FIX) from error
     if not isinstance(content, dict) or (content.get("format") != FORMAT and "xxh3" not in content):

@@ -94,15 +94,6 @@ def installed_version(distribution: str) -> str | None:
         return None
 
 
-def require_scipy() -> None:
-    """Refuse a command that needs scipy if it is not installed.
-
-    Raises:
-        UserError: scipy is not installed.
-    """
-    require_for_studies("scipy")
-
-
 def require_for_studies(*names: str) -> None:
     """Refuse a study, before it measures, if one of these packages is not installed.
 

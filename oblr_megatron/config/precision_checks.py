@@ -68,9 +68,8 @@ def _rounded_cache(config: Config) -> Iterator[Problem]:
 def _quantized_rollout(config: Config) -> Iterator[Problem]:
     """An FP8 engine rounds the pushed weights, so it samples from a policy that differs from the trainer's."""
     rollout, option = config.rollout, f'quantization "{config.rollout.quantization}"'
-    dtype = config.model.dtype if rollout.dtype == "auto" else rollout.dtype
-    if dtype != "bfloat16":
-        what = f"{option} of weights pushed in {dtype}: vLLM rounds from bfloat16"
+    if config.engine_dtype != "bfloat16":
+        what = f"{option} of weights pushed in {config.engine_dtype}: vLLM rounds from bfloat16"
         yield what, 'set rollout.dtype to "bfloat16"'
     if config.weights.verify:
         what = f"weights.verify with {option}: the engine does not keep the pushed bytes"

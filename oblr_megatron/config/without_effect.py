@@ -52,7 +52,7 @@ TURNED_OFF: tuple[tuple[str, tuple[str, ...], str, Off], ...] = (
         "reward",
         ("send_rows", "api_key_env"),
         "no reward is a URL",
-        lambda c: not any(name.startswith(("http://", "https://")) for name in c.reward.names),
+        lambda c: not any(name.lower().startswith(("http://", "https://")) for name in c.reward.names),
     ),
     ("data", ("exclude",), "data.overlap_threshold is 0", lambda c: c.data.overlap_threshold == 0),
     (

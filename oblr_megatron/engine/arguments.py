@@ -18,7 +18,6 @@ def vllm_arguments(spec: EngineSpec, backend: str) -> dict[str, Any]:
         "dtype": spec.dtype,
         "max_model_len": spec.max_model_len,
         "max_num_seqs": spec.max_num_seqs,
-        "seed": spec.seed,
         "logprobs_mode": "processed_logprobs",  # those of the distribution that is sampled from, temperature applied
         "max_logprobs": -1,  # requests say how many
         "weight_transfer_config": {"backend": backend},

@@ -172,7 +172,6 @@ class EngineSpec:
     sleep_mode: bool = False  # whether a GPU engine can free its memory and take it back later
     speculation: Speculation = "none"
     speculation_below: int | None = None  # most sequences that are sampled with drafts; None: measured
-    seed: int = 0
     routes: bool = False  # whether the engine can return routes (`engine.routes`)
     server: bool = False  # whether it stands behind `engine.http_door`, not next to a rank
     lora: AdapterShape | None = None  # of the adapters that are pushed into it

@@ -21,9 +21,8 @@ from oblr_megatron.checks.vllm_options import cache_bytes
 from oblr_megatron.config import Config, ParallelConfig
 from oblr_megatron.memory.buffer_sizes import BUCKET_BYTES, PIECE_BYTES, cpu_step_tokens
 from oblr_megatron.memory.rank_shapes import RankSizes
-from oblr_megatron.padding import padded_vocab_size
+from oblr_megatron.padding import VOCABULARY_MULTIPLE, padded_vocab_size
 
-VOCABULARY_MULTIPLE = 64  # padding of vLLM's embedding (`DEFAULT_VOCAB_PADDING_SIZE`)
 CONTEXT = 2 * 2**30  # CUDA context, NCCL and cuBLAS of a trainer rank; typical, not yet measured on a GPU
 RESIDENT = 2 * 2**30  # CUDA context, NCCL buffers, CUDA graphs: what a sleeping engine still holds
 LARGE_DEVICE = 70 * 2**30  # from this size on vLLM computes more tokens per step (`get_batch_defaults`)
@@ -143,9 +142,8 @@ def gather_bytes(hf_config: Mapping[str, Any], config: Config, piece_bytes: int 
 def engine_sizes(hf_config: Mapping[str, Any], config: Config) -> RankSizes:
     """Widths on one device of an engine. vLLM splits layers like megatron-core, but pads the vocabulary less."""
     width = config.rollout.tensor_parallel_size
-    dtype = config.model.dtype if config.rollout.dtype == "auto" else config.rollout.dtype
     model = {
-        "dtype": "bfloat16" if dtype == "bfloat16" else "float32",
+        "dtype": "bfloat16" if config.engine_dtype == "bfloat16" else "float32",
         "make_vocab_size_divisible_by": max(1, VOCABULARY_MULTIPLE // width),
     }
     layout = ParallelConfig(tensor_model_parallel_size=width)

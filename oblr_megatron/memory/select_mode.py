@@ -96,22 +96,20 @@ def resolve(
         mode: estimate(hf_config, run, world_size, on_gpu=on_gpu, transformer_engine=transformer_engine)
         for mode, run in runs.items()
     }
+    layout = Layout.of(hf_config, config, world_size)
     if not config.measures_norms:
-        apart = mode_problem(config, "two_pass", block=Layout.of(hf_config, config, world_size).block)
+        apart = mode_problem(config, "two_pass", block=layout.block)
         if apart is not None:
             raise UserError(apart[0], where="config: gradnorm.check_every", fix=apart[1])
         return ModeChoice(modes[0], "unused: this run measures no norms in backward passes", 1.0, estimates[modes[0]])
-    layout = {mode: Layout.of(hf_config, run, world_size) for mode, run in runs.items()}
     problems = {
-        mode: mode_problem(run, mode, block=layout[mode].block) or _too_large(run, estimates, free_bytes)
+        mode: mode_problem(run, mode, block=layout.block) or _too_large(run, estimates, free_bytes)
         for mode, run in runs.items()
     }
     if problem := problems.get(asked):
         raise UserError(f"mode {asked!r}: {problem[0]}", where="config: gradnorm.mode", fix=problem[1])
     costs = {
-        mode: _cost(hf_config, run, layout[mode], mode, on_gpu=on_gpu)
-        for mode, run in runs.items()
-        if problems[mode] is None
+        mode: _cost(hf_config, run, layout, mode, on_gpu=on_gpu) for mode, run in runs.items() if problems[mode] is None
     }
     if asked != "auto":
         return ModeChoice(asked, "as configured", costs[asked], estimates[asked])

@@ -344,15 +344,13 @@ def alarms_of(run_dir: Path, settings: Planned, records: Sequence[Record]) -> li
     for record in records:
         watch.check(record, cause)
     alarms = {alarm.name: alarm for alarm in watch.all() if alarm.name not in BY_SETTINGS}
-    # earlier versions have the error of a failure in its text alone
-    kept = (alarm for alarm in written if alarm.name in BY_SETTINGS or (alarm.name == "failures" and not alarm.cause))
-    alarms |= {alarm.name: alarm for alarm in kept}
+    alarms |= {alarm.name: alarm for alarm in written if alarm.name in BY_SETTINGS}
     return [alarms[name] for name in CHECKS if name in alarms]
 
 
 def _written(path: Path) -> list[Alarm]:
     names = {field.name for field in fields(Alarm)}  # a line of another version is skipped
-    return [Alarm(**alarm) for _, alarm in intact_lines(path) if names - {"cause"} <= alarm.keys() <= names]
+    return [Alarm(**alarm) for _, alarm in intact_lines(path) if alarm.keys() == names]
 
 
 def _until(alarms: Iterable[Alarm], records: Sequence[Record]) -> list[Alarm]:

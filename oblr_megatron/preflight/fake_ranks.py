@@ -13,15 +13,12 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import replace
 
-import torch
 import torch.distributed as dist
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from oblr_megatron.config import ParallelConfig
 from oblr_megatron.model import cpu
 from oblr_megatron.model.parallel import Parallel, initialize, shutdown
-
-META = torch.device("meta")
 
 
 @contextmanager
@@ -32,26 +29,13 @@ def standing_as(rank: int, world_size: int, config: ParallelConfig) -> Iterator[
         UserError: the number of ranks does not fit the layout.
     """
     served = dist.Backend.backend_capability[dist.Backend.FAKE]
-    if META.type not in served:  # tied embeddings run a collective when they are built
-        served.append(META.type)
+    if cpu.META.type not in served:  # tied embeddings run a collective when they are built
+        served.append(cpu.META.type)
     with cpu.without_gpus():
         dist.init_process_group(dist.Backend.FAKE, store=FakeStore(), rank=rank, world_size=world_size)
         try:
             parallel = initialize(config)
-            with _meta_is_current():
-                yield replace(parallel, device=META)
+            with cpu.on_meta():
+                yield replace(parallel, device=cpu.META)
         finally:
             shutdown()
-
-
-@contextmanager
-def _meta_is_current() -> Iterator[None]:
-    """megatron-core creates weights on the current CUDA device, or on the default device and moves them there."""
-    current, move = torch.cuda.current_device, torch.Tensor.cuda
-    torch.cuda.current_device = lambda: META  # type: ignore[assignment, return-value]
-    torch.Tensor.cuda = lambda tensor, *_args, **_kwargs: tensor  # type: ignore[method-assign]
-    try:
-        with META:
-            yield
-    finally:
-        torch.cuda.current_device, torch.Tensor.cuda = current, move  # type: ignore[method-assign]

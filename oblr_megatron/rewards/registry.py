@@ -85,16 +85,12 @@ REWARDS: dict[str, Make] = {
 
 
 def build_reward(config: RewardConfig, *, max_response_tokens: int) -> Reward:
-    """The configured reward. Close it, or use it as a context manager.
+    """The configured reward, which has passed `check_reward`. Close it, or use it as a context manager.
 
     Args:
         config: the section `reward`.
         max_response_tokens: from the section `rollout`.
-
-    Raises:
-        UserError: see `check_reward`.
     """
-    check_reward(config, max_response_tokens=max_response_tokens)
     if not config.terms and config.weight == 1.0:
         return _build(config.name, config, max_response_tokens)
 

@@ -48,13 +48,12 @@ class Batch:
 class Refilled:
     """A step's batch, and statistics of all batches sampled for it.
 
-    Example, Q = 4 with one group replaced from a second batch of 2: Refilled(step, prompts=[6 prompts],
+    Example, Q = 4 with one group replaced from a second batch of 2: Refilled(step,
                                                               rewards=[6, G] tensor, batches=2, dropped=1, unused=1)
     """
 
     step: Batch  # Q prompts, groups numbered 0..Q-1; its failures count all batches
-    prompts: list[Prompt]  # all S prompts sampled
-    rewards: Tensor  # [S, G] fp64
+    rewards: Tensor  # [S, G] fp64, of all S prompts sampled
     batches: int
     dropped: int  # groups of equal rewards that are not in the step
     unused: int  # mixed groups that are not in the step: the last batch had more than were missing
@@ -91,7 +90,6 @@ def refill(first: Batch, draw: Callable[[int, int], Batch], *, max_batches: int,
             {place: used.get(place, (first, place)) for place in range(len(first.prompts))},
             failures=sum(batch.scored.failures for batch in batches),
         ),
-        prompts=[prompt for batch in batches for prompt in batch.prompts],
         rewards=torch.cat([batch.scored.rewards for batch in batches]),
         batches=len(batches),
         dropped=equal - (len(places) - len(used)),

@@ -99,7 +99,6 @@ def engine_spec(config: Config, parallel: Parallel, index: int, placement: Place
         sleep_mode=on_gpu and rollout.sleep_level > 0,
         speculation=rollout.speculation,
         speculation_below=rollout.speculation_below,
-        seed=config.seed,
         routes=config.model.moe_routing_replay,
         vllm=rollout.vllm,
     )

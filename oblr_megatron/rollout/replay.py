@@ -16,7 +16,6 @@ from typing import TYPE_CHECKING, Any
 
 import torch.distributed as dist
 
-from oblr_megatron.checks.run_dir import check_saved_samples
 from oblr_megatron.engine.protocol import PushStats, RolloutEngine, SamplingRequest
 from oblr_megatron.errors import BrokenStepError, Problem, UserError
 from oblr_megatron.rewards.registry import takes_rows
@@ -140,7 +139,6 @@ def check_replay(config: Config, vocab_size: int, model: str = "") -> None:
     directory = config.rollout.replay
     if directory is None:
         return
-    check_saved_samples(directory)
     for step in range(1, config.num_steps + 1):
         path = step_path(directory, step)
         if not path.exists() and step_path(directory, 1).exists():
@@ -163,10 +161,10 @@ def other_settings(saved: SavedStep, config: Config) -> Iterator[Problem]:
 
 def other_filters(saved: SavedStep, config: Config) -> Iterator[Problem]:
     """Filters of the draws that differ from those of this run."""
-    if saved.filters not in (None, config.rollout.filters):
+    if saved.filters != config.rollout.filters:
         stored, wanted = (
             ", ".join(f"{name} {value:g}" for name, value in one.items()) or "no filter"
-            for one in (saved.filters or {}, config.rollout.filters)
+            for one in (saved.filters, config.rollout.filters)
         )
         what = f"the samples were saved with {stored}, but the run has {wanted}: log-probs are of what a filter leaves"
         yield what, "set top_p, top_k and min_p of [rollout] as they were"

@@ -86,7 +86,7 @@ class SavedStep:
     rewards: list[float]  # N, as the run scored them
     model: str = ""  # fingerprint of the weights that the run started from; empty: not known, and not compared
     position: dict[str, Any] = field(default_factory=dict)  # in the data, after the step
-    filters: dict[str, float] | None = None  # of the draws: `RolloutConfig.filters`; None: not known, and not compared
+    filters: dict[str, float] = field(default_factory=dict)  # of the draws: `RolloutConfig.filters`
 
     @property
     def group_size(self) -> int:
@@ -137,6 +137,7 @@ def read_step(path: Path) -> SavedStep:
         with pq.ParquetFile(path, page_checksum_verification=True) as file:
             table = file.read()
         facts = _facts(table, path)
+        own = {name: facts[name] for name in STEP_FACTS}
         rows = table.to_pylist()
     except FileNotFoundError:
         raise _refusal("saved samples are missing", path) from None
@@ -149,7 +150,7 @@ def read_step(path: Path) -> SavedStep:
     group_size = facts["group_size"]
     firsts = rows[::group_size]
     saved = SavedStep(
-        **{name: facts[name] for name in STEP_FACTS if name in facts},
+        **own,
         prompts=[_prompt(row) for row in firsts],
         samples=[_sample(row, facts.get(ROUTES), path) for row in rows],
         rewards=[row["reward"] for row in rows],

@@ -113,13 +113,13 @@ def parts_of(update_info: Mapping[str, Any]) -> tuple[Part, ...]:
     return tuple(map(Part, specs, update_info["firsts"], update_info["counts"]))
 
 
-def check_manifest(manifest: Manifest, model: Mapping[str, tuple[int, ...]], dtype: str | None = None) -> None:
+def check_manifest(manifest: Manifest, model: Mapping[str, tuple[int, ...]], dtype: str) -> None:
     """Refuse a manifest that is not exactly the model's tensors.
 
     Args:
         manifest: of the push.
         model: name -> shape of the engine's tensors.
-        dtype: of the engine's tensors; None skips this check.
+        dtype: of the engine's tensors.
 
     Raises:
         WeightError: names the first tensors that are missing, unknown, given twice, or of another shape or dtype.
@@ -136,7 +136,7 @@ def check_manifest(manifest: Manifest, model: Mapping[str, tuple[int, ...]], dty
             if spec.shape != model[spec.name]
         ],
         "of another dtype": [
-            f"{spec.name} {spec.dtype}, the model has {dtype}" for spec in known if dtype not in (None, spec.dtype)
+            f"{spec.name} {spec.dtype}, the model has {dtype}" for spec in known if dtype != spec.dtype
         ],
     }
     lines = [

@@ -12,12 +12,10 @@ import torch
 import xxhash
 from torch import Tensor, nn
 
+from oblr_megatron.padding import VOCABULARY_MULTIPLE
 from oblr_megatron.weights.adapter import AdapterShape, adapter_table
 from oblr_megatron.weights.engine_view import engine_tensors
 from oblr_megatron.weights.names import Entry, ModelShape, table
-
-VOCAB_MULTIPLE = 64
-"""vLLM pads the rows of a vocabulary to a multiple of this before it shares them among workers."""
 
 Digests = dict[str, str]
 """Hugging Face name -> digest of a worker's part of that tensor."""
@@ -74,7 +72,7 @@ def worker_part(item: Entry, part: int, tensor: Tensor, shape: ModelShape, worke
     if item.cut == "columns":
         return tensor.chunk(workers, dim=1)[worker]
     if item.cut == "vocab":
-        rows = -(-shape.vocab // VOCAB_MULTIPLE) * VOCAB_MULTIPLE // workers
+        rows = -(-shape.vocab // VOCABULARY_MULTIPLE) * VOCABULARY_MULTIPLE // workers
         return tensor[rows * worker : rows * (worker + 1)]
     pieces = min(workers, shape.groups) if item.cut == "qkv" and part > 0 else workers
     return tensor.chunk(pieces)[worker * pieces // workers]

@@ -12,14 +12,12 @@ import io
 import multiprocessing
 import os
 import pickle
-import tempfile
 import time
 import traceback
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from datetime import timedelta
 from multiprocessing.connection import Connection, wait
-from pathlib import Path
 from typing import Any, TypeVar
 
 from torch import Tensor
@@ -54,28 +52,30 @@ def run_ranks(
     Raises:
         RankError: the first rank that failed, with its traceback. The other ranks are killed, as at the deadline.
     """
+    from torch.distributed import TCPStore
+
     context = multiprocessing.get_context("forkserver")
     context.set_forkserver_preload(PRELOAD)
-    with tempfile.TemporaryDirectory() as directory:
-        store = str(Path(directory) / "store")
-        processes, readers = [], []
-        for rank in range(world_size):
-            reader, writer = context.Pipe(duplex=False)
-            process = context.Process(
-                target=_rank_main,
-                args=(writer, function, args, rank, world_size, store, deadline_s, first),
-                daemon=True,
-            )
-            process.start()
-            writer.close()  # so that the reader sees the end when the rank dies
-            processes.append(process)
-            readers.append(reader)
-        try:
-            return _collect(readers, time.monotonic() + deadline_s)
-        finally:
-            for process in processes:
-                process.kill()
-                process.join()
+    # A FileStore polls every 10 ms, and megatron-core makes tens of groups in each layout.
+    store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+    processes, readers = [], []
+    for rank in range(world_size):
+        reader, writer = context.Pipe(duplex=False)
+        process = context.Process(
+            target=_rank_main,
+            args=(writer, function, args, rank, world_size, store.port, deadline_s, first),
+            daemon=True,
+        )
+        process.start()
+        writer.close()  # so that the reader sees the end when the rank dies
+        processes.append(process)
+        readers.append(reader)
+    try:
+        return _collect(readers, time.monotonic() + deadline_s)
+    finally:
+        for process in processes:
+            process.kill()
+            process.join()
 
 
 @contextmanager
@@ -139,7 +139,7 @@ def _rank_main(
     args: tuple[Any, ...],
     rank: int,
     world_size: int,
-    store: str,
+    port: int,
     deadline_s: float,
     first: Callable[[], None] | None,
 ) -> None:
@@ -159,7 +159,7 @@ def _rank_main(
     try:
         dist.init_process_group(
             "gloo",
-            store=dist.FileStore(store, world_size),
+            store=dist.TCPStore("127.0.0.1", port, is_master=False),
             rank=rank,
             world_size=world_size,
             timeout=timedelta(seconds=deadline_s),

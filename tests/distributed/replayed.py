@@ -5,6 +5,7 @@ from __future__ import annotations
 import io
 import json
 import os
+from collections.abc import Sequence
 from contextlib import redirect_stderr, redirect_stdout
 from pathlib import Path
 from typing import Any
@@ -105,17 +106,21 @@ def exported(run_dir: Path, name: str = "hf") -> dict[str, Tensor]:
     return load_file(run_dir / name / "model.safetensors")
 
 
-def stored(checkpoint: Path) -> dict[str, Tensor]:
-    """Every tensor of a checkpoint without the padding of the vocabulary: weights, masters, moments."""
-    return run_ranks(_stored, 1, checkpoint)[0]
+def stored(*checkpoints: Path) -> list[dict[str, Tensor]]:
+    """Every tensor of each checkpoint without the padding of the vocabulary: weights, masters, moments."""
+    return run_ranks(_stored, 1, checkpoints)[0]
 
 
-def _stored(checkpoint: Path) -> dict[str, Tensor]:
-    from megatron.core import dist_checkpointing
-
+def _stored(checkpoints: Sequence[Path]) -> list[dict[str, Tensor]]:
     from oblr_megatron.model import cpu
 
     cpu.install()
+    return [_tensors(checkpoint) for checkpoint in checkpoints]
+
+
+def _tensors(checkpoint: Path) -> dict[str, Tensor]:
+    from megatron.core import dist_checkpointing
+
     found = dist_checkpointing.load_plain_tensors(str(checkpoint))
     tensors = {name: tensor for name, tensor in found.items() if isinstance(tensor, torch.Tensor)}
     return {

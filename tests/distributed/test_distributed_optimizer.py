@@ -168,7 +168,8 @@ def unbroken(inputs: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[str
         directory = tmp_path_factory.mktemp(name)
         train(config_of(inputs, directory / "plain", *told, *SHORT), 2)
         train(config_of(inputs, directory / "sharded", OPTION, *told, *SHORT), 2)
-        tensors = {kind: stored(checkpoints_of(directory / kind)[0]) for kind in ("plain", "sharded")}
+        kinds = ("plain", "sharded")
+        tensors = dict(zip(kinds, stored(*(checkpoints_of(directory / kind)[0] for kind in kinds)), strict=True))
         runs[name] = Unbroken(directory, tensors)
     return runs
 
@@ -214,7 +215,8 @@ def test_another_layout_and_the_plain_optimizer_go_on(
     copy = beginning_of(run, tmp_path / "run")
     train(config_of(inputs, copy, "checkpoint.resume=newest", *overrides, *TOLD[name], *SHORT), ranks)
     assert_equal(exported(copy), exported(run), tolerance)
-    assert_equal(stored(checkpoints_of(copy)[0]), unbroken[name].tensors[first], tolerance)
+    (found,) = stored(checkpoints_of(copy)[0])
+    assert_equal(found, unbroken[name].tensors[first], tolerance)
 
 
 def experts_go_on(path: Path, directory: Path) -> list[tuple[dict[str, Tensor], dict[str, Tensor]]]:

@@ -115,7 +115,7 @@ def test_a_resumed_run_goes_on_exactly(tmp_path: Path) -> None:
     train(config_of(inputs, beginning_of(whole, parts), "checkpoint.resume=newest", *overrides))
     assert certain(parts) == certain(whole)
     assert_equal(exported(parts), exported(whole))
-    found, expected = (stored(checkpoints_of(run_dir)[0]) for run_dir in (parts, whole))
+    found, expected = stored(*(checkpoints_of(run_dir)[0] for run_dir in (parts, whole)))
     assert_equal(found, expected)
     averages = [name for name in found if name.startswith("gradient_momentum.")]
     assert len(averages) == len([name for name in found if not name.startswith(("gradient_momentum.", "optimizer."))])
@@ -129,4 +129,4 @@ def test_another_layout_goes_on_within_rounding(tmp_path: Path) -> None:
     train(config_of(inputs, parts, "num_steps=2", *overrides, *TP2, *PP2), 4)
     train(config_of(inputs, parts, "checkpoint.resume=newest", *overrides, *SHORT))
     assert signals(parts) == pytest.approx(signals(whole), rel=1e-6)  # the engine's log-probs are fp32
-    assert_equal(stored(checkpoints_of(parts)[0]), stored(checkpoints_of(whole)[0]), 1e-10)
+    assert_equal(*stored(checkpoints_of(parts)[0], checkpoints_of(whole)[0]), 1e-10)

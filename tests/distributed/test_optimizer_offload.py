@@ -55,12 +55,12 @@ def test_a_run_and_its_resume_are_the_run_without(name: str, inputs: Path, tmp_p
     assert str(certain(moved)) == str(certain(plain)), "as text, because NaN is not equal to itself"
     assert_equal(exported(moved), exported(plain))
     for found, expected in zip(checkpoints_of(moved), checkpoints_of(plain), strict=True):
-        assert_equal(stored(found), stored(expected))
+        assert_equal(*stored(found, expected))
     ways = [(moved, (OFFLOAD,)), (plain, (OFFLOAD,)), (moved, ())]
     for first, options in ways if nightly else [ways[list(TOLD).index(name) % len(ways)]]:
         train(config_of(inputs, beginning_of(first, resumed), "checkpoint.resume=newest", *options, *told), 2)
         assert_equal(exported(resumed), exported(plain))
-        assert_equal(stored(checkpoints_of(resumed)[0]), stored(checkpoints_of(plain)[0]))
+        assert_equal(*stored(checkpoints_of(resumed)[0], checkpoints_of(plain)[0]))
         shutil.rmtree(resumed)
 
 

@@ -63,4 +63,4 @@ def test_four_steps_of_one_version_and_four_of_another_are_eight(tmp_path: Path,
         there(TRAIN, inputs, beginning_of(whole, parts), resume)
     assert certain(parts) == certain(whole) and len(certain(whole)) == 8
     assert_equal(exported(parts), exported(whole))
-    assert_equal(stored(checkpoints_of(parts)[0]), stored(checkpoints_of(whole)[0]))
+    assert_equal(*stored(checkpoints_of(parts)[0], checkpoints_of(whole)[0]))

@@ -55,7 +55,7 @@ MODELS: dict[str, dict[str, Any]] = {
     [
         pytest.param("untied", marks=pytest.mark.nightly),
         "tied",
-        "qwen2",
+        pytest.param("qwen2", marks=pytest.mark.nightly),
         pytest.param("llama", marks=pytest.mark.nightly),
     ],
 )

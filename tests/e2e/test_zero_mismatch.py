@@ -25,7 +25,7 @@ from tests.e2e.test_push_parity import MODELS
 from tests.e2e.tiny_rollout import make_config, sample
 from tests.tiny import make_hf_dir
 
-STEPS = 3
+STEPS = 2  # the second has weights of a push
 PACKED = {"parallel__packing": "packed", "parallel__micro_batch_tokens": 64}
 LAYOUTS = {
     "one rank, packed, float32, filtered": (

@@ -79,9 +79,9 @@ def fit(observations: Sequence[Observation], start: Constants, names: Sequence[s
     Raises:
         UserError: scipy is not installed, or no phase was measured.
     """
-    from oblr_megatron.checks.packages import require_scipy
+    from oblr_megatron.checks.packages import require_for_studies
 
-    require_scipy()
+    require_for_studies("scipy")
     from scipy.optimize import least_squares
 
     if not any(observation.seconds for observation in observations):

@@ -12,7 +12,9 @@ import torch
 
 from oblr_megatron.model.cpu.shim import cuda_type_names, install, installed, uninstall
 
-__all__ = ["cuda_type_names", "install", "installed", "uninstall", "without_gpus"]
+META = torch.device("meta")
+
+__all__ = ["META", "cuda_type_names", "install", "installed", "on_meta", "uninstall", "without_gpus"]
 
 
 @contextmanager
@@ -26,3 +28,18 @@ def without_gpus() -> Iterator[None]:
         torch.cuda.is_available = available
         if not before:
             uninstall()
+
+
+@contextmanager
+def on_meta() -> Iterator[None]:
+    """Create tensors on the meta device, also where megatron-core asks for the current CUDA device. In `without_gpus`.
+
+    The shim has made `Tensor.cuda` the identity.
+    """
+    current = torch.cuda.current_device
+    torch.cuda.current_device = lambda: META  # type: ignore[assignment, return-value]
+    try:
+        with META:
+            yield
+    finally:
+        torch.cuda.current_device = current

@@ -28,8 +28,7 @@ class RMSNorm(nn.RMSNorm):
     """
 
     def __init__(self, config: TransformerConfig, hidden_size: int, eps: float = 1e-5, **_: Any) -> None:
-        device = torch.get_default_device() if config.use_cpu_initialization else torch.cuda.current_device()
-        super().__init__(hidden_size, eps=eps, device=device, dtype=config.params_dtype)
+        super().__init__(hidden_size, eps=eps, device=torch.cuda.current_device(), dtype=config.params_dtype)
         self.weight.sequence_parallel = config.sequence_parallel  # type: ignore[attr-defined]
 
 

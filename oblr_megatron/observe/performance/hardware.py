@@ -52,7 +52,7 @@ DEVICES: tuple[Device, ...] = (
     Device("l40s", 362.0, 733.0, 48, 864, 32, 25, 8, "L40S"),
 )
 
-_OTHER_NAMES = {"a100": "a100-80gb", "h100-80gb": "h100", "h100-sxm": "h100", "h200-141gb": "h200"}
+_OTHER_NAMES = {"a100": "a100-80gb"}
 
 
 def device_named(name: str) -> Device:

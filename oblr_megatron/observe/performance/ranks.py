@@ -163,14 +163,14 @@ def pace_s(own: Mapping[str, float]) -> float:
     return sum(own.get(phase, 0.0) for phase in TRAINING)
 
 
-def probe_s(device: torch.device, side: int = PROBE_SIDE, repeats: int = PROBE_REPEATS) -> float:
-    """Seconds for `repeats` products of two bf16 matrices [side, side] on an idle device."""
-    left = torch.ones(side, side, dtype=torch.bfloat16, device=device)
+def probe_s(device: torch.device) -> float:
+    """Seconds for PROBE_REPEATS products of two bf16 matrices [PROBE_SIDE, PROBE_SIDE] on an idle device."""
+    left = torch.ones(PROBE_SIDE, PROBE_SIDE, dtype=torch.bfloat16, device=device)
     out = torch.empty_like(left)
     torch.mm(left, left, out=out)  # warm-up: loads the kernel
     _drain(device)
     start = time.perf_counter()
-    for _ in range(repeats):
+    for _ in range(PROBE_REPEATS):
         torch.mm(left, left, out=out)
     _drain(device)
     return time.perf_counter() - start

@@ -15,7 +15,6 @@ from oblr_megatron.algo.schedule import build_schedule
 from oblr_megatron.algo.snr import SnrAverages, noise_settings
 from oblr_megatron.config import OptimizerConfig
 from oblr_megatron.config.algo import AlgoConfig, SnrConfig
-from oblr_megatron.errors import UserError
 from oblr_megatron.types import GradientStats
 
 LR = 2e-3
@@ -174,9 +173,3 @@ def test_averages_under_another_reward_begin_again():
     for other, count in zip(averages[1:], (0, 1), strict=True):
         other.load_state_dict(averages[0].state_dict())
         assert other.count == count
-
-
-def test_another_schedules_state_is_refused():
-    with pytest.raises(UserError, match="'cosine'") as error:
-        build("snr").load_state_dict(build("cosine").state_dict())
-    assert error.value.where == "algo.schedule"

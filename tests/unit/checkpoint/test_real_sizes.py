@@ -34,8 +34,13 @@ PARAMETERS = {
     "Qwen2.5-32B": 32_763_876_352,
     "Llama-3.1-8B": 8_030_261_248,
 }  # from the model cards; a tied embedding counts once
-LARGEST = "Qwen3-235B-A22B"  # the tensors of Qwen3-30B-A3B, more often
-SIZES = [size for size in PARAMETERS if size != LARGEST] + [pytest.param(LARGEST, marks=pytest.mark.nightly)]
+MIXTURES = [size for size in PARAMETERS if "-A" in size]
+FEW = 4  # layers; the others have the same tensors
+SIZES = [
+    *((size, None) for size in PARAMETERS if size not in MIXTURES),
+    ("Qwen3-30B-A3B", FEW),
+    *(pytest.param(size, None, marks=pytest.mark.nightly) for size in MIXTURES),
+]
 
 Shapes = dict[str, tuple[int, ...]]
 
@@ -46,8 +51,9 @@ def parallel() -> Iterator[Parallel]:
         yield parallel
 
 
-def config_of(size: str) -> HFConfig:
-    return AutoConfig.from_pretrained(HERE / f"{size}.json")
+def config_of(size: str, layers: int | None = None) -> HFConfig:
+    """The published config, with all layers or fewer."""
+    return AutoConfig.from_pretrained(HERE / f"{size}.json", **({"num_hidden_layers": layers} if layers else {}))
 
 
 def saved_by_transformers(config: HFConfig) -> Shapes:
@@ -60,19 +66,20 @@ def saved_by_transformers(config: HFConfig) -> Shapes:
     return {name: tuple(tensor.shape) for name, tensor in state.items()}
 
 
-@pytest.mark.parametrize("size", SIZES)
-def test_table_plan_and_transformers_name_the_same_tensors(size: str, parallel: Parallel) -> None:
-    config = config_of(size)
+@pytest.mark.parametrize(("size", "layers"), SIZES)
+def test_table_plan_and_transformers_name_the_same_tensors(size: str, layers: int | None, parallel: Parallel) -> None:
+    config = config_of(size, layers)
     shape = ModelShape.of(config)
     expected = saved_by_transformers(config)
-    assert sum(map(prod, expected.values())) == PARAMETERS[size]
+    parameters = sum(map(prod, expected.values()))
+    assert layers or parameters == PARAMETERS[size]
     named = [(name, where) for item in table(shape) for name, where in zip(item.hf, item.shapes, strict=True)]
     assert len(named) == len(expected) and dict(named) == expected
     model = meta_model(config, ModelConfig.model_validate({"path": HERE, "dtype": "bfloat16"}), parallel)
     pieces = pieces_of(sharded_state(model), shape)
     planned = [(name, where) for piece in pieces for name, where in zip(piece.hf, piece.shapes, strict=True)]
     assert len(planned) == len(expected) and dict(planned) == expected
-    assert sum(prod(piece.sharded.local_shape) for piece in pieces) == PARAMETERS[size]  # no vocabulary needs padding
+    assert sum(prod(piece.sharded.local_shape) for piece in pieces) == parameters  # no vocabulary needs padding
     check_stored(pieces)
 
 
@@ -92,10 +99,11 @@ def check_stored(pieces: list[Piece]) -> None:
 
 
 @pytest.mark.parametrize(
-    ("size", "keys"),
+    ("size", "layers", "keys"),
     [
         (
             "Qwen3-0.6B",
+            None,
             {
                 "embedding.word_embeddings.weight": (151936, 1024),
                 "decoder.layers.self_attention.linear_qkv.layer_norm_weight": (28, 1024),
@@ -111,28 +119,30 @@ def check_stored(pieces: list[Piece]) -> None:
         ),
         (
             "Qwen3-30B-A3B",
+            FEW,
             {
                 "embedding.word_embeddings.weight": (151936, 2048),
-                "decoder.layers.self_attention.linear_qkv.layer_norm_weight": (48, 2048),
-                "decoder.layers.self_attention.linear_qkv.weight": (48, 5120, 2048),
-                "decoder.layers.self_attention.linear_proj.weight": (48, 2048, 4096),
-                "decoder.layers.self_attention.q_layernorm.weight": (48, 128),
-                "decoder.layers.self_attention.k_layernorm.weight": (48, 128),
-                "decoder.layers.pre_mlp_layernorm.weight": (48, 2048),
-                "decoder.layers.mlp.router.weight": (48, 128, 2048),
-                "decoder.layers.mlp.experts.experts.linear_fc1.weight": (48, 128, 1536, 2048),
-                "decoder.layers.mlp.experts.experts.linear_fc2.weight": (48, 128, 2048, 768),
+                "decoder.layers.self_attention.linear_qkv.layer_norm_weight": (FEW, 2048),
+                "decoder.layers.self_attention.linear_qkv.weight": (FEW, 5120, 2048),
+                "decoder.layers.self_attention.linear_proj.weight": (FEW, 2048, 4096),
+                "decoder.layers.self_attention.q_layernorm.weight": (FEW, 128),
+                "decoder.layers.self_attention.k_layernorm.weight": (FEW, 128),
+                "decoder.layers.pre_mlp_layernorm.weight": (FEW, 2048),
+                "decoder.layers.mlp.router.weight": (FEW, 128, 2048),
+                "decoder.layers.mlp.experts.experts.linear_fc1.weight": (FEW, 128, 1536, 2048),
+                "decoder.layers.mlp.experts.experts.linear_fc2.weight": (FEW, 128, 2048, 768),
                 "decoder.final_layernorm.weight": (2048,),
                 "output_layer.weight": (151936, 2048),
             },
         ),
     ],
 )
-def test_stored_keys_and_shapes(size: str, keys: Shapes, parallel: Parallel) -> None:
+def test_stored_keys_and_shapes(size: str, layers: int | None, keys: Shapes, parallel: Parallel) -> None:
     """Keys are independent of the layout; norms have Transformer Engine's names."""
-    config = config_of(size)
+    config = config_of(size, layers)
     model = meta_model(config, ModelConfig.model_validate({"path": HERE, "dtype": "bfloat16"}), parallel)
-    for naming in NAMINGS:
-        check_stored(pieces_of(sharded_state(model, naming), ModelShape.of(config)))
-    pieces = pieces_of(sharded_state(model), ModelShape.of(config))
+    shape = ModelShape.of(config)
+    pieces, *others = [pieces_of(sharded_state(model, naming), shape) for naming in NAMINGS]
+    for named in (pieces, *others):
+        check_stored(named)
     assert {piece.sharded.key: tuple(piece.sharded.global_shape) for piece in pieces} == keys

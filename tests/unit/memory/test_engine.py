@@ -20,9 +20,10 @@ from vllm.v1.kv_cache_interface import FullAttentionSpec
 from oblr_megatron.checks.vllm_options import CACHE_BYTES
 from oblr_megatron.config import Config
 from oblr_megatron.config.data import EvaluateConfig
-from oblr_megatron.memory.engine import LARGE_DEVICE, STEP_TOKENS, VOCABULARY_MULTIPLE, EngineMemory, engine_bytes
+from oblr_megatron.memory.engine import LARGE_DEVICE, STEP_TOKENS, EngineMemory, engine_bytes
 from oblr_megatron.model.published import published
 from oblr_megatron.model.transformer_config import hf_config_of
+from oblr_megatron.padding import VOCABULARY_MULTIPLE
 from tests.unit.configs import config_with
 
 GPU = 80 * 10**9

@@ -159,7 +159,8 @@ def test_the_number_of_prompts_that_is_asked_for_is_a_multiple_of_the_folds() ->
 
 
 def test_a_line_of_another_version_is_skipped(tmp_path: Path) -> None:
-    lines = [{"name": "entropy", "step": 3, "text": "low"}, {"name": "entropy", "step": 3, "text": "low", "new": 1}]
+    known = {"name": "entropy", "step": 3, "text": "low", "cause": ""}
+    lines = [known, known | {"new": 1}]
     (tmp_path / "alarms.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
     assert len(_written(tmp_path / "alarms.jsonl")) == 1
 

@@ -359,7 +359,9 @@ def test_an_alarm_that_depends_on_settings_is_the_runs_own(tmp_path):
     records = [record | {"lr": 1e-4} for record in synthetic_records(100)]
     run = write_run(tmp_path, records)
     assert Page(run).no_alarm()
-    (run / "alarms.jsonl").write_text('{"name": "rate", "step": 41, "text": "The learning rate has collapsed"}\n')
+    (run / "alarms.jsonl").write_text(
+        '{"name": "rate", "step": 41, "text": "The learning rate has collapsed", "cause": ""}\n'
+    )
     assert Page(run).texts("li") == ["The learning rate has collapsed first at step 41"]
 
 

@@ -110,11 +110,10 @@ def test_failures_score_zero_and_are_counted(monkeypatch: pytest.MonkeyPatch) ->
     ],
 )
 def test_errors_for_wrong_names(name: str, named: str) -> None:
-    for refuse in (check, build):
-        with pytest.raises(UserError) as caught:
-            refuse(name)
-        assert named in caught.value.what and "\n" not in str(caught.value)
-        assert caught.value.where == "config: reward.name"
+    with pytest.raises(UserError) as caught:
+        check(name)
+    assert named in caught.value.what and "\n" not in str(caught.value)
+    assert caught.value.where == "config: reward.name"
 
 
 @pytest.mark.parametrize(
@@ -134,6 +133,7 @@ def test_a_module_in_the_current_directory_is_found(tmp_path: Path, monkeypatch:
     (tmp_path / "my_rewards.py").write_text("def score(response, answer, prompt):\n    return 0.25\n")
     monkeypatch.setattr("sys.path", [entry for entry in __import__("sys").path if entry])
     monkeypatch.chdir(tmp_path)
+    check("my_rewards:score")
     with build("my_rewards:score") as reward:
         assert reward.score(*batch([("", [""])])).rewards == [0.25]
 

@@ -77,7 +77,6 @@ def test_a_step_is_the_first_mixed_groups_of_the_stream(num_prompts, max_batches
     assert result.step.scored.lengths.tolist() == [[row] * G for row in rows]
 
     assert result.rewards.tolist() == [list(group) for group in rewards[: stream.taken]]
-    assert [prompt.row for prompt in result.prompts] == list(range(stream.taken)), "those that are left out, too"
     assert result.step.scored.failures == stream.taken
     assert result.batches == len(stream.sizes) <= max_batches and max(stream.sizes) <= num_prompts
     assert result.unused == sum(is_mixed) - len(found)
