@@ -177,7 +177,7 @@ def _any_machine(run: Proposed) -> None:
 
 
 def _saved_samples(run: Proposed) -> None:
-    if run.config.rollout.replay is not None:
+    if run.config.rollout.replay is not None:  # `_replay` asks again, but it imports torch
         check_saved_samples(run.config.rollout.replay)
 
 

@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch.distributed as dist
 
+from oblr_megatron.checks.run_dir import check_saved_samples
 from oblr_megatron.engine.protocol import PushStats, RolloutEngine, SamplingRequest
 from oblr_megatron.errors import BrokenStepError, Problem, UserError
 from oblr_megatron.rewards.registry import takes_rows
@@ -139,6 +140,7 @@ def check_replay(config: Config, vocab_size: int, model: str = "") -> None:
     directory = config.rollout.replay
     if directory is None:
         return
+    check_saved_samples(directory)
     for step in range(1, config.num_steps + 1):
         path = step_path(directory, step)
         if not path.exists() and step_path(directory, 1).exists():
