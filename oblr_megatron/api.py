@@ -162,8 +162,10 @@ def _check_names(data: Mapping[str, str | Path]) -> None:
 
 
 def _saved(config: Config, directory: str) -> str:
-    path = Path(directory) / CONFIG_FILE
-    path.write_text(json.dumps(config.model_dump(mode="json")), encoding="utf-8")
+    table, path = config.model_dump(mode="json"), Path(directory) / CONFIG_FILE
+    if "name" not in config.reward.model_fields_set:  # the data may choose it (`with_own_scores`)
+        del table["reward"]["name"]
+    path.write_text(json.dumps(table), encoding="utf-8")
     return str(path)
 
 

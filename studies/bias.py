@@ -8,7 +8,7 @@ update or a rounding, that draws through a filter. All responses are enumerated 
 
 "replay" scores pi over the tokens that the filter let through, at each prefix. "centre" subtracts the sampler's
 expectation (`algo/centering.py`) over all tokens that can be drawn. Ratios of single tokens leave an error without any
-cut, because prefixes come from mu.
+cut, because prefixes and continuations come from mu.
 """
 
 from __future__ import annotations

@@ -223,8 +223,10 @@ def run(options: argparse.Namespace) -> int:
     from studies.summary import environment
 
     require_for_studies("matplotlib", "scipy")
-    options.out.mkdir(parents=True, exist_ok=True)
     measured = options.out / "measured.json"
+    if options.again and not measured.exists():
+        raise UserError("nothing was measured here", where=str(options.out), fix="leave out --again")
+    options.out.mkdir(parents=True, exist_ok=True)
     if not options.again:
         cases = [case_named(name) for name in options.cases]
         if len(cases) < 2 and not measured.exists():

@@ -38,8 +38,10 @@ def run(options: argparse.Namespace) -> int:
     )
     table = train_table(toy)
     parse_config(json.loads(json.dumps(table)))
-    lines = [f"{key} = {json.dumps(value)}" for key, value in flatten(table).items() if value is not None]
+    given = {key: value for key, value in flatten(table).items() if value is not None}
     config = start / "config.toml"
-    config.write_text("\n".join(lines) + "\n", encoding="utf-8")
+    if not config.exists():  # it may have been edited
+        lines = [f"{key} = {json.dumps(value, ensure_ascii=False)}\n" for key, value in given.items()]
+        config.write_text("".join(lines), encoding="utf-8")
     print(f"oblr-megatron train {config}")
     return EXIT_OK

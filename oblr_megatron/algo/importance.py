@@ -1,8 +1,9 @@
 """Truncated importance ratios that correct the mismatch between trainer and rollout engine. Pure torch.
 
 The engine and the trainer compute the same policy with different kernels: a response is drawn from mu and
-differentiated under pi. Weighting by pi / mu corrects this in expectation. Truncating the weight at a cap C bounds the
-variance, with a small bias (truncated importance sampling, Ionides 2008):
+differentiated under pi. Weighting by a response's pi / mu corrects this in expectation; a token's own ratio leaves the
+mismatch of the other tokens, which is of first order. Truncating the weight at a cap C bounds the variance, with a bias
+(truncated importance sampling, Ionides 2008):
 
     token level      rho_t = min(pi(o_t) / mu(o_t), C)
     sequence level   rho   = min(prod_t pi(o_t) / mu(o_t), C), the same for every token of the response

@@ -119,7 +119,7 @@ def to_megatron(
             write_pieces(state, pieces, load, partial)
             copy_description(hf_dir.path, partial / HF, kept)
             names = [file.relative_to(partial).as_posix() for file in sorted(partial.rglob("*")) if file.is_file()]
-            store.commit(partial, target, store.Manifest(0, store.measure(partial, names), {}))
+            store.commit(partial, target, store.Manifest(0, store.measure(partial, names), {}), replaces=False)
     return Conversion(target, total, time.monotonic() - start, peak_memory(), kept)
 
 

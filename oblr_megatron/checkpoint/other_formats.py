@@ -16,6 +16,11 @@ MERGE = "merge it into its base model (oblr-megatron convert to-hf ADAPTER DST -
 VERL = "merge the shards (python -m verl.model_merger merge)"
 FORMATS: tuple[tuple[str, Problem], ...] = (
     ("adapter_config.json", ("a PEFT adapter", MERGE)),
+    ("checkpoint.json", ("a checkpoint of a run", "convert it (oblr-megatron convert to-hf CHECKPOINT DST)")),
+    (
+        ".metadata",
+        ("a torch_dist checkpoint", "convert it (oblr-megatron convert to-hf CHECKPOINT DST --hf-source MODEL)"),
+    ),
     ("*.gguf", ("weights in GGUF format", "give the original checkpoint in safetensors format")),
     ("model_world_size_*_rank_*.pt", ("verl's shards of the ranks", VERL)),
     ("../model_world_size_*_rank_*.pt", ("verl's config without its weights", VERL)),

@@ -106,6 +106,8 @@ def check_absent(target: Path) -> None:
     Raises:
         UserError: names the obstacle.
     """
+    if target.name in ("", ".."):  # a partial directory could not be renamed to it
+        raise UserError("the target is a current directory or its parent", where=str(target), fix="name a new one")
     _check_no_mount(target)
     listed = os.path.isdir(target) and not os.path.islink(target) and os.access(target, os.R_OK)
     if listed and not os.listdir(target):
@@ -181,8 +183,9 @@ def measure(directory: Path, names: Iterable[str]) -> dict[str, FileEntry]:
         raise RunError(f"cannot read back {error.filename or directory}: {error.strerror or error}") from error
 
 
-def commit(partial: Path, target: Path, manifest: Manifest) -> None:
-    """Write the manifest, sync all files, and rename `partial` to `target`, replacing an older one.
+def commit(partial: Path, target: Path, manifest: Manifest, *, replaces: bool = True) -> None:
+    """Write the manifest, sync all files, and rename `partial` to `target`. It replaces an older one if `replaces`;
+    otherwise one that has files stays, and this is an error.
 
     Raises:
         NoSpaceError, RunError: a write failed; `target` is unchanged, and `sweep` will remove `partial`.
@@ -191,7 +194,11 @@ def commit(partial: Path, target: Path, manifest: Manifest) -> None:
         (partial / MANIFEST).write_bytes(_render(manifest))
         for path in (*partial.rglob("*"), partial):
             sync(path)
-        put(partial, target)
+        if replaces:
+            put(partial, target)
+        else:
+            partial.rename(target)
+            sync(target.parent)
 
 
 def put(partial: Path, target: Path) -> None:

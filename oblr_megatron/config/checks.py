@@ -112,8 +112,8 @@ def biases(config: Config) -> Iterator[str]:
     rollout, facts, penalty = config.rollout, facts_of(config.algo.baseline), config.algo.kl_coefficient
     if rollout.overlap == "one_step":
         yield (
-            'rollout.overlap "one_step" biases gradient, signal and noise: samples are one update old, and their '
-            f'importance ratios are cut at {rollout.importance_cap:g}; "stream" has neither'
+            'rollout.overlap "one_step" biases gradient, signal and noise: samples are one update old, and importance '
+            f'ratios correct that in part (cut at {rollout.importance_cap:g}); "stream" has no such bias'
         )
     if config.algo.updates_per_batch > 1:
         yield (

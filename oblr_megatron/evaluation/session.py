@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import fcntl
 import json
 import os
 from collections.abc import Callable, Sequence
@@ -77,8 +78,10 @@ def check(options: argparse.Namespace) -> EvalTask:
     check_rows(config.reward, sources.values())
     check_environment(config)
     file = options.json
-    if file is not None and (file.is_dir() or not os.access(file.parent, os.W_OK | os.X_OK)):
-        raise UserError("cannot write this file", where=str(file), fix="give another --json file")
+    if file is not None:
+        file = file.resolve()  # it is replaced as a whole, and a link stays
+        if (file.exists() and not file.is_file()) or not os.access(file.parent, os.W_OK | os.X_OK):
+            raise UserError("cannot write this file", where=str(options.json), fix="give another --json file")
     for source in sources.values():
         kind_of(source)
 
@@ -97,7 +100,7 @@ def check(options: argparse.Namespace) -> EvalTask:
 
 
 def _create(out: Path) -> None:
-    """Create OUT, and refuse one that holds something.
+    """Create OUT, and lock it until this process ends. Refuse one that holds something.
 
     Raises:
         UserError: names the obstacle.
@@ -110,6 +113,12 @@ def _create(out: Path) -> None:
         raise UserError(what, where=str(out), fix="give a writable --out") from error
     if held:
         raise UserError("the directory holds something", where=str(out), fix="give a new or an empty --out")
+    try:
+        fcntl.flock(os.open(out, os.O_RDONLY), fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        raise UserError("another evaluation writes here", where=str(out), fix="give another --out") from None
+    except OSError:  # a file system without locks
+        return
 
 
 def run(task: EvalTask) -> list[SetReport]:

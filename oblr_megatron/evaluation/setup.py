@@ -47,10 +47,10 @@ def config_of(options: argparse.Namespace, model: HFDir, given: Mapping[str, Any
     from oblr_megatron.config import ParallelConfig, load_config, parse_config
 
     # a run's share is for an engine beside the trainer, mostly one of several that hold the model
-    given = {"model.path": model.path, "checkpoint.best_metric": "", "rollout.gpu_memory_utilization": 0.9, **given}
+    alone = {"rollout.gpu_memory_utilization": 0.9, "rollout.quantization": "none"}  # the model as it is
+    given = {"model.path": model.path, "checkpoint.best_metric": "", **alone, **given}
     if model.config.get("quantization_config") is not None:
-        # The weights are rounded already. The others are bf16: vLLM has no FP8 matmul in fp32.
-        given |= {"rollout.dtype": "bfloat16", "rollout.quantization": "none"}
+        given |= {"rollout.dtype": "bfloat16"}  # of the weights that are not rounded: vLLM has no FP8 matmul in fp32
     if options.config is not None:
         config = load_config(options.config, [*_pairs(given), *options.overrides])
     else:
@@ -61,9 +61,9 @@ def config_of(options: argparse.Namespace, model: HFDir, given: Mapping[str, Any
         }
         table = {"run_dir": ".", "data": {"train": "unused"}}
         config = parse_config(table, "command line", [*_pairs(lengths | given), *options.overrides])
-    alone = {"num_engines": 1, "tensor_parallel_size": 1, "servers": (), "replay": None, "only": False}
-    alone["overlap"] = "none"  # nothing is trained meanwhile
-    rollout = config.rollout.model_copy(update=alone)
+    one = {"num_engines": 1, "tensor_parallel_size": 1, "servers": (), "replay": None, "only": False}
+    one["overlap"] = "none"  # nothing is trained meanwhile
+    rollout = config.rollout.model_copy(update=one)
     return config.model_copy(update={"parallel": ParallelConfig(), "rollout": rollout})
 
 
@@ -145,6 +145,7 @@ def check_engine(config: Config, model: HFDir) -> None:
 
     from oblr_megatron.checks.machine import build_problem, check_head_size, refuse
     from oblr_megatron.checks.vllm_options import check_processor, check_speculation, check_vllm_options
+    from oblr_megatron.memory.engine import check_cache, engine_bytes
 
     on_gpu = torch.cuda.is_available()
     check_head_size(model.config, model.path, on_gpu=on_gpu)
@@ -152,6 +153,8 @@ def check_engine(config: Config, model: HFDir) -> None:
     check_speculation(config.rollout.speculation, "config: rollout.speculation")
     check_vllm_options(config.rollout.vllm, on_gpu=on_gpu)
     check_processor(config.rollout.vllm, on_gpu=on_gpu)
+    if not on_gpu:
+        check_cache(engine_bytes(model.config, config, device_bytes=None), config)
 
 
 @contextmanager
@@ -179,4 +182,5 @@ def opened(config: Config, adapter: AdapterDir | None = None) -> Iterator[tuple[
 
 def _pairs(given: Mapping[str, Any]) -> list[str]:
     """The keys as overrides; text is quoted, because a path may look like a number."""
-    return [f"{key}={json.dumps(v if isinstance(v, int | float) else str(v))}" for key, v in given.items()]
+    quoted = {key: v if isinstance(v, int | float) else str(v) for key, v in given.items()}
+    return [f"{key}={json.dumps(v, ensure_ascii=False)}" for key, v in quoted.items()]  # TOML has no surrogates

@@ -19,6 +19,7 @@ from typing import Any
 from oblr_megatron.checks.lengths import max_model_len
 from oblr_megatron.checks.vllm_options import cache_bytes
 from oblr_megatron.config import Config, ParallelConfig
+from oblr_megatron.errors import UserError
 from oblr_megatron.memory.buffer_sizes import BUCKET_BYTES, PIECE_BYTES, cpu_step_tokens
 from oblr_megatron.memory.rank_shapes import RankSizes
 from oblr_megatron.padding import VOCABULARY_MULTIPLE, padded_vocab_size
@@ -137,6 +138,23 @@ def gather_bytes(hf_config: Mapping[str, Any], config: Config, piece_bytes: int 
     groups = [[vocabulary], dense] if tp * stages > 1 else []
     groups += [experts] if ep * etp * stages > 1 else []
     return max((min(sum(group), budget) for group in groups), default=0) * sizes.element
+
+
+def check_cache(engine: EngineMemory, config: Config) -> None:
+    """Refuse an engine with a KV cache below one sequence.
+
+    Raises:
+        UserError: with both sizes.
+    """
+    longest = max_model_len(config)
+    if engine.kv_tokens < longest:
+        raise UserError(
+            f"an engine's KV cache holds {engine.kv_tokens:,} tokens, but one sequence has up to {longest:,}: weights "
+            f"take {engine.weights / 1e9:.1f} GB and the rest {engine.other / 1e9:.1f} GB of its "
+            f"{engine.total / 1e9:.1f} GB per device",
+            where="config: rollout",
+            fix="raise rollout.gpu_memory_utilization or tensor_parallel_size (on a CPU kv_cache_gib)",
+        )
 
 
 def engine_sizes(hf_config: Mapping[str, Any], config: Config) -> RankSizes:

@@ -26,7 +26,7 @@ from oblr_megatron.checkpoint.store import (
     checkpoints_of,
 )
 from oblr_megatron.checks.layout import check_layout, heads_problem
-from oblr_megatron.checks.lengths import check_positions, max_model_len
+from oblr_megatron.checks.lengths import check_positions
 from oblr_megatron.checks.machine import (
     ANY_GPU,
     build_problem,
@@ -42,7 +42,7 @@ from oblr_megatron.data.sources import convention_of, kind_of
 from oblr_megatron.environments.registry import check_environment
 from oblr_megatron.errors import UserError
 from oblr_megatron.extension import extension
-from oblr_megatron.memory.engine import EngineMemory, engine_bytes
+from oblr_megatron.memory.engine import check_cache, engine_bytes
 from oblr_megatron.observe.trackers.registry import check_trackers
 from oblr_megatron.rewards.registry import check_reward, check_rows, check_services
 from oblr_megatron.runtime.stopping import check_time_left
@@ -152,23 +152,6 @@ def _most_saves(config: Config) -> int:
 def _device(path: Path) -> int:
     """The file system of a path that need not exist yet."""
     return next(one for one in (path, *path.absolute().parents) if one.exists()).stat().st_dev
-
-
-def check_cache(engine: EngineMemory, config: Config) -> None:
-    """Refuse an engine with a KV cache below one sequence.
-
-    Raises:
-        UserError: with both sizes.
-    """
-    longest = max_model_len(config)
-    if engine.kv_tokens < longest:
-        raise UserError(
-            f"an engine's KV cache holds {engine.kv_tokens:,} tokens, but one sequence has up to {longest:,}: weights "
-            f"take {engine.weights / 1e9:.1f} GB and the rest {engine.other / 1e9:.1f} GB of its "
-            f"{engine.total / 1e9:.1f} GB per device",
-            where="config: rollout",
-            fix="raise rollout.gpu_memory_utilization or tensor_parallel_size (on a CPU kv_cache_gib)",
-        )
 
 
 def _any_machine(run: Proposed) -> None:

@@ -20,13 +20,14 @@ from oblr_megatron.config import Config
 from oblr_megatron.config.data import SourceConfig
 from oblr_megatron.data.sources import kind_of
 from oblr_megatron.errors import UserError
+from oblr_megatron.memory.engine import check_cache
 from oblr_megatron.memory.pass_plan import Layout, idle_replicas
 from oblr_megatron.memory.peak import UPDATE
 from oblr_megatron.memory.rank_shapes import RankSizes
 from oblr_megatron.memory.select_mode import resolve, with_mode
 from oblr_megatron.model.published import published
 from oblr_megatron.observe.performance.flops import total_parameters
-from oblr_megatron.preflight.checklist import Proposed, check, check_cache
+from oblr_megatron.preflight.checklist import Proposed, check
 from oblr_megatron.preflight.device_memory import RankDevice, RankMemory, rank_memory
 from oblr_megatron.preflight.inputs import check_dealing, find_saved, open_inputs
 from oblr_megatron.preflight.models import Models, build_models

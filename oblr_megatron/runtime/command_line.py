@@ -203,7 +203,8 @@ def run_overrides(options: argparse.Namespace) -> list[str]:
     if options.rollout_only:
         overrides.append("rollout.only=true")
     if options.replay is not None:
-        overrides.append(f"rollout.replay={json.dumps(str(options.replay.absolute()))}")  # `none` would unset it
+        path = json.dumps(str(options.replay.absolute()), ensure_ascii=False)  # TOML has no surrogates
+        overrides.append(f"rollout.replay={path}")  # a plain `none` would unset it
     return overrides
 
 

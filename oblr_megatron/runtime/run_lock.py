@@ -104,7 +104,7 @@ def check_unlocked(run_dir: Path) -> None:
 
 def holder(run_dir: Path) -> tuple[bool, Owner | None]:
     """Whether a run is training in a directory now, and who, if its lock says so."""
-    with suppress(FileNotFoundError):
+    with suppress(FileNotFoundError, NotADirectoryError):
         descriptor = os.open(run_dir / LOCK_FILE, os.O_RDONLY)
         try:
             _lock(descriptor, fcntl.LOCK_SH)

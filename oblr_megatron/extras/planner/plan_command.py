@@ -64,6 +64,8 @@ def run(options: argparse.Namespace) -> int:
     """
     if options.calibrate:
         return _calibrate(options)
+    if options.out:
+        raise UserError("--out is the file of --calibrate", where="plan --model", fix="use --write, or redirect --json")
     if options.write:
         _check_new(options.write, "--write")
     request = request_of(options)  # before torch is imported
@@ -205,6 +207,8 @@ def _calibrate(options: argparse.Namespace) -> int:
 
     if options.out is None:
         raise UserError("--out is missing", where="plan --calibrate", fix="name the file to write")
+    if options.write or options.json:
+        raise UserError("--write and --json are of layouts", where="plan --calibrate", fix="leave them out")
     _check_new(options.out, "--out")
     print(calibrate(options.calibrate, options.gpu, options.out))
     return EXIT_OK

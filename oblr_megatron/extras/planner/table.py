@@ -118,7 +118,7 @@ def toml(sections: Mapping[str, Any], prefix: str = "") -> str:
         plain = {key: value for key, value in fields.items() if not (value is None or isinstance(value, Mapping))}
         nested = {key: value for key, value in fields.items() if isinstance(value, Mapping)}
         if plain:
-            lines = "".join(f"{key} = {json.dumps(value)}\n" for key, value in plain.items())
+            lines = "".join(f"{key} = {json.dumps(value, ensure_ascii=False)}\n" for key, value in plain.items())
             text += f"\n[{prefix}{name}]\n{lines}"
         text += toml(nested, f"{prefix}{name}.")
     return text

@@ -10,7 +10,6 @@ VERL = {
     "response_length/truncated_fraction": "response_length/clip_ratio",
     "entropy": "actor/entropy",
     "kl/mean": "actor/kl_loss",
-    "loss": "actor/pg_loss",
     "lr": "actor/lr",
     "grad_norm": "actor/grad_norm",
     "timing_s/rollout": "timing_s/gen",

@@ -111,6 +111,13 @@ def test_read(source: str, change: Change, tiny_hf: Path, tmp_path: Path) -> Non
     ("source", "change", "what", "fix"),
     [
         ("predibase/lorax#51", ADAPTER, "config.json is missing; the directory holds a PEFT adapter", "convert to-hf"),
+        (
+            "our checkpoint",
+            holds("checkpoint.json", ".metadata", without=("/",)),
+            "of a run",
+            "convert to-hf CHECKPOINT DST",
+        ),
+        ("a run's config", config(drop=("model_type",), run_dir="runs/a"), "the directory of a run", "/hf"),
         ("huggingface/peft#298", ZERO, "DeepSpeed", "zero_to_fp32.py"),
         ("dphnAI/sonar#417", holds("a-Q4_K_M.gguf", without=("/",)), "GGUF", "original checkpoint"),
         ("Lightricks/ComfyUI-LTXVideo#163", holds("gemma.gguf"), "no weights.*GGUF", "original checkpoint"),

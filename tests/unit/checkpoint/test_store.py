@@ -24,7 +24,7 @@ from oblr_megatron.checkpoint.hf_dir import check_hf_dir
 from oblr_megatron.checkpoint.store import CheckpointError, Manifest, NoSpaceError
 from oblr_megatron.checks.run_dir import CHECKPOINTS
 from oblr_megatron.config import parse_config
-from oblr_megatron.errors import RunError
+from oblr_megatron.errors import RunError, UserError
 from tests.tiny import make_hf_dir
 from tests.unit.checkpoint.small import FILES, STATE, save
 
@@ -155,6 +155,23 @@ def test_a_checkpoint_is_replaced(tmp_path: Path, monkeypatch, flag: int) -> Non
     target = save(tmp_path, 3, {"turn": 2})
     assert whole(target).state == {"turn": 2}
     assert list(target.parent.iterdir()) == [target]
+
+
+def test_a_conversion_replaces_nothing_that_came_meanwhile(tmp_path: Path) -> None:
+    target = save(tmp_path, 3, {"turn": 1})
+    partial = store.begin(target)
+    (partial / "note.txt").write_text("mine")
+    with pytest.raises(RunError, match="cannot write"):
+        store.commit(partial, target, store.Manifest(3, store.measure(partial, ["note.txt"]), {}), replaces=False)
+    assert whole(target).state == {"turn": 1}
+
+
+def test_a_target_needs_a_name(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """An empty current directory passes all other checks, and the work would be lost at its end."""
+    monkeypatch.chdir(tmp_path)
+    for target in (Path(), Path("..")):
+        with pytest.raises(UserError, match="current directory"):
+            store.check_absent(target)
 
 
 class Killed(BaseException):

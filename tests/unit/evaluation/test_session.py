@@ -122,6 +122,7 @@ def test_the_command_prints_an_error_in_one_line(model: Path, capsys: pytest.Cap
 def test_out_is_a_new_directory(model: Path, rows: Path, tmp_path: Path) -> None:
     out = tmp_path / "more" / "out"
     assert check(options(model, rows, out=out)).out == out and out.is_dir()
+    assert "another evaluation" in refusal(model, rows, out=out).what, "its first line comes after minutes"
     (out / "rows.jsonl").write_text("old")
     assert "holds something" in refusal(model, rows, out=out).what
     assert "cannot write" in refusal(model, rows, out=out / "rows.jsonl").what

@@ -11,7 +11,8 @@ import pytest
 
 from oblr_megatron.checkpoint.hf_dir import HFDir, check_hf_dir
 from oblr_megatron.config import Config
-from oblr_megatron.evaluation.setup import config_of
+from oblr_megatron.errors import UserError
+from oblr_megatron.evaluation.setup import check_engine, config_of
 from tests.tiny import make_hf_dir
 
 
@@ -27,6 +28,21 @@ def config(tmp_path_factory: pytest.TempPathFactory) -> Config:
     ]
     keys += ["data.max_prompt_tokens=24", "rollout.max_response_tokens=40"]
     return config_of(SimpleNamespace(config=None, overrides=keys), check_hf_dir(model), {})  # type: ignore[arg-type]
+
+
+def test_a_path_may_have_any_character(tmp_path: Path) -> None:
+    """Overrides are TOML, which knows no surrogates."""
+    model = HFDir(tmp_path / "\N{ROCKET}\N{CJK UNIFIED IDEOGRAPH-20BB7}", {}, (), {}, tied=False, num_bytes=0)
+    options: Any = SimpleNamespace(config=None, overrides=[])
+    assert config_of(options, model, {}).model.path == model.path
+
+
+def test_an_engine_on_a_cpu_needs_a_cache_for_the_longest_sequence(tmp_path: Path) -> None:
+    path = make_hf_dir(tmp_path / "model", head_dim=32, max_position_embeddings=40_000)
+    options: Any = SimpleNamespace(config=None, overrides=["evaluate.max_response_tokens=32768"])
+    config = config_of(options, check_hf_dir(path), {"rollout.kv_cache_gib": 0.001})
+    with pytest.raises(UserError, match="KV cache holds"):
+        check_engine(config, check_hf_dir(path))
 
 
 def test_nothing_is_trained_meanwhile(config: Config) -> None:

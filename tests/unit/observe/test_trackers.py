@@ -100,7 +100,7 @@ def test_tensorboard_gets_finite_values_and_alarms(offline: Path) -> None:
     assert said == []
     events = EventAccumulator(str(config.run_dir / "tensorboard")).Reload()
     assert [(event.step, event.value) for event in events.Scalars("actor/lr")] == [(1, 0.5), (2, 0.125)]
-    assert [(event.step, event.value) for event in events.Scalars("actor/pg_loss")] == [(2, 4.0)]
+    assert [(event.step, event.value) for event in events.Scalars("loss")] == [(2, 4.0)]
     assert ALARM.text.encode() in b"".join(path.read_bytes() for path in (config.run_dir / "tensorboard").iterdir())
 
 

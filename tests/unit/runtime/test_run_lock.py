@@ -38,6 +38,11 @@ def holder(directory: Path) -> subprocess.Popen[bytes]:
     return child
 
 
+def test_a_file_is_no_run(tmp_path: Path) -> None:
+    (tmp_path / "config.toml").touch()
+    assert run_lock.holder(tmp_path / "config.toml") == (False, None)
+
+
 def test_a_second_run_is_refused_until_the_first_has_ended(tmp_path: Path) -> None:
     with holder(tmp_path / "run") as child:
         for attempt in (lambda: check_unlocked(tmp_path / "run"), run_lock.run_lock(tmp_path / "run").__enter__):

@@ -141,6 +141,9 @@ def test_mistakes(tmp_path: Path) -> None:
     with pytest.raises(UserError, match="'speed'"):
         read_constants(tmp_path / "wrong.json")
     assert main(["plan", "--calibrate", str(tmp_path)]) == 2  # no --out
+    layout = ["--write", str(tmp_path / "layout.toml")]
+    assert main(["plan", "--calibrate", str(tmp_path), "--out", str(tmp_path / "new.json"), *layout]) == 2
+    assert main(["plan", "--model", "Qwen3-8B", "--gpus", "8", "--out", str(tmp_path / "plan.json")]) == 2
 
 
 @pytest.mark.parametrize(
