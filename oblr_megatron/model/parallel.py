@@ -378,9 +378,16 @@ def _check_order(place: Position) -> None:
     """Refuse ranks in another order than `positions` assumes. Collective."""
     from megatron.core import parallel_state as state
 
-    kinds = ("tensor_model_parallel", "pipeline_model_parallel", "context_parallel", "data_parallel")
-    actual = tuple(getattr(state, f"get_{kind}_rank")() for kind in kinds)
-    differs = torch.tensor(int(actual != (place.tp, place.pp, place.cp, place.dp)), device=_device())
+    kinds = {
+        "tensor_model_parallel": place.tp,
+        "pipeline_model_parallel": place.pp,
+        "context_parallel": place.cp,
+        "data_parallel": place.dp,
+        "expert_model_parallel": place.ep,
+        "expert_tensor_parallel": place.etp,
+    }
+    moved = any(getattr(state, f"get_{kind}_rank")() != rank for kind, rank in kinds.items())
+    differs = torch.tensor(int(moved), device=_device())
     dist.all_reduce(differs)
     if differs:
         raise UserError(

@@ -29,7 +29,7 @@ from oblr_megatron.errors import UserError
 from oblr_megatron.model.sequence import single_samples
 from oblr_megatron.model.step import reduce_model_parallel_grads, run_schedule
 from oblr_megatron.model.tapped import TappedModel
-from oblr_megatron.norms.attach import tapped
+from oblr_megatron.norms.attach import scheduled, tapped
 from oblr_megatron.norms.own_gradients import OwnGradients, gradient_space
 from oblr_megatron.norms.rules import classify, untapped_aside
 from oblr_megatron.norms.sample_gradients import GradSum, GroupWeights, Mode, SampleGradients, checked_weights
@@ -278,7 +278,7 @@ def _prepared(
         if gradients.single:
             batches = [single for batch in batches for single in single_samples(batch)]
         _check_counts(handle, len(batches))
-        with gradient_space(handle, summed=summed):
+        with scheduled(handle), gradient_space(handle, summed=summed):
             yield handle, gradients, _Given(batches)
 
 

@@ -3,8 +3,9 @@
     with tapped(model) as handle:            # a GPTModel, a wrapped one, or the list of a rank's chunks
         per_sample_sq_grad_norms(handle, microbatches, loss)
 
-Inside, megatron-core's schedule divides no loss and starts no reduction over replicas; at the end everything is as
-before. What the passes cannot measure is refused, with the field to change.
+During a call megatron-core's schedule divides no loss and starts no reduction over replicas. Between calls the block
+trains as without taps, and at its end everything is as before. What the passes cannot measure is refused, with the
+field to change.
 """
 
 from __future__ import annotations
@@ -17,12 +18,15 @@ from typing import Any
 import torch.distributed as dist
 from megatron.core.distributed import DistributedDataParallel
 from megatron.core.models.gpt import GPTModel
+from megatron.core.tensor_parallel.layers import ColumnParallelLinear, RowParallelLinear, VocabParallelEmbedding
 from megatron.core.transformer.module import Float16Module
 from megatron.core.transformer.transformer_config import TransformerConfig
 from torch import nn
+from torch.nn.modules.dropout import _DropoutNd
 
 from oblr_megatron.errors import UserError
 from oblr_megatron.model import moe
+from oblr_megatron.model.lora.linear import ReplicatedLinear
 from oblr_megatron.model.parallel import Parallel, from_megatron
 from oblr_megatron.model.tapped import TappedModel, unwrapped
 from oblr_megatron.model.taps import Tap, install
@@ -40,7 +44,9 @@ SCHEDULE: Mapping[str, Any] = {
     "grad_scale_func": None,
     "num_microbatches_with_partial_activation_checkpoints": None,  # the schedule would give the step another argument
 }
-"""Fields of megatron-core's configuration while a pass runs."""
+"""Fields of megatron-core's configuration during a call."""
+
+TAPPED = (ColumnParallelLinear, RowParallelLinear, ReplicatedLinear, VocabParallelEmbedding)
 
 REFUSED: Mapping[str, tuple[tuple[Any, ...], str]] = {
     "fp16": ((False,), "a pass has no loss scale, so that small gradients become 0"),
@@ -51,10 +57,13 @@ REFUSED: Mapping[str, tuple[tuple[Any, ...], str]] = {
         "its routing depends on other samples",
     ),
     "moe_input_jitter_eps": ((None,), "two passes would draw different noise"),
+    "moe_router_force_load_balancing": ((False,), "two passes would draw different routes"),
+    "moe_router_force_biased": ((None,), "two passes would draw different routes"),
     "moe_router_enable_expert_bias": ((False,), "a pass for norms would count its tokens again"),
     "moe_expert_capacity_factor": ((None,), "dropped tokens depend on other samples"),
     "moe_shared_expert_intermediate_size": ((None,), "shared experts are untested"),
     "multi_latent_attention": ((False,), "the norms of its latents are untested"),
+    "experimental_attention_variant": ((None,), "the norms of its layers are untested"),
     "mtp_num_layers": ((None, 0), "multi-token prediction adds a loss of its own"),
     "defer_embedding_wgrad_compute": ((False,), "the output layer's gradient would come after backward"),
     "delay_wgrad_compute": ((False,), "weight gradients would come after backward"),
@@ -110,8 +119,7 @@ def tapped(model: nn.Module | Sequence[nn.Module]) -> Iterator[TappedModel]:
             install_te(chunk, tap, config, splits)
         handle = TappedModel(chunks, config, parallel, tap, padding)
         classify(handle)  # refuses what no rule covers
-        with _scheduled([chunk.config for chunk in (*given, *handle.modules)]):
-            yield handle
+        yield handle
     finally:
         tap.remove()
         _close(parallel)
@@ -142,11 +150,12 @@ def _check(chunk: nn.Module) -> None:
             where="model",
             fix="pass the GPTModel, or the list of this rank's chunks",
         )
-    holders = Counter(id(parameter) for part in module.modules() for parameter in part.parameters(recurse=False))
+    places = [part for _, part in module.named_modules(remove_duplicate=False)]  # a module may have two
+    holders = Counter(id(parameter) for part in places for parameter in part.parameters(recurse=False))
     for name, parameter in module.named_parameters():
         if parameter.requires_grad and holders[id(parameter)] > 1:
             fix = "give each its own, or tie embeddings by share_embeddings_and_output_weights"
-            raise UserError(f"two modules hold the parameter {name}", where="model", fix=fix)
+            raise UserError(f"the model uses the parameter {name} in two places", where="model", fix=fix)
     if module.position_embedding_type == "learned_absolute":
         what = "position_embedding_type is 'learned_absolute', which has weights without a rule"
         raise UserError(what, where="GPTModel", fix="use 'rope'")
@@ -163,7 +172,26 @@ def _check(chunk: nn.Module) -> None:
             where="DistributedDataParallelConfig",
             fix="set grad_reduce_in_fp32 instead of param_name_patterns_for_fp32_local_accumulation",
         )
+    if getattr(options, "reuse_grad_buf_for_mxfp8_param_ag", False) and getattr(options, "overlap_param_gather", False):
+        raise UserError(
+            "main_grad holds the next weights until the first forward",
+            where="DistributedDataParallelConfig",
+            fix="set overlap_param_gather to false",
+        )
     _check_config(module.config, training=module.training)
+    _check_modules(module)
+
+
+def _check_modules(module: nn.Module) -> None:
+    """Refuse modules whose forward a tap would bypass, and those that draw in forward."""
+    for name, part in module.named_modules():
+        if isinstance(part, _DropoutNd) and part.training and part.p > 0:
+            what = f"{name} drops values: passes would draw different masks"
+            raise UserError(what, where="model", fix="set its p to 0, or call model.eval()")
+        own = type(part).forward.__module__.partition(".")[0] in ("megatron", "oblr_megatron")
+        if isinstance(part, TAPPED) and not own:
+            what = f"{name} is a {type(part).__name__} with a forward of its own, which a tap would replace"
+            raise UserError(what, where="model", fix="use megatron-core's class itself")
 
 
 def _is_fused(kind: type) -> bool:
@@ -204,10 +232,16 @@ def _check_config(config: TransformerConfig, *, training: bool) -> None:
 
 
 @contextmanager
-def _scheduled(configs: Sequence[TransformerConfig]) -> Iterator[None]:
-    """Set `SCHEDULE` in every configuration that megatron-core's schedule may read."""
-    unique = {id(config): config for config in configs}.values()
-    before = [(config, {name: getattr(config, name) for name in SCHEDULE}) for config in unique]
+def scheduled(model: TappedModel) -> Iterator[None]:
+    """Set `SCHEDULE` in every configuration that megatron-core's schedule may read: of wrappers and of the models."""
+    unique: dict[int, TransformerConfig] = {}
+    for part in model.chunks:
+        layer: Any = part
+        while layer is not None:
+            if isinstance(config := getattr(layer, "config", None), TransformerConfig):
+                unique[id(config)] = config
+            layer = getattr(layer, "module", None)
+    before = [(config, {name: getattr(config, name) for name in SCHEDULE}) for config in unique.values()]
     try:
         for config, _ in before:
             for name, value in SCHEDULE.items():

@@ -19,6 +19,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig
+from megatron.core.tensor_parallel.layers import VocabParallelEmbedding
 from megatron.core.transformer.transformer_config import TransformerConfig
 from packaging.version import Version
 from torch import Tensor, nn
@@ -72,6 +73,8 @@ def ddp(model: Any, **options: Any) -> DistributedDataParallel:
         ("gpt", "use_transformer_engine_op_fuser", True),
         ("gpt", "enable_autocast", True),
         ("gpt", "fp4", "e2m1"),
+        ("gpt", "experimental_attention_variant", "gated_delta_net"),
+        ("moe", "moe_router_force_load_balancing", True),
     ],
 )
 def test_a_field_that_the_passes_cannot_measure_is_named(family: str, field: str, value: Any) -> None:
@@ -108,7 +111,9 @@ def test_other_models_and_wrappers_are_refused() -> None:
     assert error.value.where == "model"
     with pytest.raises(UserError, match="wrapped in a DataParallel"):
         per_sample_sq_grad_norms(nn.DataParallel(build("gpt")[0]), samples(), mean_cross_entropy)
-    for options in ({"overlap_grad_reduce": True}, {"param_name_patterns_for_fp32_local_accumulation": ("all",)}):
+    gathers = {"reuse_grad_buf_for_mxfp8_param_ag": True, "overlap_param_gather": True, "fp8_param_gather": True}
+    patterns = {"param_name_patterns_for_fp32_local_accumulation": ("all",)}
+    for options in ({"overlap_grad_reduce": True}, patterns, gathers):
         with pytest.raises(UserError) as error:
             per_sample_sq_grad_norms(ddp(build("gpt")[0], **options), samples(), mean_cross_entropy)
         assert error.value.where == "DistributedDataParallelConfig"
@@ -138,8 +143,42 @@ def test_a_parameter_of_two_modules_is_refused() -> None:
     (model,) = build("gpt")
     first, second, *_ = model.decoder.layers
     second.mlp.linear_fc2.weight = first.mlp.linear_fc2.weight
-    with pytest.raises(UserError, match=r"two modules hold the parameter .*layers\.0\.mlp\.linear_fc2\.weight"):
+    with pytest.raises(UserError, match=r"parameter .*layers\.0\.mlp\.linear_fc2\.weight in two places"):
         per_sample_sq_grad_norms(model, samples(), mean_cross_entropy)
+    (model,) = build("gpt")
+    model.decoder.layers[1] = model.decoder.layers[0]
+    with pytest.raises(UserError, match=r"parameter .*layers\.0\..* in two places"):
+        per_sample_sq_grad_norms(model, samples(), mean_cross_entropy)
+
+
+def test_a_module_that_draws_is_refused_while_it_does() -> None:
+    """In a layer's adapter, for example, where no field of the configuration tells."""
+    (model,) = build("gpt")
+    model.decoder.layers[1].mlp.dropout = nn.Dropout(0.1)
+    with pytest.raises(UserError, match=r"layers\.1\.mlp\.dropout drops values"):
+        per_sample_sq_grad_norms(model, samples(), mean_cross_entropy)
+    model.eval()
+    assert len(per_sample_sq_grad_norms(model, samples(), mean_cross_entropy)) == 4
+
+
+def test_a_forward_that_a_tap_would_replace_is_refused() -> None:
+    class Scaled(VocabParallelEmbedding):
+        def forward(self, ids: torch.Tensor) -> torch.Tensor:
+            return 2 * super().forward(ids)
+
+    (model,) = build("gpt")
+    model.embedding.word_embeddings.__class__ = Scaled
+    with pytest.raises(UserError, match="word_embeddings is a Scaled with a forward of its own"):
+        per_sample_sq_grad_norms(model, samples(), mean_cross_entropy)
+
+
+def test_between_calls_the_configuration_is_the_users() -> None:
+    """A step inside the block finalizes its gradients."""
+    (model,) = build("gpt")
+    model.config.finalize_model_grads_func = finalize = object()
+    with tapped(model) as handle:
+        assert len(per_sample_sq_grad_norms(handle, samples(), mean_cross_entropy)) == 4
+        assert model.config.finalize_model_grads_func is finalize
 
 
 def test_autocast_is_refused() -> None:

@@ -8,6 +8,7 @@ from dataclasses import replace
 
 import pytest
 import torch
+from torch import nn
 
 from oblr_megatron.config import ModelConfig, ParallelConfig
 from oblr_megatron.errors import UserError
@@ -132,6 +133,17 @@ def test_untapped_gradients_survive_a_pass():
         parameter.main_grad += 4
         raise KeyError
     assert parameter.main_grad.tolist() == [5.0, 6.0]
+
+
+@pytest.mark.parametrize("name", ["adapter", "linear_fc1_adapter"])
+def test_weights_that_experts_share_are_refused(name):
+    """Their gradient is a sum over experts and ranks, not a shard of its own."""
+    policy = build_policy(tiny_moe_config(), ModelConfig(path="."), initialize(ParallelConfig()))
+    experts = policy.modules[0].decoder.layers[0].mlp.experts
+    experts.add_module(name, nn.Linear(2, 2))
+    with pytest.raises(UserError, match=rf"experts\.{name}\.weight' is not the weight or bias of one expert"):
+        classify(policy)
+    shutdown()
 
 
 def test_experts_that_replicas_share_must_be_tapped():
