@@ -57,6 +57,8 @@ def train(run: Run) -> None:
 
 def sample(sampling: Sampling) -> None:
     """`rollout.only`: sample, score and save every step, train nothing."""
+    if sampling.stopped(sampling.start):
+        return
     for step in range(sampling.start, sampling.config.num_steps):
         record = sampling.begin_step(step)
         deque(sampling.batches(record), maxlen=0)

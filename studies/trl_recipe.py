@@ -20,7 +20,7 @@ from oblr_megatron.evaluation.accuracy import metrics
 from oblr_megatron.evaluation.answers import evaluate
 from oblr_megatron.preflight.inputs import open_inputs
 from oblr_megatron.rewards.base import cause_of
-from oblr_megatron.rewards.registry import build_reward
+from oblr_megatron.rewards.registry import build_reward, check_reward
 from oblr_megatron.types import Prompt, Sample
 from studies.train_backend import train_table
 from studies.trl_trainer import TrlTask
@@ -43,6 +43,7 @@ def open_recipe(config: ToyConfig) -> Iterator[TrlTask]:
 
     run = parse_config(train_table(config), "the study's config")
     check_settings(run, config.task)
+    check_reward(run.reward, max_response_tokens=run.rollout.max_response_tokens)
     directory = check_hf_dir(run.model.path)
     tokenizer, inputs = directory.tokenizer(), open_inputs(run, directory, None, [])
     assert inputs.stream is not None, "the recipe samples prompts"

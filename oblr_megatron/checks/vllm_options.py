@@ -20,7 +20,7 @@ from oblr_megatron.extension import extension
 
 _REASONS: dict[str, str] = {
     "is set by rollout.dtype": "dtype",
-    "is set by seed": "seed",
+    "does nothing, because each request has its own, from the key seed": "seed",
     "is set by data.max_prompt_tokens, rollout.max_response_tokens and evaluate.max_response_tokens": "max_model_len",
     "is set by rollout.max_num_seqs": "max_num_seqs",
     "is set by rollout.gpu_memory_utilization": "gpu_memory_utilization",

@@ -35,6 +35,9 @@ if TYPE_CHECKING:
     from oblr_megatron.types import Prompt
 
 
+LOCK = ".lock"
+
+
 @dataclass(frozen=True, slots=True)
 class EvalTask:
     """A checked evaluation."""
@@ -107,14 +110,15 @@ def _create(out: Path) -> None:
     """
     try:
         out.mkdir(parents=True, exist_ok=True)
-        held = any(out.iterdir())
+        held = any(path.name != LOCK for path in out.iterdir())
+        descriptor = os.open(out / LOCK, os.O_RDWR | os.O_CREAT) if not held else -1  # NFS locks no directory
     except OSError as error:
         what = f"cannot write this directory: {error.strerror}"
         raise UserError(what, where=str(out), fix="give a writable --out") from error
     if held:
         raise UserError("the directory holds something", where=str(out), fix="give a new or an empty --out")
     try:
-        fcntl.flock(os.open(out, os.O_RDONLY), fcntl.LOCK_EX | fcntl.LOCK_NB)
+        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except BlockingIOError:
         raise UserError("another evaluation writes here", where=str(out), fix="give another --out") from None
     except OSError:  # a file system without locks

@@ -3,9 +3,9 @@
     with tapped(model) as handle:            # a GPTModel, a wrapped one, or the list of a rank's chunks
         per_sample_sq_grad_norms(handle, microbatches, loss)
 
-During a call megatron-core's schedule divides no loss and starts no reduction over replicas. Between calls the block
-trains as without taps, and at its end everything is as before. What the passes cannot measure is refused, with the
-field to change.
+During a call megatron-core's schedule divides no loss and starts no reduction over replicas. Between calls a model
+inside DistributedDataParallel trains as without taps; another trains after the block. At its end everything is as
+before. What the passes cannot measure is refused, with the field to change.
 """
 
 from __future__ import annotations
@@ -190,7 +190,7 @@ def _check_modules(module: nn.Module) -> None:
             raise UserError(what, where="model", fix="set its p to 0, or call model.eval()")
         own = type(part).forward.__module__.partition(".")[0] in ("megatron", "oblr_megatron")
         if isinstance(part, TAPPED) and not own:
-            what = f"{name} is a {type(part).__name__} with a forward of its own, which a tap would replace"
+            what = f"{name} is a {type(part).__name__} with a forward of its own, which a tap may replace or miss"
             raise UserError(what, where="model", fix="use megatron-core's class itself")
 
 

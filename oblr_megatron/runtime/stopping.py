@@ -181,7 +181,8 @@ class StopRequest:
                 self._received = number
         if first and self._speaks and not (number == signal.SIGTERM and lost_rank(self._environment)):
             hint = "; press Ctrl-C again to end at once" if number == signal.SIGINT else ""
-            what = "the run is ending by itself" if self.closing else "saving at the next step boundary"
+            what = "saving at the next step boundary" if self.stepping else "stopping before the first step"
+            what = "the run is ending by itself" if self.closing else what
             _print(f"{number.name}: {what}{hint}")
 
 

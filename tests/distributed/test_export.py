@@ -115,7 +115,7 @@ def test_a_stored_tied_output_layer_is_written_again(tmp_path: Path) -> None:
     from safetensors.torch import save_file
 
     save_file(tensors, source / "model.safetensors", metadata={"format": "pt"})
-    run_ranks(export_one, 1, source, tmp_path / "target", None, 5_000_000)
+    run_ranks(export_one, 1, source, tmp_path / "target", 5_000_000)
     assert_same(read(tmp_path / "target"), tensors)
     with safe_open(tmp_path / "target" / "model.safetensors", framework="pt") as file:
         assert file.metadata() == {"format": "pt"}

@@ -18,10 +18,11 @@ from transformers import AutoModelForCausalLM
 from oblr_megatron.config import Config, ParallelConfig
 from oblr_megatron.memory.rank_shapes import RankSizes
 from oblr_megatron.memory.training import MemoryEstimate
+from oblr_megatron.model.cpu import META
 from oblr_megatron.model.published import NAMES, published
 from oblr_megatron.model.transformer_config import hf_config_of
 from oblr_megatron.preflight.device_memory import RankMemory
-from oblr_megatron.preflight.fake_ranks import META, standing_as
+from oblr_megatron.preflight.fake_ranks import standing_as
 from oblr_megatron.preflight.models import Models, build_models, rank_positions
 from oblr_megatron.preflight.table import RankKind, memory_table
 from tests.tiny import tiny_config, tiny_config_of, tiny_moe_config
