@@ -306,7 +306,7 @@ class Run:
         again. So do all pools, and averages of noise, under another reward.
         """
         before, now = _scores(facts["config"]), _scores(self.config.model_dump(mode="json"))
-        self.noise.load_state_dict(facts["noise"])
+        self.noise.load_state_dict(facts["noise"] | {"scores": before})
         comparable = facts["config"]["gradnorm"]["source"] == self.config.gradnorm.source
         if comparable:
             self.running_mean_norm = facts["running_mean_norm"]
@@ -371,7 +371,7 @@ def open_run(config: Config) -> Iterator[Run]:
         )
         if resumed is not None:
             load_training_state(policy, optimizer, resumed.path, momentum)
-            schedule.load_state_dict(resumed.state["schedule"])
+            schedule.load_state_dict(resumed.state["schedule"] | {"scores": _scores(resumed.state["config"])})
         run = Run(
             sampling=sampling,
             policy=policy,

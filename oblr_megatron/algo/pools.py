@@ -142,7 +142,7 @@ class Pools:
             return
         self._sources, self._prompts = dict(state["sources"]), dict(state["prompts"])
         self._norms, self._trust, self._pull = (list(state[name]) for name in ("norms", "trust", "pull"))
-        if state.get("norm_power") == self._algo.norm_power:
+        if state.get("norm_power", 0.0) == self._algo.norm_power:
             self._energies.load_state_dict(state["energies"])
 
     def _pools_of(self, prompts: Sequence[Prompt]) -> list[float | None]:

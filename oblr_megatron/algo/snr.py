@@ -240,7 +240,7 @@ class SnrAverages:
 
     def load_state_dict(self, state: ScheduleState) -> None:
         """Restore `state_dict`, with the noise / Q of this run's Q. Averages of other settings begin again."""
-        if any(state.get(name) != value for name, value in self._of.items()):
+        if any(state.get(name, value) != value for name, value in self._of.items()):
             return
         self.count = int(state["count"] or 0)
         self._signal_sum = float(state["signal_sum"] or 0.0)

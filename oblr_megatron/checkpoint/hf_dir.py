@@ -209,7 +209,7 @@ def _read_config(file: Path) -> dict[str, Any]:
     config = read_json(file)
     if "run_dir" in config and "model_type" not in config:
         fix = f"give its model: {file.parent / 'hf'}, or what `oblr-megatron convert to-hf` makes of a checkpoint"
-        raise UserError("this is the directory of a run, not of a model", where=str(file.parent), fix=fix)
+        raise UserError("this is the directory of a run, not of a model", where=str(file), fix=fix)
     family_of(config, where=str(file))
     _check_values(config, file)
     return config

@@ -5,6 +5,7 @@ Not covered: the signals and the limit itself (runtime/test_stopping.py).
 
 from __future__ import annotations
 
+import math
 from types import SimpleNamespace
 from typing import Any
 
@@ -13,10 +14,12 @@ import pytest
 from oblr_megatron.sampling import Sampling
 
 
-@pytest.mark.parametrize(("step", "seconds"), [(18, 60.0), (19, 960.0)])
+@pytest.mark.parametrize(("step", "seconds"), [(10, -math.inf), (18, 60.0), (19, 960.0)])
 def test_the_next_step_may_take_the_longest_one_and_an_evaluation_that_is_due(step: int, seconds: float) -> None:
+    """At the start of this process, after step 10, signals alone count."""
     asked = list[float]()
     run: Any = SimpleNamespace(
+        start=10,
         longest_step_s=60.0,
         evaluation_s=900.0,
         evaluation_due=lambda step: step % 20 == 0,

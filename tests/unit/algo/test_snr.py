@@ -152,7 +152,6 @@ def test_a_run_with_another_q_continues_with_the_noise_of_one_prompt():
 def test_a_plug_in_signal_continues_with_the_noise_of_the_new_q():
     """A signal of 1 and noise of one prompt of 14: at Q = 7 the plug-in signal is 1 + 2, at Q = 28 it is 1 + 1/2."""
     averages, restored = (averages_over(7, num_prompts=size, estimator="plugin") for size in (7, 28))
-    sums = {"count": 1, "signal_sum": 3 / 7, "sq_norm_sum": 5 / 7}
-    averages.load_state_dict(averages.state_dict() | sums)
+    averages.load_state_dict({"count": 1, "signal_sum": 3 / 7, "sq_norm_sum": 5 / 7, "num_prompts": 7})
     restored.load_state_dict(averages.state_dict())
     assert (restored.signal, restored.sq_norm) == pytest.approx((1.5, 2.0), rel=1e-14)

@@ -254,7 +254,7 @@ def test_a_file_that_exists_is_refused_before_the_search(
     [
         ({}, "model_type None"),
         ({"model_type": "gpt2", "architectures": ["GPT2LMHeadModel"], "n_embd": 768}, "model_type 'gpt2'"),
-        ({"run_dir": "run", "num_steps": 3, "model": {"path": "m"}}, "model_type None"),
+        ({"run_dir": "run", "num_steps": 3, "model": {"path": "m"}}, "the directory of a run"),
         (published("Qwen3-0.6B") | {"hidden_size": "1024"}, "hidden_size is '1024'"),
         ([], "not a JSON object"),
     ],
