@@ -84,7 +84,7 @@ def _written_at(module: ModuleType | None) -> int:
 
 
 def forget_edited() -> None:
-    """Forget modules whose files have changed, so that a notebook's edits count at the next use.
+    """Drop modules whose files have changed. The next use imports them again, with a notebook's edits.
 
     Only the reading of a config calls this: the functions of a run must not change while it runs.
     """

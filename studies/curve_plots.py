@@ -77,9 +77,9 @@ def draw_savings(tasks: Sequence[TaskSummary]) -> Figure:
         interval = test.interval
         low = interval.mean if bound in ("<", "~") else interval.low
         high = interval.mean if bound in (">", "~") else interval.high
-        colour = COLOURS[0] if low > 1 and bound in ("", ">") else PEER if high < 1 and bound in ("", "<") else GREY
-        if test.p > SIGNIFICANT:  # of few seeds an interval by Student's t may say more than the test
-            colour = GREY
+        sure = test.p <= SIGNIFICANT  # with few seeds the interval may exclude 1 although the test does not
+        fewer, more = sure and low > 1 and bound in ("", ">"), sure and high < 1 and bound in ("", "<")
+        colour = COLOURS[0] if fewer else PEER if more else GREY
         axes.plot([low, high], [row, row], color=colour, linewidth=2)
         axes.plot([interval.mean], [row], BOUND_MARKERS[bound], color=colour, markersize=6)
         text = f"{bound}{interval.mean:.2f}x   {peer.arm} {peer.cell.shape if peer.cell else ''}"
@@ -93,7 +93,8 @@ def draw_savings(tasks: Sequence[TaskSummary]) -> Figure:
     axes.set_ylim(-0.7, len(pairs) - 0.3)
     axes.grid(visible=False, axis="y")
     axes.set_xlabel(
-        f"right of 1: {name} needs fewer samples (blue); left: more (orange). Arrow right: at least; left: at most"
+        f"right of 1: {name} needs fewer samples (blue); left: more (orange); grey: p > {SIGNIFICANT}\n"
+        "arrow right: at least; left: at most"
     )
     return figure
 

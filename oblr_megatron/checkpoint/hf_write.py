@@ -38,11 +38,7 @@ def whole_directory(target: Path, *, replaces: bool = False) -> Iterator[Path]:
     with partial_directory(target) as partial:
         yield partial
         sync(partial)  # the names of its files
-        if replaces:
-            put(partial, target)
-        else:
-            partial.rename(target)
-            sync(target.parent)
+        put(partial, target, replaces=replaces)
 
 
 def copy_description(source_dir: Path, target_dir: Path, dtype: torch.dtype | None = None) -> None:

@@ -107,7 +107,8 @@ def check_absent(target: Path) -> None:
         UserError: names the obstacle.
     """
     if target.name in ("", ".."):  # a partial directory could not be renamed to it
-        raise UserError("the target is a current directory or its parent", where=str(target), fix="name a new one")
+        what = "the current directory, or a parent, cannot be the target"
+        raise UserError(what, where=str(target), fix="name a new directory")
     _check_no_mount(target)
     listed = os.path.isdir(target) and not os.path.islink(target) and os.access(target, os.R_OK)
     if listed and not os.listdir(target):
@@ -194,20 +195,17 @@ def commit(partial: Path, target: Path, manifest: Manifest, *, replaces: bool = 
         (partial / MANIFEST).write_bytes(_render(manifest))
         for path in (*partial.rglob("*"), partial):
             sync(path)
-        if replaces:
-            put(partial, target)
-        else:
-            partial.rename(target)
-            sync(target.parent)
+        put(partial, target, replaces=replaces)
 
 
-def put(partial: Path, target: Path) -> None:
-    """Rename a written directory to `target`; an older one keeps the name until then, and is removed afterwards.
+def put(partial: Path, target: Path, *, replaces: bool) -> None:
+    """Rename a written directory to `target`. An older one keeps the name until then, and is removed afterwards; unless
+    `replaces`, one that has files is an error.
 
     Raises:
         OSError: a rename failed; `target` is unchanged.
     """
-    if os.path.lexists(target):
+    if replaces and os.path.lexists(target):
         _exchange(partial, target)
     else:
         partial.rename(target)

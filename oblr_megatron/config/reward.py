@@ -52,8 +52,8 @@ class RewardConfig(Section):
     weight: float = Field(1.0, ge=-1e6, le=1e6)
     """Factor of its scores. Accuracy metrics use this reward alone, without the factor."""
     terms: tuple[RewardTermConfig, ...] = ()
-    """More rewards to add, e.g. [{name = "overlong", weight = 0.5}]. DAPO's penalty is half of
-    the distance of its right and wrong rewards."""
+    """More rewards to add, e.g. [{name = "overlong", weight = 0.5}]. DAPO's penalty is at
+    most half of the difference between a right and a wrong reward."""
     timeout_s: float = Field(10.0, gt=0, le=LONGEST_WAIT_S)
     """Deadline of one call, seconds: for a response, a batch, or an HTTP request with its retries. After it the samples
     score 0 and are counted."""

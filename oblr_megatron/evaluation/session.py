@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-import fcntl
 import json
 import os
 from collections.abc import Callable, Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -26,6 +26,7 @@ from oblr_megatron.evaluation.summary import SetReport
 from oblr_megatron.metrics import write_whole
 from oblr_megatron.observe.console import progress
 from oblr_megatron.rewards.registry import check_reward, check_rows
+from oblr_megatron.runtime.run_lock import run_lock
 
 if TYPE_CHECKING:
     import argparse
@@ -33,9 +34,6 @@ if TYPE_CHECKING:
     from oblr_megatron.checkpoint.peft_dir import AdapterDir
     from oblr_megatron.config import Config
     from oblr_megatron.types import Prompt
-
-
-LOCK = ".lock"
 
 
 @dataclass(frozen=True, slots=True)
@@ -103,36 +101,31 @@ def check(options: argparse.Namespace) -> EvalTask:
 
 
 def _create(out: Path) -> None:
-    """Create OUT, and lock it until this process ends. Refuse one that holds something.
+    """Create OUT, and refuse one that holds something.
 
     Raises:
         UserError: names the obstacle.
     """
     try:
         out.mkdir(parents=True, exist_ok=True)
-        held = any(path.name != LOCK for path in out.iterdir())
-        descriptor = os.open(out / LOCK, os.O_RDWR | os.O_CREAT) if not held else -1  # NFS locks no directory
+        held = any(out.iterdir())
     except OSError as error:
         what = f"cannot write this directory: {error.strerror}"
         raise UserError(what, where=str(out), fix="give a writable --out") from error
     if held:
         raise UserError("the directory holds something", where=str(out), fix="give a new or an empty --out")
-    try:
-        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except BlockingIOError:
-        raise UserError("another evaluation writes here", where=str(out), fix="give another --out") from None
-    except OSError:  # a file system without locks
-        return
 
 
 def run(task: EvalTask) -> list[SetReport]:
     """Sample the responses of each set, print its line, and write the metrics.
 
     Raises:
+        UserError: another evaluation writes into OUT; its first line comes minutes after its start.
         RunError: an engine failed, the reward failed for a whole block, or a file cannot be written.
     """
     reports = []
-    with opened(task.config, task.adapter) as (engines, reward):
+    alone = nullcontext() if task.out is None else run_lock(task.out)
+    with alone, opened(task.config, task.adapter) as (engines, reward):
         for name, prompts in task.sets.items():
             with progress(name, len(prompts) * (1 + task.k)) as advance:
                 sink = _sink(task.out, name, advance)

@@ -46,7 +46,7 @@ def config_of(options: argparse.Namespace, model: HFDir, given: Mapping[str, Any
     """
     from oblr_megatron.config import ParallelConfig, load_config, parse_config
 
-    # a run's share is for an engine beside the trainer, mostly one of several that hold the model
+    # in a run the engine shares its GPU with the trainer; here it has a GPU of its own
     alone = {"rollout.gpu_memory_utilization": 0.9, "rollout.quantization": "none"}  # the model as it is
     given = {"model.path": model.path, "checkpoint.best_metric": "", **alone, **given}
     if model.config.get("quantization_config") is not None:

@@ -183,7 +183,7 @@ def _check(chunk: nn.Module) -> None:
 
 
 def _check_modules(module: nn.Module) -> None:
-    """Refuse modules whose forward a tap would bypass, and those that draw in forward."""
+    """Refuse dropout in training mode, and tapped layers with a forward of their own."""
     for name, part in module.named_modules():
         if isinstance(part, _DropoutNd) and part.training and part.p > 0:
             what = f"{name} drops values: passes would draw different masks"

@@ -45,7 +45,7 @@ if TYPE_CHECKING:
 
 HEAD_NORMS = ("q_layernorm", "k_layernorm")  # children of megatron's attention modules, applied to the rank's own heads
 EXPERT = ".experts."
-OWN_OF_EXPERT = re.compile(  # one expert's weights; others in there may be shared by experts, or have no splits
+OWN_OF_EXPERT = re.compile(  # several experts may share other weights, and `moe.splits_of` knows none
     r".*\.experts\.(?:weight[12]|(?:local_experts\.\d+\.)?linear_fc[12]\.(?:weight|bias)\d*)|.*\.lora\.experts\..*"
 )
 
@@ -91,13 +91,10 @@ def classify(policy: TappedModel) -> list[Rule]:
     for chunk, name, param, head_norm, torch_norm in _parameters(policy.modules):
         expert = EXPERT in name
         kind: Kind | None = Kind.FROZEN
-        if param.requires_grad and expert and not OWN_OF_EXPERT.fullmatch(name):
-            raise UserError(
-                f"the parameter {name!r} is not the weight or bias of one expert's linear_fc1 or linear_fc2",
-                where="gradnorm",
-                fix="freeze it, or train without gradient norms",
-            )
         if param.requires_grad:
+            if expert and not OWN_OF_EXPERT.fullmatch(name):
+                what = f"the parameter {name!r} is not the weight or bias of one expert's linear_fc1 or linear_fc2"
+                raise UserError(what, where="gradnorm", fix="freeze it, or train without gradient norms")
             kind = _kind(param, head_norm=head_norm, expert=expert, sequence_parallel=parallel.sequence_parallel)
             if kind is None and torch_norm and not parallel.sequence_parallel:
                 kind = Kind.COPY

@@ -129,9 +129,9 @@ def init(options: argparse.Namespace) -> int:
 def fit_sections(sections: Sections, fit: Fit, device: RankDevice) -> None:
     """Write what fits into the sections of `settings`."""
     parallel, rollout = fit.config.parallel, sections["rollout"]
-    whose = "of its GPU" if device.on_gpu else "that were free here"
-    free = "" if device.num_bytes is None else f" of {device.num_bytes / 1e9:.1f} GB {whose}"
-    needs = f"Padded tokens of a microbatch: a rank and its engine need {fit.num_bytes / 1e9:.1f}{free}."
+    where = "its GPU has" if device.on_gpu else "free here were"
+    free = "" if device.num_bytes is None else f", {where} {device.num_bytes / 1e9:.1f} GB"
+    needs = f"Padded tokens of a microbatch. A rank and its engine need {fit.num_bytes / 1e9:.1f} GB{free}."
     sections["parallel"] = {"micro_batch_tokens": (parallel.micro_batch_tokens, needs)}
     if parallel.recompute_granularity != "none":
         why = 'Layers run again in backward, to save memory; "none" is faster.'

@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 
 from oblr_megatron import api
+from oblr_megatron.config import load_config, parse_config
 from oblr_megatron.errors import UserError
 
 HELPER = """
@@ -62,3 +63,12 @@ def test_all_lines_of_a_command_are_printed(
     monkeypatch.setattr(api, "STARTER", "for number in range(40_000): print(number)\nprint('end', end='')")
     api._run([])
     assert capsys.readouterr().out == "".join(f"{number}\n" for number in range(40_000)) + "end"
+
+
+@pytest.mark.parametrize("named", [False, True])
+def test_a_reward_that_the_config_leaves_out_stays_open(named: bool, tmp_path: Path) -> None:
+    """Tasks of reasoning-gym then score themselves, as in the command."""
+    given = {"reward": {"name": "math"}} if named else {}
+    config = parse_config({"run_dir": "run", "model": {"path": "m"}, "data": {"train": "rows.jsonl"}} | given)
+    read = load_config(Path(api._saved(config, str(tmp_path))))
+    assert ("name" in read.reward.model_fields_set) is named and read.reward.name == "math"

@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 
 from oblr_megatron.sampling import Sampling
+from oblr_megatron.step_loop import sample
 
 
 @pytest.mark.parametrize(("step", "seconds"), [(10, -math.inf), (18, 60.0), (19, 960.0)])
@@ -28,3 +29,11 @@ def test_the_next_step_may_take_the_longest_one_and_an_evaluation_that_is_due(st
     )
     assert not Sampling.stopped(run, step)
     assert asked == [seconds]
+
+
+def test_a_run_that_only_samples_stops_before_its_first_step() -> None:
+    """A signal came while its engines started. A step here would be an AttributeError."""
+    asked = list[int]()
+    run: Any = SimpleNamespace(start=3, stopped=lambda step: asked.append(step) is None)
+    sample(run)
+    assert asked == [3]

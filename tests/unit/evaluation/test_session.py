@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import io
 import json
+import os
 import re
 from collections.abc import Sequence
 from pathlib import Path
@@ -19,9 +20,10 @@ from rich.console import Console
 from oblr_megatron import cli
 from oblr_megatron.errors import RunError, UserError
 from oblr_megatron.evaluation.accuracy import Grade, Grades
-from oblr_megatron.evaluation.session import _sink, check
+from oblr_megatron.evaluation.session import _sink, check, run
 from oblr_megatron.evaluation.setup import split_overrides
 from oblr_megatron.evaluation.summary import SetReport, table
+from oblr_megatron.runtime.run_lock import run_lock
 from tests.adapters import Adapter, write
 from tests.tiny import make_hf_dir
 
@@ -122,7 +124,9 @@ def test_the_command_prints_an_error_in_one_line(model: Path, capsys: pytest.Cap
 def test_out_is_a_new_directory(model: Path, rows: Path, tmp_path: Path) -> None:
     out = tmp_path / "more" / "out"
     assert check(options(model, rows, out=out)).out == out and out.is_dir()
-    assert "another evaluation" in refusal(model, rows, out=out).what, "its first line comes after minutes"
+    task = check(options(model, rows, out=out))
+    with run_lock(out), pytest.raises(UserError, match=f"process {os.getpid()}"):
+        run(task)
     (out / "rows.jsonl").write_text("old")
     assert "holds something" in refusal(model, rows, out=out).what
     assert "cannot write" in refusal(model, rows, out=out / "rows.jsonl").what

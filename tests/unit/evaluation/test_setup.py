@@ -76,6 +76,6 @@ def test_a_runs_own_keys_do_not_refuse_an_evaluation(tmp_path: Path) -> None:
     options: Any = SimpleNamespace(config=tmp_path / "config.json", overrides=[])
     given = config_of(options, model, {"evaluate.samples_per_prompt": 0})
     assert (given.rollout.quantization, given.checkpoint.best_metric) == ("none", "")
-    assert given.rollout.gpu_memory_utilization == 0.9, "the run's share is that of an engine beside its trainer"
+    assert given.rollout.gpu_memory_utilization == 0.9, "in the run the engine shared its GPU with the trainer"
     options.overrides = ["rollout.gpu_memory_utilization=0.3"]
     assert config_of(options, model, {}).rollout.gpu_memory_utilization == 0.3
