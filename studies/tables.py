@@ -277,7 +277,7 @@ def _swept(arm: ArmSummary, cell: Cell) -> str:
     if cell not in arm.sweep:
         return ""
     runs, seeds = arm.sweep[cell], max(map(len, arm.sweep.values()))
-    text = number(sum(map(area, runs)) / len(runs)) if runs else "failed"
+    text = number(sum(map(area, runs)) / len(runs)) if runs else "not finished"
     if 0 < len(runs) < seeds:  # such a cell is not chosen
         text += f" ({len(runs)} of {seeds} runs)"
     return f"**{text}**" if cell == arm.cell else text
