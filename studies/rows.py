@@ -142,7 +142,9 @@ def _named(path: Path, number: int) -> Iterator[None]:
         yield
     except (ValueError, KeyError, TypeError) as error:
         what = f"not the line of a run: {error!r}".replace("\n", " ")
-        raise UserError(what, where=f"{path}:{number}", fix="restore the line, or remove it") from None
+        raise UserError(
+            what, where=f"{path}:{number}", fix="restore the line and that of its settings, or give another --out"
+        ) from None
 
 
 def _where() -> dict[str, Any]:

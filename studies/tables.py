@@ -205,7 +205,11 @@ def levels(task: TaskSummary) -> str:
 def trainers(task: TaskSummary) -> str:
     """What arms of other trainers do not share with the rest; empty without such arms."""
     names = [arm.arm for arm in task.seen if arm.backend.startswith("trl_")]
-    what = "TRL's trainer with its own loss, advantages and ratio clip. Of `algo` it reads `kl_coefficient` alone."
+    what = (
+        "TRL's trainer with its own loss, advantages and ratio clip. Of `algo` it reads `kl_coefficient` alone. "
+        "Its Adam also steps when a gradient is zero. It samples and evaluates with transformers, with other random "
+        "numbers."
+    )
     return f"{', '.join(names)}: {what}\n" if names else ""
 
 

@@ -18,6 +18,7 @@ from studies.rows import ROWS_FILE, keep, keep_all, mend, restore, start_digest
 from studies.start import STEPS, prepare
 from tests.unit.studies.runs import key_of, worker, write_run
 
+EXAMPLES = Path(__file__).parents[3] / "examples/study"
 PLAN = """
 tasks = ["sums"]
 seeds = 2
@@ -82,6 +83,19 @@ def test_a_clone_continues_where_the_lines_end(tmp_path: Path, capsys: pytest.Ca
     other = study_at(clone, PLAN.replace("norm_power = 0.25", "norm_power = 0.125"))
     with pytest.raises(UserError, match=r"algo\.norm_power is 0\.25, the plan asks for 0\.125"):
         other.run()
+
+
+@pytest.mark.parametrize("rows", sorted(EXAMPLES.glob("*/rows.jsonl")), ids=lambda rows: rows.parent.name)
+def test_the_kept_rows_are_those_of_todays_plans(rows: Path, tmp_path: Path) -> None:
+    """One run of every setting: a key that was renamed or removed would make all of them those of another plan."""
+    plan = load_plan(rows.parent.with_suffix(".toml"))
+    lines = [json.loads(line) for line in rows.read_text().splitlines()]
+    kept = [line for line in lines if "settings" in line or line["arm"] in plan.arms]
+    first = {line["made"]: line for line in reversed(kept) if "made" in line}
+    chosen = [line for line in lines if "settings" in line] + list(first.values())
+    (tmp_path / ROWS_FILE).write_text("".join(json.dumps(line) + "\n" for line in chosen))
+    assert restore(plan, tmp_path) == len(first) > 0
+    Curves(plan, tmp_path, dict.fromkeys(plan.tasks, tmp_path / "start"), processes=1).check()
 
 
 def test_an_interrupted_restore_leaves_no_half_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
