@@ -35,6 +35,7 @@ class Family:
     states_head_dim: bool | None = False  # config.json gives head_dim; None: it may, else hidden_size / heads
     rope_types: tuple[str, ...] = ("default",)
     published: tuple[str, ...] = ()  # models with a configuration in model/published/
+    owner: str = "Qwen"  # of these models, on the hub
 
 
 FAMILIES: tuple[Family, ...] = (
@@ -68,6 +69,7 @@ FAMILIES: tuple[Family, ...] = (
         states_head_dim=None,
         rope_types=("default", "llama3"),
         published=("Llama-3.1-8B",),
+        owner="meta-llama",
     ),
 )
 LLAMA3_ROPE = {"low_freq_factor": 1, "high_freq_factor": 4, "original_max_position_embeddings": 8192}

@@ -197,6 +197,8 @@ oblr_environment() {
     # enroot may hide InfiniBand from an image that does not ask for it; NCCL would use TCP without a word.
     [[ -z ${OBLR_CONTAINER:-} || ! -e ${OBLR_RDMA:=/dev/infiniband/rdma_cm} ]] ||
         export MELLANOX_VISIBLE_DEVICES="${MELLANOX_VISIBLE_DEVICES:-all}"
+    # A shell that was opened after the download has no HF_HOME.
+    [[ -n ${HF_HOME:-} || ! -d $OBLR_HOME/models/hub ]] || export HF_HOME="$OBLR_HOME/models/hub"
     export SLURM_EXPORT_ENV=ALL PYTHONUNBUFFERED=1 PYTHONFAULTHANDLER=1 VLLM_NO_USAGE_STATS=1
     for setting in HF_HUB_OFFLINE=1 TOKENIZERS_PARALLELISM=false OMP_NUM_THREADS=8 NCCL_DEBUG=WARN \
         TORCH_NCCL_ASYNC_ERROR_HANDLING=1 TORCH_FR_BUFFER_SIZE=2000 TORCH_NCCL_DUMP_ON_TIMEOUT=1 \
@@ -418,6 +420,15 @@ oblr_saved_step() {
     echo "${newest:-0}"
 }
 
+# What to do next. Steps without a checkpoint cannot be resumed, and are not overwritten.
+oblr_next() {
+    if [[ $(oblr_saved_step) == 0 ]] && grep -qs '"step": [1-9]' "$run_dir/metrics.jsonl"; then
+        echo "it has no checkpoint: start again without run_dir"
+    else
+        echo "resume with: sbatch ... run_dir=$run_dir"
+    fi
+}
+
 # A requeued run without a checkpoint, because a node was lost or it failed, starts over: its records are put aside.
 # Those of an earlier job stay, and the dry run refuses them.
 oblr_start_over() {
@@ -458,7 +469,7 @@ oblr_end() {
     fi
     oblr_tell_errors
     if [[ ${OBLR_REQUEUE_FAILED:-0} == 1 ]]; then oblr_requeue "failed (status $status)" "$EXIT_RUN"; fi
-    die "$EXIT_RUN" "the run failed (status $status); resume with: sbatch ... run_dir=$run_dir"
+    die "$EXIT_RUN" "the run failed (status $status); $(oblr_next)"
 }
 
 # Handle a signal that came before the ranks were started.
@@ -478,7 +489,7 @@ oblr_requeue() { # WHY STATUS_IF_NOT_REQUEUED
     local step before="" id="$SLURM_JOB_ID"
     step="$(oblr_saved_step)"
     if [[ ${OBLR_REQUEUE:-1} == 0 ]]; then
-        say "$1, step $step is saved; resume with: sbatch ... run_dir=$run_dir"
+        say "$1, step $step is saved; $(oblr_next)"
         exit "$2"
     fi
     if ((at_once && margin > 0)); then
@@ -497,6 +508,6 @@ oblr_requeue() { # WHY STATUS_IF_NOT_REQUEUED
     # The id of an array's last task is the array's, too. A job that such a task submitted has its variables.
     [[ ${SLURM_ARRAY_JOB_ID:-} != "$id" ]] || id+="_$SLURM_ARRAY_TASK_ID"
     oblr_ask scontrol requeue "$id" ||
-        die "$EXIT_RUN" "scontrol cannot requeue the job; resume with: sbatch ... run_dir=$run_dir"
+        die "$EXIT_RUN" "scontrol cannot requeue the job; $(oblr_next)"
     exit 0
 }

@@ -20,7 +20,7 @@
 # Trainers on the nodes of the first component, vLLM servers on those of the second:
 #     sbatch slurm/oblr_servers.sh PRESET [section.key=value ...]       a file of slurm/configs without .toml: qwen3_8b
 #     sbatch -p P --nodes=4 : -p P --nodes=2 slurm/oblr_servers.sh qwen2.5_32b    other numbers of nodes
-# Add rollout.overlap=stream, or trainers and servers wait for each other.
+# Add rollout.overlap=stream and fewer algo.snr.num_folds, or trainers and servers wait for each other.
 # Settings: slurm/lib.sh. Documentation: docs/cluster.md.
 OBLR_HOME="${OBLR_HOME:-${SLURM_SUBMIT_DIR:-$PWD}}"
 if [[ ! -r $OBLR_HOME/slurm/lib.sh ]]; then

@@ -14,7 +14,6 @@ import sys
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -26,7 +25,7 @@ from studies.curve_plots import write_charts
 from studies.jobs import LOG_FILE, WORKER, Ended, Job, last_line, run_jobs, to_do
 from studies.plan import Plan, load_plan, merged
 from studies.recipe import prepare_recipe, read_recipe
-from studies.results import Key, asked_of, is_whole, keys_on_disk, metrics_dir, read_result, selection_of
+from studies.results import Key, asked_of, is_whole, keys_on_disk, read_result, selection_of
 from studies.rows import check_starts, keep, keep_all, mend, restore
 from studies.summary import summarise, write_runs
 from studies.sweep import Cell
@@ -43,9 +42,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
     cores = len(os.sched_getaffinity(0))
     parser.add_argument("--jobs", type=int, default=cores, metavar="N", help="parallel runs (default: %(default)s)")
-    parser.add_argument(
-        "--only", nargs="+", default=[], metavar="ARM", help="run only these arms and the arms that supply their rates"
-    )
+    parser.add_argument("--only", nargs="+", default=[], metavar="ARM", help="run only these arms")
     parser.add_argument("--tasks", nargs="+", default=[], metavar="TASK", help="only these tasks of the plan")
     parser.add_argument(
         "--deadline-s", type=float, default=DEADLINE_S, metavar="S", help="deadline of a run (default: %(default)s)"
@@ -142,7 +139,7 @@ def incomplete(out: Path) -> str:
         asked = asked_of(log.parent)
         if asked and not is_whole(log.parent, asked["backend"], int(asked["config"]["num_steps"])):
             lines.append(f"- {log.parent.relative_to(out)}: {last_line(log)}\n")
-    return "\n## Runs that failed or did not finish\n\n" + "".join(lines) if lines else ""
+    return "\n## Runs that failed, or are not finished\n\n" + "".join(lines) if lines else ""
 
 
 @contextmanager
@@ -230,14 +227,11 @@ class Curves:
         to_do(self.job(key) for key in keys_on_disk(self.plan, self.out))
 
     def job(self, key: Key) -> Job:
-        """The run as a job, with the run that supplies its rates."""
-        arm = self.plan.arms[key.arm]
-        needs = self.job(replace(key, arm=arm.rates_of)) if arm.rates_of else None
+        """The run as a job."""
         run_dir = key.run_dir(self.out)
-        config = self._config(key, run_dir, metrics_dir(needs.run_dir, needs.backend) if needs else None)
-        return Job(key, run_dir, arm.backend, config, needs, self._worker)
+        return Job(key, run_dir, self.plan.arms[key.arm].backend, self._config(key, run_dir), self._worker)
 
-    def _config(self, key: Key, run_dir: Path, control_from: Path | None) -> dict[str, Any]:
+    def _config(self, key: Key, run_dir: Path) -> dict[str, Any]:
         """The run's ToyConfig as JSON."""
         from oblr_megatron.config import validated
         from studies.toy_trainer import ToyConfig
@@ -262,8 +256,6 @@ class Curves:
             "evaluation_samples": plan.evaluation_samples,
             "norm_source": plan.arms[key.arm].norm_source,
             "rival": plan.arms[key.arm].rival,
-            "control": plan.arms[key.arm].control,
-            "control_from": None if control_from is None else str(control_from),
             "algo": plan.algo(key.arm),
             "optimizer": merged(plan.optimizer(key.arm), {"lr": key.cell.lr}),
         }

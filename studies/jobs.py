@@ -40,7 +40,6 @@ class Job:
     run_dir: Path
     backend: str
     config: dict[str, Any]  # ToyConfig as JSON
-    needs: Job | None = None  # the run that supplies its learning rates
     worker: Sequence[str] = field(default=WORKER, compare=False)  # command, called with the path of asked.json
 
     @property
@@ -177,23 +176,19 @@ def last_line(log: Path) -> str:
 
 
 def to_do(jobs: Iterable[Job]) -> list[Job]:
-    """The unfinished jobs and those they need, each once, in order of need.
+    """The unfinished jobs, each once.
 
     Raises:
         UserError: a run is complete but has another config.
     """
-    ordered: dict[Path, Job] = {}
-    for job in jobs:
-        for each in (job.needs, job) if job.needs else (job,):
-            ordered.setdefault(each.run_dir, each)
-    return [job for job in ordered.values() if not job.is_done()]
+    return [job for job in {job.run_dir: job for job in jobs}.values() if not job.is_done()]
 
 
 def run_jobs(jobs: Sequence[Job], *, processes: int, deadline_s: float, report: Callable[[Ended], None]) -> list[Ended]:
     """Do the jobs from `to_do`; returns the failed ones.
 
     Args:
-        jobs: ordered so that a job comes after the job it needs.
+        jobs: started in this order.
         processes: largest number of parallel runs.
         deadline_s: of each run, seconds.
         report: called with each run that ends.
@@ -201,28 +196,17 @@ def run_jobs(jobs: Sequence[Job], *, processes: int, deadline_s: float, report: 
     waiting, running, failed = list(jobs), list[Running](), list[Ended]()
     try:
         while waiting or running:
-            _start(waiting, running, processes, deadline_s)
+            while waiting and len(running) < processes:
+                running.append(Running(waiting.pop(0), deadline_s))
             for ended in _collect(running):
                 report(ended)
                 if ended.fault:
                     failed.append(ended)
-                    failed += _give_up(waiting, ended.job, report)
             time.sleep(POLL_S)
     finally:
         for left in running:
             left.kill()
     return failed
-
-
-def _start(waiting: list[Job], running: list[Running], processes: int, deadline_s: float) -> None:
-    """Start jobs with satisfied needs, up to the limit of processes."""
-    unfinished = {job.run_dir for job in waiting} | {each.job.run_dir for each in running}
-    for job in list(waiting):
-        if len(running) >= processes:
-            return
-        if job.needs is None or job.needs.run_dir not in unfinished:
-            waiting.remove(job)
-            running.append(Running(job, deadline_s))
 
 
 def _collect(running: list[Running]) -> list[Ended]:
@@ -234,16 +218,3 @@ def _collect(running: list[Running]) -> list[Ended]:
             running.remove(each)
             found.append(ended)
     return found
-
-
-def _give_up(waiting: list[Job], failed: Job, report: Callable[[Ended], None]) -> list[Ended]:
-    """Remove and return the jobs that need a failed run."""
-    lost = [
-        Ended(job, f"not run: {failed.key} failed, which supplies its learning rates", 0.0)
-        for job in waiting
-        if job.needs is not None and job.needs.run_dir == failed.run_dir
-    ]
-    for ended in lost:
-        waiting.remove(ended.job)
-        report(ended)
-    return lost

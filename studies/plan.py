@@ -32,7 +32,6 @@ from oblr_megatron.config.section import Section
 from oblr_megatron.errors import UserError
 
 Backend = Literal["toy", "train", "trl_grpo", "trl_rloo"]
-Control = Literal["none", "shuffled", "matched_decay"]
 
 
 def nested(table: dict[str, Any]) -> dict[str, Any]:
@@ -109,14 +108,6 @@ class Arm(Overrides):
     """Tasks of this arm; by default all of the plan's."""
     peer: bool = False
     """A published method. All arms are also compared with the best peer of each task."""
-    control: Control = "none"
-    """Learning rates of the run of another arm in place of a schedule (rate_controls.py). "shuffled": the same rates in
-    another order. "matched_decay": their log-linear trend with the same mean. Backend "toy" only."""
-    rates_of: str = ""
-    """For a control: the arm that supplies its rates, from the run with equal task, seed
-    and learning rate."""
-    sweep: bool = True
-    """false: no own sweep; the arm uses the rate chosen for the arm in rates_of."""
     learning_rates: Rates | None = None
     """Sweep grid of this arm; by default the plan's."""
     shapes: Shapes | None = None
@@ -205,8 +196,8 @@ class Plan(Section):
         return [name for name, arm in self.arms.items() if not arm.tasks or task in arm.tasks]
 
     def swept(self, arm: str) -> bool:
-        """Whether the arm has its own sweep over more than one cell."""
-        return self.arms[arm].sweep and len(self.grid(arm)) * len(self.shapes_of(arm)) > 1
+        """Whether the arm has more than one cell, so that a sweep chooses."""
+        return len(self.grid(arm)) * len(self.shapes_of(arm)) > 1
 
     def fewest_runs(self) -> int:
         """Runs of the whole study, if no sweep adds rates to its grid."""
@@ -235,7 +226,7 @@ class Plan(Section):
         return self.model_copy(update={"reference": arm or self.reference})
 
     def only(self, arms: Sequence[str] = (), tasks: Sequence[str] = ()) -> Plan:
-        """The plan restricted to some arms and the arms that supply their rates, and to some tasks; empty: all.
+        """The plan restricted to some arms and tasks; empty: all.
 
         Raises:
             UserError: an arm or a task is unknown.
@@ -244,8 +235,7 @@ class Plan(Section):
             if unknown := [name for name in named if name not in known]:
                 what = f"the plan has no {unknown[0]!r}"
                 raise UserError(what, where=option, fix=f"name one of {', '.join(known)}")
-        kept = {*arms, *(self.arms[arm].rates_of for arm in arms)} or self.arms
-        chosen = {name: arm for name, arm in self.arms.items() if name in kept}
+        chosen = {name: arm for name, arm in self.arms.items() if not arms or name in arms}
         return self.model_copy(
             update={"arms": chosen, "tasks": tuple(task for task in self.tasks if not tasks or task in tasks)}
         )
@@ -306,7 +296,7 @@ def _check(plan: Plan, where: str) -> None:
 
 
 def _check_arm(plan: Plan, name: str, where: str) -> None:
-    """Check that the arm's settings are valid and that a control has an arm to take rates from."""
+    """Check that the arm's settings are valid."""
     arm = plan.arms[name]
     for task in arm.tasks:
         if task not in plan.tasks:
@@ -330,14 +320,3 @@ def _check_arm(plan: Plan, name: str, where: str) -> None:
     if arm.rival != "none" and (arm.backend != "toy" or algo.baseline != "none"):
         what = f"rival {arm.rival!r} with backend {arm.backend!r} and algo.baseline {algo.baseline!r}"
         raise UserError(what, where=where, fix='set backend to "toy" and algo.baseline to "none"')
-    if (arm.control != "none") != bool(arm.rates_of):
-        what = f"control {arm.control!r} with rates_of {arm.rates_of!r}"
-        raise UserError(what, where=where, fix="set both, or none of them")
-    if arm.control != "none" and arm.backend != "toy":
-        what = f"control {arm.control!r} with backend {arm.backend!r}"
-        raise UserError(what, where=where, fix='set backend to "toy", or leave the control out')
-    if arm.rates_of and (arm.rates_of not in plan.arms or plan.arms[arm.rates_of].rates_of):
-        what = f"rates_of {arm.rates_of!r} is not an arm with its own rates"
-        raise UserError(what, where=where, fix="name an arm without rates_of")
-    if not arm.sweep and not arm.rates_of:
-        raise UserError("sweep = false without rates_of", where=where, fix="set learning_rates = [RATE] instead")

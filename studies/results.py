@@ -24,7 +24,7 @@ from studies.statistics import Array, area_under_curve, largest_drop, steps_to
 from studies.sweep import Cell, Selection, select
 
 ASKED_FILE = "asked.json"
-PLACES = ("run_dir", "start_dir", "control_from")  # paths may change: a study can be moved
+PLACES = ("run_dir", "start_dir")  # paths may change: a study can be moved
 MEASURED = {"mean_at_k", "accuracy"}  # values of an evaluation that a curve needs
 COSTS = ("timing_s/step", "timing_s/gradient", "timing_s/push", "perf/peak_memory_bytes", "grad_norm")
 
@@ -212,8 +212,6 @@ def selection_of(plan: Plan, out: Path, task: str, arm: str, settled: Callable[[
     Args:
         settled: cell -> whether it has failed if it is incomplete, rather than being still to run.
     """
-    if not plan.arms[arm].sweep:
-        return selection_of(plan, out, task, plan.arms[arm].rates_of, settled)
     means = {}
     for cell, results in sweep_results(plan, out, task, arm).items():
         if len(results) == len(plan.sweep_seeds):

@@ -35,7 +35,7 @@ from studies.summary import environment
 from studies.sweep import Cell
 
 ROWS_FILE = "rows.jsonl"
-OF_THE_KEY = {"task", "seed", "num_prompts", "group_size", "start_dir", "run_dir", "control_from"}
+OF_THE_KEY = {"task", "seed", "num_prompts", "group_size", "start_dir", "run_dir"}
 DIGITS = 6  # significant, of every number
 
 
@@ -79,20 +79,12 @@ def keep_all(plan: Plan, out: Path) -> int:
 def restore(plan: Plan, out: Path) -> int:
     """Make the missing run directories of the file's lines; returns their number. A last line that was cut is skipped.
 
-    Controls that take another arm's rates are left out, and those arms: a line does not hold the rates of single steps.
-
-    Args:
-        plan: the whole plan, because an arm left out of it may take rates.
-        out: the study's directory.
-
     Raises:
         UserError: a line is damaged, or has settings that are unknown today.
     """
     path, count, settings = out / ROWS_FILE, 0, dict[str, dict[str, Any]]()
     if not path.exists():
         return 0
-    sources = {arm.rates_of for arm in plan.arms.values()}
-    whole = {name for name, arm in plan.arms.items() if not arm.rates_of and name not in sources}
     lines = [line for line in path.read_text(encoding="utf-8").splitlines(keepends=True) if line.endswith("\n")]
     runs: dict[Key, tuple[int, dict[str, Any]]] = {}
     for number, line in enumerate(lines, 1):
@@ -103,7 +95,7 @@ def restore(plan: Plan, out: Path) -> int:
             else:  # a run that was repeated has its last line
                 runs[Key(row["task"], row["arm"], Cell.parse(row["cell"]), int(row["seed"]))] = number, row
     for key, (number, row) in runs.items():
-        if key.arm in whole and not key.run_dir(out).exists():
+        if key.arm in plan.arms and not key.run_dir(out).exists():
             with _named(path, number):
                 _write(row, settings[row["made"]], key, out)
             count += 1
@@ -150,7 +142,9 @@ def _named(path: Path, number: int) -> Iterator[None]:
         yield
     except (ValueError, KeyError, TypeError) as error:
         what = f"not the line of a run: {error!r}".replace("\n", " ")
-        raise UserError(what, where=f"{path}:{number}", fix="restore the line, or remove it") from None
+        raise UserError(
+            what, where=f"{path}:{number}", fix="restore the line and that of its settings, or give another --out"
+        ) from None
 
 
 def _where() -> dict[str, Any]:

@@ -205,7 +205,11 @@ def levels(task: TaskSummary) -> str:
 def trainers(task: TaskSummary) -> str:
     """What arms of other trainers do not share with the rest; empty without such arms."""
     names = [arm.arm for arm in task.seen if arm.backend.startswith("trl_")]
-    what = "TRL's trainer with its own loss, advantages and ratio clip. Of `algo` it reads `kl_coefficient` alone."
+    what = (
+        "TRL's trainer with its own loss, advantages and ratio clip. Of `algo` it reads `kl_coefficient` alone. "
+        "Its Adam also steps when a gradient is zero. It samples and evaluates with transformers, with other random "
+        "numbers."
+    )
     return f"{', '.join(names)}: {what}\n" if names else ""
 
 
@@ -277,7 +281,7 @@ def _swept(arm: ArmSummary, cell: Cell) -> str:
     if cell not in arm.sweep:
         return ""
     runs, seeds = arm.sweep[cell], max(map(len, arm.sweep.values()))
-    text = number(sum(map(area, runs)) / len(runs)) if runs else "failed"
+    text = number(sum(map(area, runs)) / len(runs)) if runs else "not finished"
     if 0 < len(runs) < seeds:  # such a cell is not chosen
         text += f" ({len(runs)} of {seeds} runs)"
     return f"**{text}**" if cell == arm.cell else text

@@ -24,7 +24,6 @@ from oblr_megatron.algo.formulas import NO_HISTORY
 from oblr_megatron.algo.noise_split import NoiseSplit
 from oblr_megatron.algo.pools import pools_of
 from oblr_megatron.algo.schedule import Schedule, build_schedule
-from oblr_megatron.algo.snr import SnrAverages
 from oblr_megatron.config import OptimizerConfig
 from oblr_megatron.config.algo import AlgoConfig
 from oblr_megatron.config.baselines import facts_of
@@ -35,9 +34,7 @@ from oblr_megatron.metrics import MetricsWriter, write_whole
 from oblr_megatron.observe import step_metrics
 from oblr_megatron.types import Prompt, Scored
 from studies.estimator import Batch, Estimate, Estimator, NormSource
-from studies.plan import Control
 from studies.policy import Drawn, ToyPolicy
-from studies.rate_controls import control_rates
 from studies.rivals import RIVALS, RivalName
 from studies.start import load, task_named
 from studies.tasks import Row, Skill, Task
@@ -79,10 +76,6 @@ class ToyConfig(Section):
     """What baselines and pools read as w: gradnorm.source of a training run. Statistics use exact norms."""
     rival: RivalName = "none"
     """A published method that replaces algo.baseline, which must be "none" (studies/rivals.py)."""
-    control: Control = "none"
-    """Rates that replace algo.schedule, see studies/rate_controls.py."""
-    control_from: Path | None = None
-    """Directory of the run that supplies the rates of a control."""
     algo: AlgoConfig = AlgoConfig()
     """As in a training run."""
     optimizer: OptimizerConfig = OptimizerConfig()
@@ -95,12 +88,6 @@ class ToyConfig(Section):
             raise ValueError(
                 f"num_prompts {self.num_prompts} is not a multiple of algo.snr.num_folds {self.algo.snr.num_folds}"
             )
-        return self
-
-    @model_validator(mode="after")
-    def _rates_of_a_control(self) -> Self:
-        if (self.control != "none") != (self.control_from is not None):
-            raise ValueError(f"control {self.control!r} with control_from {self.control_from}: set both, or none")
         return self
 
     @model_validator(mode="after")
@@ -136,7 +123,9 @@ class ToyRun:
         self.rival = None if config.rival == "none" else RIVALS[config.rival](len(self.train), config.seed)
         self._estimator = Estimator(self.policy, config.algo, reference, config.norm_source, scale, self.rival)
         self._optimizer = make_optimizer(self.policy, config.optimizer)
-        self._schedule = make_schedule(config)
+        self._schedule = build_schedule(
+            config.algo, config.optimizer, num_prompts=config.num_prompts, num_steps=config.num_steps
+        )
         self._pools = pools_of(config.algo)
         size = config.group_size if self.rival is None else 1  # no split: which responses its b reads is not known
         self._split = NoiseSplit(config.algo, config.num_prompts, size)
@@ -262,21 +251,6 @@ def evaluate(policy: ToyPolicy, task: Task, rows: Sequence[Row], config: ToyConf
         found[f"eval/{task.name}/{name}"] = sum(right) / len(right)
     solved = sum(any(right[at : at + k]) for at in range(0, len(right), k))
     return found | {f"eval/{task.name}/pass_at_k": solved / len(rows)}
-
-
-def make_schedule(config: ToyConfig) -> Schedule:
-    """The schedule of `algo`, or a control.
-
-    Raises:
-        UserError: the run that supplies a control's rates is too short, see `rate_controls.source_rates`.
-    """
-    algo, size = config.algo, dict[str, Any](num_steps=config.num_steps)
-    if config.control_from is None:
-        return build_schedule(algo, config.optimizer, num_prompts=config.num_prompts, **size)
-    rates = control_rates(
-        config.control, config.control_from, seed=config.seed, warmup_steps=algo.snr.warmup_steps, **size
-    )
-    return Schedule(rates.__getitem__, SnrAverages(algo.snr, config.num_prompts))
 
 
 def make_optimizer(policy: ToyPolicy, options: OptimizerConfig) -> torch.optim.Optimizer:

@@ -1,7 +1,8 @@
-"""Backends "trl_grpo", "trl_rloo": TRL's trainers with their own defaults.
+"""Backends "trl_grpo", "trl_rloo": TRL's trainers with their own loss and advantages.
 
-Start, prompt order, samples per step, reward, optimizer and evaluation are those of the toy trainer, or for a recipe
-those of a training run (trl_recipe.py). TRL computes the gradient from a batch (see trl_trainer.py). Of `config.algo`,
+Start, prompt order, samples per step, reward, Adam's settings and evaluation are those of the toy trainer, or for a
+recipe those of a training run (trl_recipe.py). TRL computes the gradient from a batch (see trl_trainer.py), and steps
+Adam also when that is zero, which the other trainers do not. Of `config.algo`,
 the schedule must be "constant" and kl_coefficient becomes TRL's beta; all other keys are ignored.
 """
 

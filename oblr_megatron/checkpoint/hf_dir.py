@@ -23,7 +23,7 @@ from oblr_megatron.checkpoint.safetensors_header import AGAIN, DTYPE_BYTES, read
 from oblr_megatron.checks.git_lfs import refuse_pointer
 from oblr_megatron.checks.layout import ROPES, num_experts
 from oblr_megatron.errors import UserError
-from oblr_megatron.families import family_of
+from oblr_megatron.families import FAMILIES, family_of
 from oblr_megatron.formatting import searched_from
 from oblr_megatron.model.published import published
 from oblr_megatron.weights.names import HF_EMBEDDING, HF_OUTPUT, ModelShape, table
@@ -114,6 +114,15 @@ class HFDir:
         return digest.hexdigest()[:16]
 
 
+def _download(path: Path) -> str:
+    """The command that downloads the model of this path or name; empty if the path does not tell it."""
+    for family in FAMILIES:
+        if path.name.removesuffix("-Base") in family.published and str(path.parent) != family.owner:
+            return f"hf download {family.owner}/{path.name} --local-dir {path}"
+    is_name = _HUB_NAME.fullmatch(str(path)) and str(path.parent) != "models"  # where presets have their models
+    return f"hf download {path} --local-dir DIR" if is_name else ""
+
+
 def check_hf_dir(path: str | Path, *, quantized: bool = False) -> HFDir:
     """Check everything that can be checked from headers, and that a stored output layer is the embedding if it is tied.
 
@@ -126,8 +135,8 @@ def check_hf_dir(path: str | Path, *, quantized: bool = False) -> HFDir:
     if not os.path.isdir(path):  # unlike Path.is_dir, for any name
         what = "the model path is a file" if os.path.exists(path) else "the model directory does not exist"
         fix = f"give the directory of a checkpoint{searched_from(path)}"
-        if _HUB_NAME.fullmatch(str(path)):
-            fix += f"; download a model of the hub first (hf download {path} --local-dir DIR)"
+        if download := _download(path):
+            fix += f"; download a model of the hub first ({download})"
         raise UserError(what, where=str(path), fix=fix)
     config = check_hf_files(path)
     listed = listed_tensors(path)

@@ -86,7 +86,7 @@ def open_to_preset(algo: Any, preset: str) -> Any:
     """
     if preset == "none" or not isinstance(algo, dict) or not isinstance(algo.get("snr", {}), dict):
         return algo  # validation names what is wrong
-    keys = {key for recipe in PRESETS.values() for key in recipe}
+    keys = {"clip_dual"} | {key for recipe in PRESETS.values() for key in recipe}  # of clipping, which they all decide
     recipes = PRESETS.values() if keys <= algo.keys() else [PRESETS.get(preset, {})]
     of_snr = {key for recipe in recipes for key in recipe.get("snr", {})}
     snr = {key: value for key, value in algo.get("snr", {}).items() if key not in of_snr}

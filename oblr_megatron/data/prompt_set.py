@@ -222,6 +222,7 @@ def _fix(skipped: Sequence[Skipped]) -> str:
         LONE_BACKSLASH: "double the backslashes of LaTeX commands in JSON: \\\\sum",
         "not JSON": f"{ONE_PER_LINE}; name a Parquet file *.parquet",
         "not UTF-8": "save the file as UTF-8; name a Parquet file *.parquet",
+        "refused by the tokenizer": "give rows without the characters that it lacks",
         "refused by": "give conversations that the chat template accepts, or set data.chat_template to false",
         "duplicate": KEEP_DUPLICATES,
         "contradicted": KEEP_DUPLICATES,

@@ -450,7 +450,9 @@ def _refusal(error: Exception, where: str) -> UserError:
     if isinstance(error, OSError) and error.errno in _UNWRITABLE and _is_cached(error.filename):
         fix = "set HF_DATASETS_CACHE to a directory that can be written, or give the path of JSONL or Parquet files"
     elif isinstance(error, ConnectionError):
-        fix = "download the data set on a machine with network access, and give the path of its files"
+        fix = (
+            "set HF_HOME to a cache that has the data set, or download it with network access and give its files' path"
+        )
     elif type(error).__name__ in ("DatasetNotFoundError", "GatedRepoError"):
         fix = "correct the name, log in to the hub for a gated data set, or give the path of its files"
     else:

@@ -43,6 +43,9 @@ def config_of(options: argparse.Namespace, model: HFDir, given: Mapping[str, Any
         options: `config` and `overrides` of a command.
         model: the model to evaluate.
         given: further keys set by the command line, e.g. {"data.train": Path("gsm8k.jsonl")}.
+
+    Raises:
+        UserError: the config is invalid, or an override asks for more than one engine on one device.
     """
     from oblr_megatron.config import ParallelConfig, load_config, parse_config
 
@@ -63,6 +66,11 @@ def config_of(options: argparse.Namespace, model: HFDir, given: Mapping[str, Any
         config = parse_config(table, "command line", [*_pairs(lengths | given), *options.overrides])
     one = {"num_engines": 1, "tensor_parallel_size": 1, "servers": (), "replay": None, "only": False}
     one["overlap"] = "none"  # nothing is trained meanwhile
+    for text in options.overrides:
+        section, _, key = text.partition("=")[0].strip().partition(".")
+        if section == "parallel" or (section == "rollout" and key in one and getattr(config.rollout, key) != one[key]):
+            what, fix = f"{section}.{key} has no effect: the command has one engine on one device", "leave it out"
+            raise UserError(what, where=text, fix=fix)
     rollout = config.rollout.model_copy(update=one)
     return config.model_copy(update={"parallel": ParallelConfig(), "rollout": rollout})
 
@@ -148,13 +156,21 @@ def check_engine(config: Config, model: HFDir) -> None:
     from oblr_megatron.memory.engine import check_cache, engine_bytes
 
     on_gpu = torch.cuda.is_available()
+    device_bytes = torch.cuda.get_device_properties(0).total_memory if on_gpu else None
     check_head_size(model.config, model.path, on_gpu=on_gpu)
     refuse(build_problem(on_gpu=on_gpu))
     check_speculation(config.rollout.speculation, "config: rollout.speculation")
     check_vllm_options(config.rollout.vllm, on_gpu=on_gpu)
     check_processor(config.rollout.vllm, on_gpu=on_gpu)
-    if not on_gpu:
-        check_cache(engine_bytes(model.config, config, device_bytes=None), config)
+    if model.config.get("quantization_config") is not None:  # the weights are rounded already
+        config = config.model_copy(update={"rollout": config.rollout.model_copy(update={"quantization": "fp8"})})
+    try:
+        check_cache(engine_bytes(model.config, config, device_bytes=device_bytes), config)
+    except UserError as error:
+        fix = (
+            "lower rollout.max_response_tokens, or evaluate larger models in a run, whose engines may have several GPUs"
+        )
+        raise UserError(error.what, where=error.where, fix=fix if on_gpu else error.fix) from error
 
 
 @contextmanager

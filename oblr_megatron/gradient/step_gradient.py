@@ -274,8 +274,9 @@ class StepGradient:
                     norms = self.norms(batch, active)
         with self._timer("gradient"):
             if config.energies_in_pass:
-                norms = self._add_with_energies(batch, advantage)
-                return norms.view(len(places), -1).masked_fill(~active[:, None], 0.0).flatten()
+                norms = self._add_with_energies(batch, advantage).view(len(places), -1)
+                left_out = norms.isfinite() & ~active[:, None]  # a broken sample is counted, measured or not
+                return norms.masked_fill(left_out, 0.0).flatten()
             return self._add_known(batch, norms, advantage)
 
     def _add_with_energies(self, batch: Wave, advantage: AdvantageRule) -> Tensor:

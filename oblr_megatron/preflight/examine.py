@@ -143,6 +143,8 @@ def check_fits(memory: Sequence[RankMemory], config: Config, device: RankDevice)
         fix = "set parallel.use_distributed_optimizer with several replicas, or raise a parallel size"
     else:
         fix = 'set parallel.recompute_granularity to "full", lower micro_batch_tokens, or raise a parallel size'
+        if fullest.step.fold_sums > fullest.step.main_grad:  # rollout.overlap = "stream" keeps those of all folds
+            fix = f"lower algo.snr.num_folds to the number of replicas, {fix}"
     raise UserError(
         f"a rank of pipeline stage {fullest.step.stage} needs {_gb(fullest.peak)} {phase}, but its device has "
         f"{_gb(device.num_bytes)}",

@@ -40,12 +40,19 @@ GYM_TASK = "{question}\nThink step by step, and put the final answer between <an
 MATHEMATICAL = re.compile(r"[-+]?[\d.,]+%?|[-+]?\d+\s*/\s*\d+|.*[\\^$].*", re.DOTALL)
 MOST = 0.8  # share of mathematical answers that makes "math" the reward
 SEEN_ROWS = 100  # by which columns and convention are chosen
+READ_ROWS = 10_000  # by which the reward and the form of a prompt are chosen
 KEPT = 0.99  # share of rows that data.max_prompt_tokens keeps
 RESPONSE_TOKENS = 512
 THINKING = "enable_thinking"  # Qwen3's switch; by default its models think
 NO_THOUGHTS = "Without thoughts, which take thousands of tokens. For true, raise rollout.max_response_tokens."
 TALK = "The rows are conversations, rendered by the model's chat template."
 PLAIN = "Plain text: the model's stop tokens do not end a turn of its chat template, as of a base model."
+ENDLESS = "The model's stop tokens do not end its turns: set a tokenizer's or generation_config's stop token that does."
+FORMS = {  # what rows ask for -> the reward that reads it, and what it reads
+    "\\boxed": ("math", r"the last \boxed{...}"),
+    "####": ("math:gsm8k", "the text after ####"),
+    "form answer:": ("math:last_line", 'the text after "Answer:" in the last line'),  # as DAPO and simple-evals
+}
 LEAST_FOLDS = 8  # so that up to 8 replicas can share them
 FOLDS = "Parts of a step, from which its noise is measured. A multiple of the model's replicas."
 RATES = ((50_000_000, 5e-4), (400_000_000, 3e-5), (math.inf, 1e-6))
@@ -204,28 +211,40 @@ def settings(model: HFDir, data: DataConfig, out: Path, *, on_gpu: bool, ranks: 
     Raises:
         UserError: no row can be used.
     """
-    from oblr_megatron.data.prompt_set import read_prompts
     from oblr_megatron.data.rows import asked_text, read_rows
+    from oblr_megatron.data.training import training_sets
     from oblr_megatron.observe.performance.flops import total_parameters
 
     positions = int(model.config.get("max_position_embeddings", 4 * RESPONSE_TOKENS))
     tokenizer = model.tokenizer()
     chat = getattr(tokenizer, "chat_template", None)
     folds = -(-LEAST_FOLDS // ranks) * ranks
-    rows = [] if data.train[0].gym_task else list(read_rows(data.train[0], data, [], training=True))
-    talk = bool(chat and rows) and not any(isinstance(row.question, str) for row in rows)
+    seen = [] if data.train[0].gym_task else read_rows(data.train[0], data, [], training=True)
+    rows = list(islice(seen, READ_ROWS))
+    turns = [row.question for row in rows if not isinstance(row.question, str)]
+    talk, endless = bool(chat and rows) and len(turns) == len(rows), bool(chat) and not ends_turns(model, tokenizer)
+    if endless and not any(len(each) > 1 for each in turns):
+        chat, talk = None, False
     reward, why, template = _reward(data, tokenizer, [row.answer for row in rows])
-    asked = {"template": (template, "The prompt around a row's question.")}
-    if chat and not talk and not ends_turns(model, tokenizer):
-        chat, asked = None, {"template": (template, f"The prompt around a row's question. {PLAIN}")}
+    own = _own_form([asked_text(row.question) for row in rows]) if reward == "math" else ""
+    if own:
+        reward, why = FORMS[own][0], why.replace(FORMS["\\boxed"][1], FORMS[own][1])
+        template = "{question}"
+    plain = f" {PLAIN}" if endless and not chat else ""
+    asked = {"template": (template, f"The prompt around a row's question.{plain}")}
     if talk:  # rendered as they are, so that a template would not be used
-        reward, why, asked = _asked(reward, why, [asked_text(row.question) for row in rows])
+        asked, told = {}, all(each[0]["role"] == "system" for each in turns)
+        if reward == "math" and not own and not told:
+            asked = {"system_prompt": (ASKED, "For rows without a system turn: the reward needs the box.")}
+        elif reward == "math" and not own:
+            why += " The rows do not ask for the box, and have system turns of their own: ask there."
     thinks = THINKING in str(chat)
     changes: dict[str, Any] = {"chat_template": bool(chat), "max_prompt_tokens": max(1, positions // 2)}
     changes |= {key: value for key, (value, _) in asked.items()}
     changes |= {"chat_template_options": {THINKING: False}} if thinks else {}
     data = data.model_copy(update=changes)
-    lengths = sorted(len(one.token_ids) for one in read_prompts(data.train[0], data, tokenizer, training=True))
+    [prompts] = training_sets(data, tokenizer, {})
+    lengths = sorted(len(one.token_ids) for one in prompts)
     kept = lengths[int(KEPT * (len(lengths) - 1))]
     longest = min(data.max_prompt_tokens, max(16, 1 << (kept - 1).bit_length()))  # up to a power of two
     rate = next(rate for below, rate in RATES if total_parameters(model.config) < below)
@@ -248,7 +267,12 @@ def settings(model: HFDir, data: DataConfig, out: Path, *, on_gpu: bool, ranks: 
             **{f"{one}_column": (name, f"Column of the {one}.") for one, name in columns.items() if name != one},
             **asked,
             **(
-                {"chat_template": (True, TALK if talk else "The template is a user's turn for a chat model.")}
+                {
+                    "chat_template": (
+                        True,
+                        TALK + f" {ENDLESS}" * endless if talk else "The template is a user's turn for a chat model.",
+                    )
+                }
                 if chat
                 else {}
             ),
@@ -297,23 +321,9 @@ def _source(source: SourceConfig) -> dict[str, tuple[str | int | float, str]]:
     }
 
 
-def _asked(reward: str, why: str, said: Sequence[str]) -> tuple[str, str, dict[str, tuple[str, str]]]:
-    r"""reward.name, comment, and keys of [data] for conversations: who asks for the form that "math" reads?
-
-    Args:
-        reward: what the answers suggest.
-        why: its comment.
-        said: what the users say, row by row.
-    """
-
-    def usual(mark: str) -> bool:
-        return sum(mark in one for one in said) >= MOST * len(said)
-
-    if reward != "math" or usual("\\boxed"):
-        return reward, why, {}
-    if usual("####"):
-        return "math:gsm8k", why.replace(r"the last \boxed{...}", "the text after ####"), {}
-    return reward, why, {"system_prompt": (ASKED, "For rows without a system turn: the reward needs the box.")}
+def _own_form(said: Sequence[str]) -> str:
+    """The form of answer that most rows ask for, a key of FORMS; empty if they ask for none."""
+    return next((form for form in FORMS if said and sum(form in one.lower() for one in said) >= MOST * len(said)), "")
 
 
 def _reward(data: DataConfig, tokenizer: PreTrainedTokenizerBase, answers: Sequence[str]) -> tuple[str, str, str]:

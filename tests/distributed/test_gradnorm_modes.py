@@ -32,6 +32,7 @@ from oblr_megatron.algo.advantage import AdvantageRule
 from oblr_megatron.algo.formulas import History
 from oblr_megatron.checkpoint.hf import load_hf_weights
 from oblr_megatron.config import Config, parse_config
+from oblr_megatron.gradient.estimate import measured_prompts
 from oblr_megatron.gradient.step_gradient import StepGradient
 from oblr_megatron.memory.select_mode import with_mode
 from oblr_megatron.model.parallel import Parallel
@@ -460,7 +461,10 @@ UNMEASURED: dict[str, dict[str, Any]] = {  # only losses tell that a sample is b
     "length": {"source": "length", "always": True},
     "none": {"always": False},
     "other prompts": {"always": True, "sample_fraction": 1e-9},
+    "energies of other prompts": {"source": "logit", "always": True, "sample_fraction": 1e-9},
 }
+
+OTHERS = "other prompts", "energies of other prompts"  # than the broken sample's, which is the second
 
 
 def with_a_broken_sample(path: str, baseline: str) -> dict[str, tuple[torch.Tensor, bool, GradientStats]]:
@@ -479,7 +483,8 @@ def with_a_broken_sample(path: str, baseline: str) -> dict[str, tuple[torch.Tens
             algo = config.algo.model_copy(update={"baseline": baseline})
             config = config.model_copy(update={"algo": algo, "gradnorm": own})
             policy = policy_of(path, parallel, config)
-            gradients = StepGradient(policy, config).begin(1)
+            step = next(step for step in range(1, 99) if mode not in OTHERS or not measured_prompts(config, step)[1])
+            gradients = StepGradient(policy, config).begin(step)
             gradients.add(whole_step(Batch([], samples, scored())), EveryGroup(scored(), config))
             (stats,) = gradients.updates()
             finite = all(bool(parameter.main_grad.isfinite().all()) for _, parameter in policy.named_parameters())

@@ -98,7 +98,6 @@ def versions() -> dict[str, str]:
     by_name["python"] = ".".join(map(str, sys.version_info[:3]))
     root = Path(oblr_megatron.__file__).resolve().parent
     by_name["code"] = _digest(sorted(root.rglob("*.py")), root)
-    by_name["commit"] = _said(["git", "-C", str(root), "rev-parse", "--short=12", "HEAD"]) or "none"
     if torch.cuda.is_available():
         by_name["NCCL"] = ".".join(map(str, torch.cuda.nccl.version()))
     return by_name

@@ -88,9 +88,9 @@ def group_size(history: RunHistory) -> Chart:
 
 
 def pools(history: RunHistory) -> list[Chart]:
-    """Predictions of pooled baselines from earlier steps; [] for other baselines, and for one value for each token."""
+    """Predictions of pooled baselines from earlier steps; [] for other baselines."""
     names = sorted({name for record in history.records for name in record if name.startswith("pool/")})
-    if not {"pool/pull", "pool/trust"} & set(names):
+    if not names:
         return []
     logged = Counter(name for record in history.records for name in record if name.startswith("pool/"))
     means = sorted([name for name, _ in logged.most_common() if name.endswith("/mean")][:MOST_SOURCES])

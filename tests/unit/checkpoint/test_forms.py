@@ -181,5 +181,15 @@ def test_refused(source: str, change: Change, what: str, fix: str, tiny_hf: Path
 
 def test_the_name_of_a_model_of_the_hub_is_no_path() -> None:
     """verl takes it (volcengine/verl docs/start/quickstart.rst)."""
-    with pytest.raises(UserError, match=r"does not exist.*hf download Qwen/Qwen3-0.6B"):
+    with pytest.raises(UserError, match=r"does not exist.*hf download Qwen/Qwen3-0.6B --local-dir DIR"):
         check_hf_dir("Qwen/Qwen3-0.6B")
+
+
+@pytest.mark.parametrize("name", ["Qwen/Qwen3-8B-Base", "meta-llama/Llama-3.1-8B"])
+def test_a_presets_missing_model_names_its_download(name: str) -> None:
+    path = f"models/{name.partition('/')[2]}"
+    with pytest.raises(UserError, match=rf"hf download {name} --local-dir {path}\)"):
+        check_hf_dir(path)
+    with pytest.raises(UserError) as caught:
+        check_hf_dir("models/mine")
+    assert "hf download" not in caught.value.fix

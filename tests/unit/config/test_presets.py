@@ -97,6 +97,13 @@ def test_a_preset_on_the_command_line_is_the_method_that_trains(preset: str) -> 
     assert parsed(*one_update, **own, **method) == expected
 
 
+@pytest.mark.parametrize("preset", CLIPPED)
+def test_a_preset_on_the_command_line_has_no_dual_clip_of_the_file(preset: str) -> None:
+    assert parsed(f"algo.preset={preset}", preset="dapo", clip_dual=3.0).algo.clip_dual is None
+    kept = parsed("algo.preset=dapo", "algo.clip_dual=3", preset="gspo", clip_dual=2.0).algo.clip_dual
+    assert kept == parsed(preset="dapo", clip_dual=3.0).algo.clip_dual == 3
+
+
 @pytest.mark.parametrize("preset", PUBLISHED)
 def test_a_preset_on_the_command_line_replaces_that_of_a_saved_run(preset: str) -> None:
     """config.json holds every key, and given keys win. Those that no recipe sets stay."""

@@ -3,16 +3,20 @@
 from __future__ import annotations
 
 import json
+from contextlib import nullcontext
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
+import torch
 
 from oblr_megatron.checkpoint.hf_dir import HFDir, check_hf_dir
+from oblr_megatron.checks import machine
 from oblr_megatron.config import Config
 from oblr_megatron.errors import UserError
 from oblr_megatron.evaluation.setup import check_engine, config_of
+from oblr_megatron.model.published import published
 from tests.tiny import make_hf_dir
 
 
@@ -20,14 +24,16 @@ from tests.tiny import make_hf_dir
 def config(tmp_path_factory: pytest.TempPathFactory) -> Config:
     """The config of a run with servers that computes gradients while they sample."""
     model = make_hf_dir(tmp_path_factory.mktemp("setup") / "model", head_dim=32)
-    keys = [
-        "rollout.servers=['http://127.0.0.1:1']",
-        "rollout.overlap=stream",
-        "rollout.quantization=fp8",
-        "rollout.dtype=bfloat16",
-    ]
-    keys += ["data.max_prompt_tokens=24", "rollout.max_response_tokens=40"]
-    return config_of(SimpleNamespace(config=None, overrides=keys), check_hf_dir(model), {})  # type: ignore[arg-type]
+    run = {
+        "run_dir": "run",
+        "model": {"path": "elsewhere"},
+        "data": {"train": "rows.jsonl", "max_prompt_tokens": 24},
+        "rollout": {"servers": ["http://h:1"], "overlap": "stream", "quantization": "fp8", "dtype": "bfloat16"},
+    }
+    run["rollout"] |= {"max_response_tokens": 40}
+    (model.parent / "config.json").write_text(json.dumps(run))
+    options: Any = SimpleNamespace(config=model.parent / "config.json", overrides=[])
+    return config_of(options, check_hf_dir(model), {})
 
 
 def test_a_path_may_have_any_character(tmp_path: Path) -> None:
@@ -79,3 +85,36 @@ def test_a_runs_own_keys_do_not_refuse_an_evaluation(tmp_path: Path) -> None:
     assert given.rollout.gpu_memory_utilization == 0.9, "in the run the engine shared its GPU with the trainer"
     options.overrides = ["rollout.gpu_memory_utilization=0.3"]
     assert config_of(options, model, {}).rollout.gpu_memory_utilization == 0.3
+
+
+@pytest.mark.parametrize(
+    "override",
+    ["rollout.tensor_parallel_size=4", "rollout.num_engines = 2", "parallel.tensor_model_parallel_size=2"],
+)
+def test_what_one_engine_cannot_follow_is_refused_on_the_command_line(override: str, tmp_path: Path) -> None:
+    model = HFDir(tmp_path, {}, (), {}, tied=False, num_bytes=0)
+    options: Any = SimpleNamespace(config=None, overrides=["seed=1", override])
+    with pytest.raises(UserError, match="no effect") as caught:
+        config_of(options, model, {})
+    assert caught.value.where == override
+    options.overrides = ["rollout.tensor_parallel_size=1"]
+    assert config_of(options, model, {}).rollout.tensor_parallel_size == 1
+
+
+@pytest.mark.parametrize(
+    ("size", "quantized", "fits"), [("8B", False, True), ("32B", False, False), ("32B", True, True)]
+)
+def test_a_model_that_is_too_large_for_a_gpu_is_refused(
+    size: str, quantized: bool, fits: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Before an engine loads it for minutes. 32B in bf16 take 66 of 72 GB, and a cache of 33k tokens 9 more."""
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda _: SimpleNamespace(total_memory=80 * 10**9))
+    for name in ("check_head_size", "build_problem", "refuse"):
+        monkeypatch.setattr(machine, name, lambda *_, **__: "")
+    own = {"quantization_config": {"quant_method": "modelopt"}} if quantized else {}
+    model = HFDir(tmp_path, published(size) | own, (), {}, tied=False, num_bytes=0)
+    options: Any = SimpleNamespace(config=None, overrides=["rollout.max_response_tokens=32768", "model.dtype=bfloat16"])
+    with nullcontext() if fits else pytest.raises(UserError, match="KV cache holds") as caught:
+        check_engine(config_of(options, model, {}), model)
+    assert fits or "tensor_parallel" not in caught.value.fix

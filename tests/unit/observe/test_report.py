@@ -226,6 +226,13 @@ def test_a_family_of_metrics_may_be_missing(tmp_path, missing):
     )
 
 
+def test_pools_are_drawn_before_a_prompt_comes_again(tmp_path):
+    later = {"pool/pull", "pool/trust", "pool/energy_trust", "pool/sampling_noise"}
+    records = [{name: value for name, value in record.items() if name not in later} for record in synthetic_records(30)]
+    page = page_of(tmp_path, records)
+    assert "Pools of earlier rewards" in page.texts("h3") and len(page.all("h3")) == 27
+
+
 def test_only_steps(tmp_path):
     page = page_of(tmp_path, [{"step": 1}, {"step": 2}])
     assert not page.all("h3") and len(page.missing()) == 21

@@ -110,9 +110,23 @@ def test_a_model_that_can_think_is_asked_not_to(
     assert written(tmp_path / "here", model, SUMS).data.chat_template_options == options
 
 
-@pytest.mark.parametrize(("stop", "chat"), [("~", True), ("!", False)])
+def conversation(question: str, answer: str, system: str = "") -> dict[str, Any]:
+    """A row as verl writes it."""
+    turns = [{"role": "system", "content": system}] if system else []
+    return {"prompt": [*turns, {"role": "user", "content": question}], "reward_model": {"ground_truth": answer}}
+
+
+@pytest.mark.parametrize(
+    ("stop", "rows", "chat"),
+    [
+        ("~", SUMS, True),
+        ("!", SUMS, False),
+        ("!", [conversation("t2 t3", "5")], False),
+        ("!", [conversation("t2 t3", "5", "Add.")], True),  # has no other form
+    ],
+)
 def test_a_model_whose_stop_token_ends_no_turn_gets_plain_text(
-    stop: str, chat: bool, tmp_path: Path, bytes_model: Path
+    stop: str, rows: list[dict[str, Any]], chat: bool, tmp_path: Path, bytes_model: Path
 ) -> None:
     """Base models of Qwen ship the chat template, and stop at the end of a text alone."""
     (tmp_path / "run").mkdir()
@@ -125,7 +139,9 @@ def test_a_model_whose_stop_token_ends_no_turn_gets_plain_text(
     table = json.loads((model / "config.json").read_text()) | {"eos_token_id": tokenizer.convert_tokens_to_ids(stop)}
     (model / "config.json").write_text(json.dumps(table))
     (tmp_path / "here").mkdir()
-    assert written(tmp_path / "here", model, SUMS).data.chat_template is chat
+    assert written(tmp_path / "here", model, rows).data.chat_template is chat
+    text = (tmp_path / "here" / "first.toml").read_text()
+    assert ("do not end its turns" in text) == (chat and stop == "!")
 
 
 def test_a_small_cache_is_refused_where_engines_start(tmp_path: Path, words: Path) -> None:
@@ -241,6 +257,7 @@ def test_the_usual_sets_are_recognized_by_their_rows(
     [
         ('Let\'s think. Output the final answer after "####".', "math:gsm8k", False),
         ("Put it within \\boxed{}.", "math", False),
+        ("The last line should be of the form Answer: $Answer (without quotes).", "math:last_line", False),
         ("", "math", True),
     ],
 )
@@ -248,16 +265,41 @@ def test_conversations_ask_for_what_the_reward_reads(
     request_: str, reward: str, system: bool, tmp_path: Path, bytes_model: Path
 ) -> None:
     """verl's prompts are messages. A template around the question would not reach the model."""
-    rows = [
-        {"prompt": [{"role": "user", "content": f"{n}+1? {request_}"}], "reward_model": {"ground_truth": f"{n + 1}"}}
-        for n in range(5)
-    ]
+    rows = [conversation(f"{n}+1? {request_}", f"{n + 1}") for n in range(5)]
     config = written(tmp_path, bytes_model, rows)
     assert (config.reward.name, config.data.template, config.data.chat_template) == (reward, "{question}", True)
     assert ("\\boxed{}" in config.data.system_prompt) == system
     tokenizer = check_hf_dir(bytes_model).tokenizer()
     prompt = next(iter(read_prompts(config.data.train[0], config.data, tokenizer, training=True))).text
     assert ("####" in prompt, "\\boxed{}" in prompt) == (reward == "math:gsm8k", reward == "math")
+
+
+@pytest.mark.parametrize(
+    ("request_", "reward", "asked"),
+    [("Put it after ####.", "math:gsm8k", ""), ("Use \\boxed{}.", "math", ""), ("", "math", "\\boxed{}")],
+)
+def test_a_text_that_asks_for_a_form_gets_no_other_request(
+    request_: str, reward: str, asked: str, tmp_path: Path, bytes_model: Path
+) -> None:
+    rows = [{"question": f"{n}+1? {request_}", "answer": f"{n + 1}"} for n in range(5)]
+    config = written(tmp_path, bytes_model, rows)
+    assert config.reward.name == reward and config.data.template.removeprefix("{question}").count("boxed") == bool(
+        asked
+    )
+
+
+def test_system_turns_of_the_rows_stay_alone(tmp_path: Path, bytes_model: Path) -> None:
+    config = written(tmp_path, bytes_model, [conversation(f"{n}+1?", f"{n + 1}", "Add.") for n in range(5)])
+    assert (config.reward.name, config.data.system_prompt) == ("math", "")
+    assert "have system turns of their own: ask there" in (tmp_path / "first.toml").read_text()
+
+
+def test_lengths_are_those_of_distinct_questions(tmp_path: Path, bytes_model: Path) -> None:
+    """DAPO-Math-17k has each problem a hundred times."""
+    rows = [{"question": f"{n}".rjust(10), "answer": "yes"} for n in range(99)]
+    rows += [{"question": "x" * 500, "answer": "yes"}] * 300
+    config = written(tmp_path, bytes_model, rows)
+    assert config.data.max_prompt_tokens == 16
 
 
 @pytest.mark.parametrize(

@@ -12,6 +12,7 @@ import pytest
 
 from oblr_megatron.checks.layout import num_experts
 from oblr_megatron.config import load_config
+from oblr_megatron.errors import UserError
 from oblr_megatron.model.published import NAMES
 from oblr_megatron.observe.performance.flops import total_parameters
 from oblr_megatron.preflight.device_memory import rank_memory
@@ -29,6 +30,10 @@ def preset(name: str) -> Path:
 
 def test_there_is_one_for_every_size() -> None:
     assert sorted(letters(name) for name in NAMES) == sorted(letters(name) for name in ALL)
+
+
+def at_least_7b(name: str) -> bool:
+    return float(re.findall(r"_(\d+(?:\.\d+)?)b", name)[0]) >= 7
 
 
 def letters(name: str) -> str:
@@ -56,6 +61,22 @@ def test_it_fits(name: str, nodes: int) -> None:
     assert (config.algo.baseline, config.algo.schedule) == ("pooled", "constant"), "the default recipe"
     assert decided.gradnorm.mode == ("two_pass" if num_experts(hf_config) else "inline")
     check_fits(rank_memory(hf_config, decided, (nodes or own) * PER_NODE, DEVICE), decided, DEVICE)
+
+
+@pytest.mark.parametrize(("name", "folds"), [(name, 4 if "14b" in name else 2) for name in ALL if at_least_7b(name)])
+def test_a_streaming_run_fits_with_the_folds_of_the_docs(name: str, folds: int) -> None:
+    """docs/cluster.md, "Servers on separate nodes": with the presets' 8 folds these runs are refused."""
+    for keys in ([], [f"algo.snr.num_folds={folds}"]):
+        overrides = ['rollout.servers=["http://host:1"]', "rollout.overlap=stream", *keys]
+        config, ranks = load_config(preset(name), overrides), nodes_of(preset(name)) * PER_NODE
+        hf_config, _ = model_of(config.model.path)
+        decided = check_run(hf_config, config, ranks, PER_NODE, DEVICE)
+        memory = rank_memory(hf_config, decided, ranks, DEVICE)
+        if keys:
+            check_fits(memory, decided, DEVICE)
+            continue
+        with pytest.raises(UserError, match="num_folds to the number of replicas"):
+            check_fits(memory, decided, DEVICE)
 
 
 def adapted() -> list[str]:

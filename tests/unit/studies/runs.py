@@ -29,9 +29,6 @@ die_with(os.getppid())
 config = json.loads(Path(sys.argv[1]).read_text())["config"]
 run_dir, task = Path(config["run_dir"]), config["task"]
 orders = json.loads(Path(os.environ.get("ORDERS", os.devnull)).read_text() or "{}").get(run_dir.name, {})
-source = config.get("control_from")
-if source:
-    assert '"step": %d' % config["num_steps"] in (Path(source) / "metrics.jsonl").read_text(), "incomplete source"
 best = max(0.0, 0.5 - 0.2 * abs(math.log10(config["optimizer"]["lr"]) + 3) + 0.05 * (config.get("group_size") == 2))
 with (run_dir / "metrics.jsonl").open("w") as file:
     for step in range(config["num_steps"] + 1):
@@ -74,13 +71,10 @@ def config_of(key: Key, out: Path, num_steps: int = 4) -> dict:
     }
 
 
-def job_of(tmp_path: Path, seed: int, needs: Job | None = None, **config: object) -> Job:
-    """A run of the fake backend. With `needs` it takes that run's learning rates."""
-    key = key_of("sums", "control" if needs else "rloo", 1e-3, seed)
-    table = config_of(key, tmp_path) | config
-    if needs:
-        table |= {"control": "shuffled", "control_from": str(needs.run_dir)}
-    return Job(key, key.run_dir(tmp_path), "toy", table, needs, worker(tmp_path))
+def job_of(tmp_path: Path, seed: int, **config: object) -> Job:
+    """A run of the fake backend."""
+    key = key_of("sums", "rloo", 1e-3, seed)
+    return Job(key, key.run_dir(tmp_path), "toy", config_of(key, tmp_path) | config, worker(tmp_path))
 
 
 def run(jobs: list[Job], deadline_s: float = 60.0) -> tuple[list[Ended], list[Ended]]:

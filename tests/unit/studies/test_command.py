@@ -47,14 +47,6 @@ algo.snr.warmup_steps = 1
 peer = true
 algo.preset = "rloo"
 learning_rates = [0.002]
-[arms.shuffled]
-rates_of = "ours"
-sweep = false
-control = "shuffled"
-[arms.decay]
-rates_of = "ours"
-control = "matched_decay"
-learning_rates = [0.02]
 """
 
 
@@ -82,30 +74,17 @@ def test_both_phases(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None
     assert runs_of(study.out) == {
         *(f"sums/ours/4x2/lr{rate}/seed10" for rate in ("0.1", "0.01", "0.001", "0.0001")),
         *(f"sums/ours/4x2/lr0.001/seed{seed}" for seed in (0, 1)),
-        *(f"sums/shuffled/4x2/lr0.001/seed{seed}" for seed in (0, 1)),  # at the rate chosen for ours
         *(f"sums/rloo/4x2/lr0.002/seed{seed}" for seed in (0, 1)),  # one rate: no sweep
-        *(f"sums/decay/4x2/lr0.02/seed{seed}" for seed in (0, 1)),
-        *(f"sums/ours/4x2/lr0.02/seed{seed}" for seed in (0, 1)),  # these supply the rates of decay
     }
     (task,) = summarise(study.plan, study.out)
     assert {arm.arm: (arm.cell.lr, arm.on_edge, len(arm.runs)) for arm in task.arms} == {
         "ours": (0.001, False, 2),
         "rloo": (0.002, False, 2),
-        "shuffled": (0.001, False, 2),
-        "decay": (0.02, False, 2),
     }
     printed = capsys.readouterr().out
-    assert "sums ours 4x2 lr 0.001 seed 0  area 0.475  final 0.750" in printed and "sums main 10/10" in printed
+    assert "sums ours 4x2 lr 0.001 seed 0  area 0.475  final 0.750" in printed and "sums main 4/4" in printed
     study.run()
-    assert capsys.readouterr().out.splitlines() == ["sums sweep: 0 of 4 runs to do", "sums main: 0 of 8 runs to do"]
-
-
-def test_a_control_gets_the_path_of_its_rates(tmp_path: Path) -> None:
-    job = study_of(tmp_path).job(key_of("sums", "shuffled", 0.01, 1, SHAPE))
-    source = tmp_path / "out/sums/ours/4x2/lr0.01/seed1"
-    assert job.needs is not None and job.needs.run_dir == source
-    assert (job.config["control"], job.config["control_from"]) == ("shuffled", str(source))
-    assert job.config["seed"] == 1 and job.config["optimizer"]["lr"] == 0.01 and job.config["num_steps"] == 2
+    assert capsys.readouterr().out.splitlines() == ["sums sweep: 0 of 4 runs to do", "sums main: 0 of 4 runs to do"]
 
 
 def test_an_arm_without_a_complete_rate_skips_the_main_phase(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -123,7 +102,7 @@ def test_an_arm_without_a_complete_rate_skips_the_main_phase(tmp_path: Path, mon
     orders.write_text("{}")
     again = study_of(tmp_path)
     again.run()
-    assert not again.failed and read_result(key_of("sums", "shuffled", 0.001, 1, SHAPE), study.out) is not None
+    assert not again.failed and read_result(key_of("sums", "ours", 0.001, 1, SHAPE), study.out) is not None
 
 
 def test_the_same_directory_with_another_plan(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -204,25 +183,22 @@ def test_every_study_has_help(study: str, capsys: pytest.CaptureFixture[str]) ->
 
 
 def test_toy_runs(tmp_path: Path) -> None:
-    """A source and the control that takes its rates, through worker.py and toy_trainer.py."""
+    """A run through worker.py and toy_trainer.py."""
     from studies.start import prepare
 
     start = prepare("sums", "middle", tmp_path / "start", steps=3)
     text = PLAN.replace("seeds = 2", "seeds = 1").replace("[0.1, 0.01]", "[1e-3]")
-    plan = load_plan(plan_at(tmp_path, text)).only(["shuffled"])
+    plan = load_plan(plan_at(tmp_path, text)).only(["ours"])
     study = Curves(plan, tmp_path / "out", {"sums": start}, processes=2)
     study.run()
     logs = [path.read_text() for path in study.out.rglob("log.txt")]
     assert not study.failed, [each.fault for each in study.failed] + logs
     (task,) = summarise(plan, study.out)
-    assert [(arm.arm, len(arm.runs)) for arm in task.arms] == [("ours", 1), ("shuffled", 1)]
-    ours, shuffled = (
-        sorted(record["lr"] for record in read_metrics(key_of("sums", arm, 1e-3, 0, SHAPE).run_dir(study.out))[1:])
-        for arm in ("ours", "shuffled")
-    )
-    assert shuffled == pytest.approx(ours) and len(ours) == 2
+    assert [(arm.arm, len(arm.runs)) for arm in task.arms] == [("ours", 1)]
+    records = read_metrics(key_of("sums", "ours", 1e-3, 0, SHAPE).run_dir(study.out))
+    assert [record["step"] for record in records] == [0, 1, 2] and all(record["lr"] > 0 for record in records[1:])
     study.run()
-    assert not study.failed and len(runs_of(study.out)) == 2
+    assert not study.failed and len(runs_of(study.out)) == 1
 
 
 def test_the_real_stack_gets_the_toy_config(tmp_path: Path) -> None:

@@ -34,14 +34,13 @@ def orders(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return path
 
 
-def test_runs_are_done_once_and_after_those_they_need(tmp_path: Path) -> None:
-    sources = [job_of(tmp_path, seed) for seed in range(3)]
-    controls = [job_of(tmp_path, source.key.seed, needs=source) for source in sources]
-    ended, failed = run([*controls, *sources])
-    assert not failed and len(ended) == 6  # a control that starts before its source is complete fails
+def test_runs_are_done_once(tmp_path: Path) -> None:
+    jobs = [job_of(tmp_path, seed) for seed in range(3)]
+    ended, failed = run([*jobs, *jobs])
+    assert not failed and len(ended) == 3
     result = read_result(key_of("sums", "rloo", 1e-3, 2), tmp_path)
     assert result is not None and result.final == pytest.approx(0.702) and result.auc == pytest.approx(0.452)
-    assert to_do([*controls, *sources]) == []
+    assert to_do(jobs) == []
 
 
 def test_a_complete_run_is_kept_and_an_interrupted_one_restarted(tmp_path: Path) -> None:
@@ -111,20 +110,17 @@ def test_a_directory_that_holds_something_else_is_not_removed(tmp_path: Path) ->
 def test_failures_are_named_and_other_runs_continue(tmp_path: Path, orders: Path) -> None:
     orders.write_text(json.dumps({"seed0": {"fail": 2}, "seed1": {"die": 3}, "seed2": {"wait": 1}}))
     jobs = [job_of(tmp_path, seed) for seed in range(4)]
-    control = job_of(tmp_path, 0, needs=jobs[0])
-    ended, failed = run([*jobs, control], deadline_s=12.0)
+    ended, failed = run(jobs, deadline_s=12.0)
     faults = {str(each.job.key): each.fault for each in failed}
     assert faults == {
         "sums rloo 16x8 lr 0.001 seed 0": "status 1: error: it diverged",
         "sums rloo 16x8 lr 0.001 seed 1": "SIGKILL: it printed nothing",
         "sums rloo 16x8 lr 0.001 seed 2": "ran past its deadline of 12 s",
-        "sums control 16x8 lr 0.001 seed 0": "not run: sums rloo 16x8 lr 0.001 seed 0 failed, which supplies its "
-        "learning rates",
     }
     assert [each.job.key.seed for each in ended if not each.fault] == [3]
     orders.write_text("{}")
-    ended, failed = run([*jobs, control])
-    assert len(ended) == 4 and not failed
+    ended, failed = run(jobs)
+    assert len(ended) == 3 and not failed
 
 
 STUDY = """

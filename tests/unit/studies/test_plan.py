@@ -31,9 +31,6 @@ algo.preset = "oblr_pooled"
 algo.preset = "oblr_po"
 "algo.snr.warmup_steps" = 3
 optimizer.name = "sgd"
-[arms.control]
-rates_of = "ours"
-control = "shuffled"
 [arms.rloo]
 peer = true
 algo.preset = "rloo"
@@ -51,7 +48,7 @@ def test_settings_are_merged(tmp_path: Path) -> None:
     plan = plan_of(f"seeds = 3\n{HEAD}{ARMS}", tmp_path)
     assert plan.seeds == (0, 1, 2)
     assert plan.grid("ours") == (1e-3, 1e-2) and plan.grid("rloo") == (1e-4,)
-    assert [plan.swept(arm) for arm in plan.arms] == [True, True, True, False]
+    assert [plan.swept(arm) for arm in plan.arms] == [True, True, False]
     assert plan.algo("ours")["snr"] == {"horizon": 30}
     paper = AlgoConfig.model_validate(plan.algo("paper"))
     assert (paper.baseline, paper.snr.estimator, paper.snr.horizon) == ("optimal", "plugin", 1.0)  # over [defaults]
@@ -59,11 +56,10 @@ def test_settings_are_merged(tmp_path: Path) -> None:
     assert plan.optimizer("paper") == {"name": "sgd"} and plan.optimizer("rloo") == {}
 
 
-def test_selected_arms_include_those_that_supply_their_rates(tmp_path: Path) -> None:
+def test_selected_arms_and_tasks(tmp_path: Path) -> None:
     plan = plan_of(HEAD + ARMS, tmp_path)
-    assert list(plan.only(["control"]).arms) == ["ours", "control"]
-    assert list(plan.only(["rloo"]).arms) == ["rloo"]
-    assert plan.fewest_runs() == 3 * 2 * 2 + 4 * 5  # rates x sweep seeds of the arms with two rates, and all seeds
+    assert list(plan.only(["rloo", "ours"]).arms) == ["ours", "rloo"]
+    assert plan.fewest_runs() == 2 * 2 * 2 + 3 * 5  # rates x sweep seeds of the arms with two rates, and all seeds
     with pytest.raises(UserError, match=r"'roo' \[--only\]"):
         plan.only(["roo"])
     assert plan.only(tasks=plan.tasks[:1]).tasks == plan.tasks[:1] and plan.only().arms == plan.arms
@@ -115,11 +111,6 @@ def test_the_example_plans() -> None:
         (HEAD + ARMS + "shapes = ['16by8']", ["arms.rloo.shapes"]),
         ("train_rows = 8\n" + HEAD + ARMS + "backend = 'train'", ["train_rows with backend 'train'", "arms.rloo"]),
         (HEAD + ARMS + "tasks = ['walk']", ["task 'walk' is not a task of the plan"]),
-        (HEAD + ARMS + "rates_of = 'ours'", ["control 'none' with rates_of 'ours'"]),
-        (HEAD + ARMS + "sweep = false", ["sweep = false without rates_of"]),
-        (HEAD + ARMS + "[arms.x]\ncontrol = 'shuffled'", ["'shuffled' with rates_of ''"]),
-        (HEAD + ARMS + "[arms.x]\ncontrol = 'shuffled'\nrates_of = 'ours'\nbackend = 'train'", ["backend 'train'"]),
-        (HEAD + ARMS + "[arms.x]\ncontrol = 'shuffled'\nrates_of = 'control'", ["rates_of 'control'"]),
         (HEAD + ARMS + "rival = 'otb'", ["rival 'otb'", "algo.baseline 'rloo'", '"none"']),
         (HEAD + ARMS + "[recipes]\nsums = 'x.toml'", ["backend 'toy' cannot train the recipe 'sums'", "arms.ours"]),
         (HEAD + ARMS + "backend = 'train'\nmodel.lora.rank = 4", ["'rank': 4", "is no recipe", "arms.rloo"]),

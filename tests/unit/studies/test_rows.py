@@ -18,6 +18,7 @@ from studies.rows import ROWS_FILE, keep, keep_all, mend, restore, start_digest
 from studies.start import STEPS, prepare
 from tests.unit.studies.runs import key_of, worker, write_run
 
+EXAMPLES = Path(__file__).parents[3] / "examples/study"
 PLAN = """
 tasks = ["sums"]
 seeds = 2
@@ -35,10 +36,6 @@ algo.baseline = "pooled"
 peer = true
 algo.preset = "reinforce_pp"
 algo.aggregation = "constant"
-[arms.shuffled]
-rates_of = "reinforce_pp"
-sweep = false
-control = "shuffled"
 """
 SHAPE = (4, 2)
 
@@ -70,21 +67,35 @@ def test_a_clone_continues_where_the_lines_end(tmp_path: Path, capsys: pytest.Ca
     study.run()
     assert not study.failed
     plan, clone = study.plan, moved(study.out, tmp_path / "there/out")
-    assert restore(plan, clone) == 4  # two of ours in the sweep, two in the comparison
+    assert restore(plan.only(["ours"]), clone) == 4  # two of ours in the sweep, two in the comparison
     for run in ((1e-2, 10), (1e-3, 10), (1e-3, 0), (1e-3, 1)):
         key = key_of("sums", "ours", *run, SHAPE)
         assert_same(read_result(key, clone), read_result(key, study.out))
-    assert restore(plan, clone) == 0
-    assert restore(plan.only(["ours"]), clone) == 0
+    assert restore(plan, clone) == 4 and restore(plan, clone) == 0
+    shutil.rmtree(clone / "sums/reinforce_pp")
+    lines = (clone / ROWS_FILE).read_text().splitlines(keepends=True)
+    (clone / ROWS_FILE).write_text("".join(line for line in lines if '"arm": "reinforce_pp"' not in line))
     again = study_at(clone)
     capsys.readouterr()
     again.run()
     said = [line for line in capsys.readouterr().out.splitlines() if line.endswith("runs to do")]
-    # reinforce_pp supplies rates to a control, which a line does not hold: it and the control run again
-    assert said == ["sums sweep: 2 of 4 runs to do", "sums main: 4 of 6 runs to do"] and not again.failed
+    assert said == ["sums sweep: 2 of 4 runs to do", "sums main: 2 of 4 runs to do"] and not again.failed
     other = study_at(clone, PLAN.replace("norm_power = 0.25", "norm_power = 0.125"))
     with pytest.raises(UserError, match=r"algo\.norm_power is 0\.25, the plan asks for 0\.125"):
         other.run()
+
+
+@pytest.mark.parametrize("rows", sorted(EXAMPLES.glob("*/rows.jsonl")), ids=lambda rows: rows.parent.name)
+def test_the_kept_rows_are_those_of_todays_plans(rows: Path, tmp_path: Path) -> None:
+    """One run of every setting: a key that was renamed or removed would make all of them those of another plan."""
+    plan = load_plan(rows.parent.with_suffix(".toml"))
+    lines = [json.loads(line) for line in rows.read_text().splitlines()]
+    kept = [line for line in lines if "settings" in line or line["arm"] in plan.arms]
+    first = {line["made"]: line for line in reversed(kept) if "made" in line}
+    chosen = [line for line in lines if "settings" in line] + list(first.values())
+    (tmp_path / ROWS_FILE).write_text("".join(json.dumps(line) + "\n" for line in chosen))
+    assert restore(plan, tmp_path) == len(first) > 0
+    Curves(plan, tmp_path, dict.fromkeys(plan.tasks, tmp_path / "start"), processes=1).check()
 
 
 def test_an_interrupted_restore_leaves_no_half_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -103,7 +114,7 @@ def test_an_interrupted_restore_leaves_no_half_run(tmp_path: Path, monkeypatch: 
 
 def test_toy_runs_and_a_preset_that_was_overridden(tmp_path: Path) -> None:
     """The settings of real runs survive, also a key that a preset would set otherwise."""
-    text = PLAN[: PLAN.index("[arms.shuffled]")].replace("seeds = 2", "seeds = 1").replace("[1e-2, 1e-3]", "[1e-3]")
+    text = PLAN.replace("seeds = 2", "seeds = 1").replace("[1e-2, 1e-3]", "[1e-3]")
     (tmp_path / "plan.toml").write_text(text)
     plan = load_plan(tmp_path / "plan.toml")
     start = prepare("sums", "middle", tmp_path / "start", steps=3)
@@ -167,7 +178,7 @@ def test_a_run_keeps_its_settings_when_a_default_changes(tmp_path: Path) -> None
 
 def test_runs_from_another_start_are_not_continued(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """And a start without its rows, as a repository has it, gets them again."""
-    text = PLAN[: PLAN.index("[arms.shuffled]")].replace("seeds = 2", "seeds = 1").replace("[1e-2, 1e-3]", "[1e-3]")
+    text = PLAN.replace("seeds = 2", "seeds = 1").replace("[1e-2, 1e-3]", "[1e-3]")
     (tmp_path / "plan.toml").write_text(text)
     start = prepare("sums", "middle", tmp_path / "out/start", steps=3)
     stamp = json.loads((start / "start.json").read_text()) | {"steps": STEPS}

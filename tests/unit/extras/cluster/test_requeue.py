@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import json
 import os
+import shutil
 import subprocess
 from dataclasses import asdict
 from pathlib import Path
@@ -43,6 +44,7 @@ def ended(
     margin: int = 0,
     seconds: int = 100,
     output: str = "",
+    metrics: Path | None = None,
     **settings: str,
 ) -> tuple[int, bool, str]:
     """(the script's status, whether it asked for a requeue, its output) after an attempt.
@@ -59,9 +61,12 @@ def ended(
         margin: of --signal, if the job's time is not longer; 0 otherwise.
         seconds: since the start of the script when the signal comes.
         output: file for the script's own output, in place of the result's.
+        metrics: copied into the run.
         settings: environment variables.
     """
     (directory / "run").mkdir()
+    if metrics is not None:
+        shutil.copy(metrics, directory / "run" / "metrics.jsonl")
     (directory / "logs" / "attempt_0").mkdir(parents=True)
     for step in saved:
         (directory / "run" / "checkpoints" / f"step_{step:08d}").mkdir(parents=True)
@@ -280,3 +285,13 @@ def started_over(directory: Path, attempt: int, present: tuple[str, ...], steps:
     kept = directory / "run" / (f"metrics_before_5-{attempt}.jsonl" if over else "metrics.jsonl")
     assert kept.read_text() == text and (directory / "run" / "metrics.jsonl").exists() != over
     assert said.count("\n") == over and (f"{steps} steps are done again" in said) == over
+
+
+@pytest.mark.parametrize("saved", [(), (20,)])
+def test_a_failed_run_is_resumed_from_a_checkpoint_only(tmp_path: Path, saved: tuple[int, ...]) -> None:
+    """Without one, the next job with this run_dir would be refused: `check_no_progress`."""
+    metrics = tmp_path / "metrics.jsonl"
+    metrics.write_text('{"step": 0}\n{"step": 5, "reward/mean": 0.5}\n')
+    status, requeued, said = ended(tmp_path, 1, "failed", "RunError: no engine", saved=saved, metrics=metrics)
+    assert (status, requeued) == (1, False) and ("resume with: sbatch ... run_dir=" in said) == bool(saved)
+    assert ("no checkpoint: start again without run_dir" in said) != bool(saved)

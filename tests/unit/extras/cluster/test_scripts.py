@@ -257,6 +257,20 @@ def test_tasks_run_in_the_environment_of_make_gpu_env(tmp_path: Path) -> None:
         assert f" {expected} " in (tmp_path / "srun.calls").read_text().splitlines()[-1]
 
 
+def test_tasks_read_the_cache_that_the_docs_fill(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A shell that was opened later has no HF_HOME."""
+    monkeypatch.delenv("HF_HOME", raising=False)
+    home = tmp_path / "home"
+    home.mkdir()
+    (home / "slurm").symlink_to(ROOT / "slurm")
+    cases: list[tuple[dict[str, str], list[str]]] = [({}, []), ({}, [f"HF_HOME={home}/models/hub"])]
+    for settings, expected in [*cases, ({"HF_HOME": "/own"}, ["HF_HOME=/own"])]:
+        started(tmp_path, "qwen3_8b", OBLR_HOME=str(home), **settings)
+        found = (tmp_path / "srun.env").read_text().splitlines()
+        assert [line for line in found if line.startswith("HF_HOME=")] == expected
+        (home / "models" / "hub").mkdir(parents=True, exist_ok=True)
+
+
 def test_tasks_may_open_as_many_files_as_the_hard_limit_allows(tmp_path: Path) -> None:
     most = resource.getrlimit(resource.RLIMIT_NOFILE)
     resource.setrlimit(resource.RLIMIT_NOFILE, (256, most[1]))
