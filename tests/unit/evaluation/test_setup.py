@@ -117,4 +117,8 @@ def test_a_model_that_is_too_large_for_a_gpu_is_refused(
     options: Any = SimpleNamespace(config=None, overrides=["rollout.max_response_tokens=32768", "model.dtype=bfloat16"])
     with nullcontext() if fits else pytest.raises(UserError, match="KV cache holds") as caught:
         check_engine(config_of(options, model, {}), model)
-    assert fits or "tensor_parallel" not in caught.value.fix
+    if not fits:
+        assert "tensor_parallel" not in caught.value.fix and "dtype" not in caught.value.fix
+        options.overrides = []
+        with pytest.raises(UserError, match=r"set rollout\.dtype=bfloat16"):
+            check_engine(config_of(options, model, {}), model)
