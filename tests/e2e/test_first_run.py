@@ -72,7 +72,7 @@ def workplace(tiny: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Pa
 def test_every_command_of_the_readme(workplace: Path) -> None:
     done = set()
     for line in readme_commands():
-        program, *arguments = shlex.split(line)
+        program, *arguments = (word for word in shlex.split(line) if not re.match(r"[A-Z_]+=", word))
         if program != "oblr-megatron":
             assert program in (".", "make", "sbatch"), f"no test runs {line}"
             continue
