@@ -167,7 +167,7 @@ def check_engine(config: Config, model: HFDir) -> None:
     try:
         check_cache(engine_bytes(model.config, config, device_bytes=device_bytes), config)
     except UserError as error:
-        fix = "lower rollout.max_response_tokens, or evaluate the model in a run, whose engines may have several GPUs"
+        fix = "lower rollout.max_response_tokens, or evaluate in a run: its engines may have several GPUs"
         if config.engine_dtype != "bfloat16":
             fix = f"set rollout.dtype=bfloat16, {fix}"
         raise UserError(error.what, where=error.where, fix=fix if on_gpu else error.fix) from error

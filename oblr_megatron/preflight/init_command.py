@@ -47,7 +47,7 @@ THINKING = "enable_thinking"  # Qwen3's switch; by default its models think
 NO_THOUGHTS = "Without thoughts, which take thousands of tokens. For true, raise rollout.max_response_tokens."
 TALK = "The rows are conversations, rendered by the model's chat template."
 PLAIN = "Plain text: the model's stop tokens do not end a turn of its chat template, as of a base model."
-ENDLESS = "The model's stop tokens do not end its turns: set a tokenizer's or generation_config's stop token that does."
+ENDLESS = "The model's stop tokens do not end its turns. Name one that does in its generation_config.json."
 FORMS = {  # what rows ask for -> the reward that reads it, and what it reads
     "\\boxed": ("math", r"the last \boxed{...}"),
     "####": ("math:gsm8k", "the text after ####"),
