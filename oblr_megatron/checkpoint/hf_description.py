@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -50,7 +51,7 @@ def tokenizer_in(path: Path, rows: int) -> PreTrainedTokenizerBase:
     """The directory's tokenizer, for a model with `rows` rows in its embedding.
 
     Raises:
-        UserError: its files or config.json are damaged, or it has tokens without a row.
+        UserError: its files or config.json are damaged, it has tokens without a row, or its class loses spaces.
     """
     from transformers import AutoTokenizer
 
@@ -58,6 +59,7 @@ def tokenizer_in(path: Path, rows: int) -> PreTrainedTokenizerBase:
     try:
         tokenizer = AutoTokenizer.from_pretrained(path, trust_remote_code=False)
         vocabulary: dict[str, int] = tokenizer.get_vocab()
+        loses_spaces = _loses_spaces(tokenizer, path)
     except Exception as error:  # damaged files raise many types, some of them from Rust
         reason = (str(error).splitlines() or [""])[0]
         raise UserError(
@@ -73,4 +75,21 @@ def tokenizer_in(path: Path, rows: int) -> PreTrainedTokenizerBase:
             where=str(path),
             fix="use the model's own tokenizer, or resize the model's embeddings (resize_token_embeddings)",
         )
+    if loses_spaces:
+        raise UserError(
+            f"transformers reads this tokenizer as {type(tokenizer).__name__}, which loses spaces and line ends",
+            where=str(path / "tokenizer_config.json"),
+            fix='set "tokenizer_class" to "PreTrainedTokenizerFast" in it',
+        )
     return tokenizer
+
+
+def _loses_spaces(tokenizer: PreTrainedTokenizerBase, path: Path) -> bool:
+    """Whether a byte-level tokenizer.json is read by a class of another kind.
+
+    R1-Distill-Llama names LlamaTokenizerFast, for which transformers 5 builds the pre-tokenizer of Llama 2.
+    """
+    text, file = "a b\nc", path / "tokenizer.json"
+    if tokenizer.decode(tokenizer.encode(text, add_special_tokens=False)) == text or not file.is_file():
+        return False
+    return "ByteLevel" in json.dumps(json.loads(file.read_text(encoding="utf-8")).get("decoder"))

@@ -14,6 +14,8 @@ from oblr_megatron.rewards import registry as rewards
 from oblr_megatron.user_functions import import_from_here, resolve
 
 if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
+
     from oblr_megatron.config import Config
     from oblr_megatron.config.data import DataConfig
 
@@ -95,11 +97,23 @@ def _schema(tool: str) -> dict[str, Any]:
     return schema
 
 
-def data_for(config: Config) -> DataConfig:
-    """Section [data] with what the reward and the environment need: the columns of rows, the tools in the template."""
+def data_for(config: Config, tokenizer: PreTrainedTokenizerBase) -> DataConfig:
+    """Section [data] with what the reward and the environment need: the columns of rows, the tools in the template.
+
+    Raises:
+        UserError: the chat template asks for tool calls that tool_loop does not read.
+    """
     data, environment = rewards.data_for(config), config.rollout.environment
     if not environment.function:
         return data
+    template = str(tokenizer.chat_template)
+    other = "<function=" in template or ('"parameters"' in template and "<tool_call>" not in template)
+    if environment.function == "tool_loop" and other:  # that of Qwen3-Coder, or that of Llama 3.1
+        raise UserError(
+            "the model's chat template asks for tool calls of another form than tool_loop reads",
+            where="config: rollout.environment",
+            fix="use a model with Qwen3's form of calls, or write your own environment (docs/environments.md)",
+        )
     options = dict(data.chat_template_options)
     if environment.tools and data.chat_template:
         options.setdefault("tools", schemas(environment.tools))

@@ -130,7 +130,7 @@ def load_sets(
 
     if not sources:
         return {}
-    limit, data = config.evaluate.num_prompts, data_for(config)
+    limit, data = config.evaluate.num_prompts, data_for(config, tokenizer)
     return {name: list(read_prompts(source, data, tokenizer, limit=limit)) for name, source in sources.items()}
 
 

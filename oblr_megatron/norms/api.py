@@ -269,6 +269,8 @@ def _prepared(
             fix = "call it inside the block, or give it the model"
             raise UserError("the handle is used after its `with tapped(...)` block", where="model", fix=fix)
         _check_mode(mode, handle)
+        if summed:
+            _check_averaging(handle)
         if torch.is_autocast_enabled(handle.parallel.device.type):
             fix = "call it outside of torch.autocast; a bf16 model keeps its fp32 main_grad"
             raise UserError("a layer's input and output would have two dtypes", where="torch.autocast", fix=fix)
@@ -280,6 +282,25 @@ def _prepared(
         _check_counts(handle, len(batches))
         with scheduled(handle), gradient_space(handle, summed=summed):
             yield handle, gradients, _Given(batches)
+
+
+def _check_averaging(model: TappedModel) -> None:
+    """Refuse wrappers whose sum over replicas divides by more than the replicas, or against the configuration.
+
+    DistributedDataParallel reads calculate_per_token_loss when it is built. Without it, the wrapper divides by DP x CP,
+    and megatron-core's schedule multiplies the loss by CP only if the loss is a mean.
+    """
+    for chunk in model.chunks:
+        if isinstance(chunk, OwnGradients):
+            continue
+        buffers = (*chunk.buffers, *chunk.expert_parallel_buffers)
+        divides = chunk.ddp_config.average_in_collective or any(one.gradient_scaling_factor != 1 for one in buffers)
+        if divides and (model.parallel.cp_size > 1 or model.transformer_config.calculate_per_token_loss):
+            raise UserError(
+                "the data-parallel wrapper divides sums by the number of data- and context-parallel ranks",
+                where="DistributedDataParallel",
+                fix="set calculate_per_token_loss = True in the TransformerConfig before you wrap the model",
+            )
 
 
 def _check_ids(model: TappedModel, batches: Sequence[TokenBatch]) -> None:

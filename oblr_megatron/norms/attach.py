@@ -48,6 +48,8 @@ SCHEDULE: Mapping[str, Any] = {
 
 TAPPED = (ColumnParallelLinear, RowParallelLinear, ReplicatedLinear, VocabParallelEmbedding)
 
+DROPOUT = ("hidden_dropout", "attention_dropout")
+
 REFUSED: Mapping[str, tuple[tuple[Any, ...], str]] = {
     "fp16": ((False,), "a pass has no loss scale, so that small gradients become 0"),
     "moe_aux_loss_coeff": ((0, None), "router losses mix samples"),
@@ -183,11 +185,20 @@ def _check(chunk: nn.Module) -> None:
 
 
 def _check_modules(module: nn.Module) -> None:
-    """Refuse dropout in training mode, and tapped layers with a forward of their own."""
+    """Refuse dropout in training mode, routers that mix samples, and tapped layers with a forward of their own.
+
+    Layers keep the rates that the configuration had when they were built.
+    """
+    routing, _ = REFUSED["moe_router_load_balancing_type"]
     for name, part in module.named_modules():
-        if isinstance(part, _DropoutNd) and part.training and part.p > 0:
+        kept = [getattr(part, field, 0.0) for field in DROPOUT]  # Transformer Engine has a module under such a name
+        drops = (isinstance(part, _DropoutNd) and part.p > 0) or any(isinstance(p, float) and p > 0 for p in kept)
+        if part.training and drops:
             what = f"{name} drops values: passes would draw different masks"
-            raise UserError(what, where="model", fix="set its p to 0, or call model.eval()")
+            raise UserError(what, where="model", fix="build the model without dropout, or call model.eval()")
+        if (kind := getattr(part, "routing_type", routing[0])) not in routing:
+            what = f"{name} was built for {kind!r}: its routing depends on other samples"
+            raise UserError(what, where="model", fix=f"build the model with {routing[0]!r}")
         own = type(part).forward.__module__.partition(".")[0] in ("megatron", "oblr_megatron")
         if isinstance(part, TAPPED) and not own:
             what = f"{name} is a {type(part).__name__} with a forward of its own, which a tap may replace or miss"
@@ -213,8 +224,7 @@ def _check_experts(chunk: nn.Module, parallel: Parallel) -> None:
 def _check_config(config: TransformerConfig, *, training: bool) -> None:
     values = {name: getattr(config, name, accepted[0]) for name, (accepted, _) in REFUSED.items()}
     wrong = {name: why for name, (accepted, why) in REFUSED.items() if values[name] not in accepted}
-    if training and (config.hidden_dropout or config.attention_dropout):
-        wrong["hidden_dropout" if config.hidden_dropout else "attention_dropout"] = "passes would draw different masks"
+    wrong |= {name: "passes would draw different masks" for name in DROPOUT if training and getattr(config, name)}
     if config.num_moe_experts and config.moe_token_dispatcher_type != "alltoall":
         raise UserError(
             f"moe_token_dispatcher_type is {config.moe_token_dispatcher_type!r}: it hides the order of experts' tokens",
@@ -227,7 +237,9 @@ def _check_config(config: TransformerConfig, *, training: bool) -> None:
     for name, why in wrong.items():
         accepted = REFUSED[name][0][0] if name in REFUSED else 0.0
         raise UserError(
-            f"{name} is {getattr(config, name)!r}: {why}", where="TransformerConfig", fix=f"set it to {accepted!r}"
+            f"{name} is {getattr(config, name)!r}: {why}",
+            where="TransformerConfig",
+            fix=f"set it to {accepted!r} before you build the model",
         )
 
 

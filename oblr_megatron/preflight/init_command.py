@@ -43,6 +43,7 @@ SEEN_ROWS = 100  # by which columns and convention are chosen
 READ_ROWS = 10_000  # by which the reward and the form of a prompt are chosen
 KEPT = 0.99  # share of rows that data.max_prompt_tokens keeps
 RESPONSE_TOKENS = 512
+THOUGHT_TOKENS = 4096  # of a model that always thinks; its template opens the thought
 THINKING = "enable_thinking"  # Qwen3's switch; by default its models think
 NO_THOUGHTS = "Without thoughts, which take thousands of tokens. For true, raise rollout.max_response_tokens."
 TALK = "The rows are conversations, rendered by the model's chat template."
@@ -249,8 +250,10 @@ def settings(model: HFDir, data: DataConfig, out: Path, *, on_gpu: bool, ranks: 
     longest = min(data.max_prompt_tokens, max(16, 1 << (kept - 1).bit_length()))  # up to a power of two
     rate = next(rate for below, rate in RATES if total_parameters(model.config) < below)
     columns = {"question": data.question_column, "answer": data.answer_column}
-    response = max(1, min(RESPONSE_TOKENS, positions - longest))
+    always = any(one.text.rstrip().endswith("<think>") for one in islice(prompts, 1))
+    response = max(1, min(THOUGHT_TOKENS if always else RESPONSE_TOKENS, positions - longest))
     shared = f"Tokens. Longer responses are cut. Prompt and response share the model's {positions} positions."
+    shared += " This model always thinks first: raise it if many are cut." if always else ""
     return {
         "": {
             "run_dir": (f"run/{out.stem}", "Output: metrics, report, checkpoints, trained model. Must be new."),

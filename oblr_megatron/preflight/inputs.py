@@ -216,7 +216,7 @@ def open_inputs(config: Config, model: HFDir, norms: ModeChoice | None, checkpoi
             check_replayed(checkpoint.state["data"])
         return Inputs(model, norms, None, {}, checkpoints)
     tokenizer = model.tokenizer()
-    stream = PromptStream(data_for(config), tokenizer, seed=config.seed, held_out=config.evaluate.data)
+    stream = PromptStream(data_for(config, tokenizer), tokenizer, seed=config.seed, held_out=config.evaluate.data)
     for checkpoint in checkpoints[:1]:
         stream.load_state_dict(checkpoint.state["data"])  # raises if the data differ
     held_out = {} if config.rollout.only else load_sets(config.evaluate.data, config, tokenizer)

@@ -14,6 +14,7 @@ may wrap an async one.
 from __future__ import annotations
 
 import asyncio
+import ctypes
 import errno
 import inspect
 import json
@@ -33,6 +34,7 @@ from oblr_megatron.processes.fork_server import Serve
 from oblr_megatron.user_functions import resolve
 
 MEMORY_BYTES = 2 * 2**30
+M_ARENA_MAX = -8  # of malloc.h
 """Allocation limit of a worker, in addition to the memory of the imports."""
 MEMORY_LIMIT = (
     f"the worker's memory limit was reached, {MEMORY_BYTES >> 30} GiB beyond the imports at the top of the module; "
@@ -140,7 +142,13 @@ def _serve(pipe: Connection, caller: Caller, tasks: int) -> None:
 
 
 def _limit_memory() -> None:
-    """Limit the address space to its current size plus MEMORY_BYTES; disable core dumps."""
+    """Limit the address space to its current size plus MEMORY_BYTES; disable core dumps.
+
+    glibc reserves 64 MiB of address space for the arena of a new thread, with 8 arenas to a core. Two are enough here,
+    so that a function with 64 threads fits on any machine.
+    """
+    if hasattr(libc := ctypes.CDLL(None), "mallopt"):  # musl has no arenas
+        libc.mallopt(M_ARENA_MAX, 2)
     with open("/proc/self/statm", encoding="ascii") as statm:
         used = int(statm.read().split()[0]) * resource.getpagesize()
     resource.setrlimit(resource.RLIMIT_AS, (used + MEMORY_BYTES, used + MEMORY_BYTES))
@@ -257,8 +265,9 @@ def _failure(error: BaseException, count: int = 1) -> WorkerReply:
 
 
 def _is_memory_limit(error: BaseException) -> bool:
-    """Whether memory was missing: for an object, for a system call, or for a library that the function imports."""
+    """Whether memory was missing: for an object, a thread, a system call, or a library that the function imports."""
     no_library = isinstance(error, ImportError) and any(
         words in str(error) for words in ("failed to map segment", "cannot allocate memory")
     )
-    return no_library or isinstance(error, MemoryError) or getattr(error, "errno", None) == errno.ENOMEM
+    no_thread = isinstance(error, RuntimeError) and "can't start new thread" in str(error)
+    return no_library or no_thread or isinstance(error, MemoryError) or getattr(error, "errno", None) == errno.ENOMEM

@@ -303,6 +303,43 @@ def test_copies_have_one_noise_and_shards_their_own(family: str, sizes: dict[str
     assert len(found) > 20 and bool(same) != ("pp" in sizes)
 
 
+def averaged(sizes: dict[str, int], built: bool, later: bool, wanted: Tensor) -> tuple[str, float]:
+    """The refusal of a sum, and the relative error of the norms, of a wrapper built with this calculate_per_token_loss.
+
+    The flag has another value later.
+    """
+    with groups(**sizes):
+        (model,) = build("qwen2", layers=2, sdpa=True)
+        model.config.calculate_per_token_loss = built
+        chunk = wrapped(model, False)
+        model.config.calculate_per_token_loss = later
+        norms = per_sample_sq_grad_norms(chunk, samples(), LOSSES["margin"])
+        try:
+            clipped_grad_sum(chunk, samples(), LOSSES["margin"], 1.0)
+        except UserError as error:
+            return error.fix, float((norms / wanted - 1).abs().max())
+        return "", float((norms / wanted - 1).abs().max())
+
+
+@pytest.mark.parametrize(
+    ("sizes", "flags", "accepted"),
+    [
+        ({"cp": 2}, (False, False), False),
+        ({"cp": 2}, (True, True), True),
+        ({}, (False, True), False),
+        ({}, (False, False), True),  # a mean over replicas, as the page says
+    ],
+)
+def test_wrappers_that_divide_sums_are_refused(
+    sizes: dict[str, int], flags: tuple[bool, bool], accepted: bool, oracles: Path
+) -> None:
+    """By CP, or although the configuration says that they do not. Norms are right in any case."""
+    gradients = torch.load(oracles)["qwen2", "margin", 2]
+    wanted = torch.stack([sum(g.square().sum() for g in grads.values()) for grads in gradients])
+    for fix, error in run_ranks(averaged, 2, sizes, *flags, wanted):
+        assert error <= RTOL and ("before you wrap the model" in fix) != accepted
+
+
 def refusal_of_unmarked_experts() -> str:
     """As megatron-core 0.16 builds them."""
     with groups(tp=2, etp=1):

@@ -18,8 +18,9 @@ from typing import Any
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from torch import Tensor
-from transformers import Qwen3ForCausalLM
+from transformers import PreTrainedTokenizerFast, Qwen3ForCausalLM
 
 from oblr_megatron.checkpoint import hf_dir
 from oblr_megatron.checkpoint.hf_dir import INDEX, SINGLE, check_hf_dir
@@ -205,6 +206,22 @@ def test_a_tokenizer_in_two_files_is_accepted(tiny_hf: Path, tmp_path: Path) -> 
     (path / "vocab.json").write_text("{}")
     (path / "merges.txt").write_text("")
     check_hf_dir(path)
+
+
+def test_a_byte_level_tokenizer_of_another_class_is_refused(tmp_path: Path) -> None:
+    """R1-Distill-Llama names LlamaTokenizerFast. The model type decides, so Qwen2's distillations load as they are."""
+    letters = {letter: index for index, letter in enumerate(sorted(pre_tokenizers.ByteLevel.alphabet()))}
+    backend = Tokenizer(models.BPE(letters, []))
+    backend.pre_tokenizer, backend.decoder = pre_tokenizers.ByteLevel(add_prefix_space=False), decoders.ByteLevel()
+    path = make_hf_dir(tmp_path / "model", head_dim=32, vocab_size=len(letters) + 3, family="llama")  # Llama adds 3
+    PreTrainedTokenizerFast(tokenizer_object=backend).save_pretrained(path)
+    text = "What is\n 2 + 3?"
+    assert (loaded := check_hf_dir(path).tokenizer()).decode(loaded.encode(text)) == text
+    named = path / "tokenizer_config.json"
+    edit_json(named, lambda content: content.update(tokenizer_class="LlamaTokenizerFast"))
+    with pytest.raises(UserError, match="loses spaces and line ends") as caught:
+        check_hf_dir(path).tokenizer()
+    assert caught.value.where == str(named) and "PreTrainedTokenizerFast" in caught.value.fix
 
 
 @pytest.mark.parametrize(

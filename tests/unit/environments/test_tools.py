@@ -173,13 +173,24 @@ def config_of(environment: object, **sections: object) -> Config:
 def test_the_prompt_describes_the_tools() -> None:
     config = config_of({"function": "tool_loop", "tools": [CALCULATE, f"{HERE}:add"]})
     check_environment(config)
-    data = data_for(config)
+    data = data_for(config, make_tokenizer())
     assert data.keep_columns
     tools = data.chat_template_options["tools"]
     assert [tool["function"]["name"] for tool in tools] == ["calculate", "add"]
     assert tools[1]["function"]["parameters"]["properties"]["second"]["type"] == "integer"
     assert json.loads(json.dumps(tools)) == tools
     assert make_tokenizer().chat_template is None and "tools" not in config.data.chat_template_options
+
+
+@pytest.mark.parametrize("form", ['{"name": function name, "parameters": dictionary}', "<tool_call>\n<function=name>"])
+def test_tool_loop_refuses_templates_with_calls_that_it_cannot_read(form: str) -> None:
+    """Those of Llama 3.1 and Qwen3-Coder; an environment of the user's own may read them."""
+    tokenizer = make_tokenizer()
+    tokenizer.chat_template = f"{{% if tools %}}Answer with {form}{{% endif %}}{{{{ messages }}}}"
+    with pytest.raises(UserError, match="tool calls of another form"):
+        data_for(config_of({"function": "tool_loop", "tools": [CALCULATE]}), tokenizer)
+    own = {"function": "tests.e2e.environments:turns", "tools": [CALCULATE]}
+    assert data_for(config_of(own), tokenizer).chat_template_options["tools"]
 
 
 def test_a_tool_is_described_by_the_name_that_the_toolbox_knows() -> None:

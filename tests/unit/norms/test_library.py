@@ -161,6 +161,19 @@ def test_a_module_that_draws_is_refused_while_it_does() -> None:
     assert len(per_sample_sq_grad_norms(model, samples(), mean_cross_entropy)) == 4
 
 
+def test_layers_keep_what_the_configuration_had_when_they_were_built() -> None:
+    (model,) = build("gpt")
+    model.decoder.layers[0].hidden_dropout = 0.1
+    with pytest.raises(UserError, match=r"decoder\.layers\.0 drops values"):
+        per_sample_sq_grad_norms(model, samples(), mean_cross_entropy)
+    model.eval()
+    assert len(per_sample_sq_grad_norms(model, samples(), mean_cross_entropy)) == 4
+    (model,) = build("moe")
+    model.decoder.layers[1].mlp.router.routing_type = "sinkhorn"
+    with pytest.raises(UserError, match=r"layers\.1\.mlp\.router was built for 'sinkhorn'"):
+        per_sample_sq_grad_norms(model, samples(), mean_cross_entropy)
+
+
 def test_a_forward_that_a_tap_would_replace_is_refused() -> None:
     class Scaled(VocabParallelEmbedding):
         def forward(self, ids: torch.Tensor) -> torch.Tensor:

@@ -110,6 +110,20 @@ def test_a_model_that_can_think_is_asked_not_to(
     assert written(tmp_path / "here", model, SUMS).data.chat_template_options == options
 
 
+@pytest.mark.parametrize(("opened", "tokens"), [("assistant:", 512), ("<think>\n", 1920)])
+def test_a_model_that_always_thinks_gets_long_responses(
+    opened: str, tokens: int, tmp_path: Path, bytes_model: Path
+) -> None:
+    """Its template has no switch, and opens the thought. The model has 2,048 positions."""
+    (tmp_path / "run").mkdir()
+    model = shutil.copytree(bytes_model, tmp_path / "run" / "model")
+    tokenizer = PreTrainedTokenizerFast.from_pretrained(model)
+    tokenizer.chat_template = f"{CHAT}{{% if add_generation_prompt %}}{opened}{{% endif %}}"
+    tokenizer.save_pretrained(model)
+    (tmp_path / "here").mkdir()
+    assert written(tmp_path / "here", model, SUMS).rollout.max_response_tokens == tokens
+
+
 def conversation(question: str, answer: str, system: str = "") -> dict[str, Any]:
     """A row as verl writes it."""
     turns = [{"role": "system", "content": system}] if system else []

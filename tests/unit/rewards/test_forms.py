@@ -203,8 +203,28 @@ def test_files_of_one_name_in_two_folders(score: Scored) -> None:
         "import os, errno; raise OSError(errno.ENOMEM, os.strerror(errno.ENOMEM))",
         "bytearray(2**33)",
         "import mmap; mmap.mmap(-1, 2**33)",
+        """import threading; done = threading.Event()
+    for _ in range(400): threading.Thread(target=done.wait, daemon=True).start()""",
     ],
 )
 def test_a_lack_of_memory_names_the_limit(score: Scored, statement: str) -> None:
     result = score(f"def score(response):\n    {statement}\n    return 1.0")
     assert result.failures == 2 and re.search(r"memory limit .* 2 GiB beyond the imports", result.cause)
+
+
+def test_a_function_may_have_64_threads_on_any_machine(score: Scored, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A machine of many cores is imitated by the number of arenas that glibc would give it."""
+    monkeypatch.setenv("MALLOC_ARENA_MAX", "512")
+    text = """
+import threading
+def score(response):
+    together = threading.Barrier(64, timeout=60)
+    def ask():
+        bytearray(1000), together.wait()
+    threads = [threading.Thread(target=ask) for _ in range(64)]
+    for thread in threads: thread.start()
+    for thread in threads: thread.join()
+    return 1.0
+"""
+    result = score(text)
+    assert result.rewards == [1, 1], result.cause
