@@ -294,6 +294,7 @@ class Run:
             "base": self.sampling.model.fingerprint if uses_base(self.config) else None,
             "data": self.sampling.position,
             "schedule": self.schedule.state_dict(),
+            "updates": self.updates + self.schedule.ahead,
             "running_mean_norm": self.running_mean_norm,
             "noise": self.noise.state_dict(),
             "pools": None if self.pools is None else self.pools.state_dict(),
@@ -305,6 +306,7 @@ class Run:
         Another `gradnorm.source` measures w in another unit. Averages of w, and pools with w as weights, then begin
         again. So do all pools, and averages of noise, under another reward.
         """
+        self.schedule.ahead = facts["updates"] - self.updates
         before, now = _scores(facts["config"]), _scores(self.config.model_dump(mode="json"))
         self.noise.load_state_dict(facts["noise"] | {"scores": before})
         comparable = facts["config"]["gradnorm"]["source"] == self.config.gradnorm.source

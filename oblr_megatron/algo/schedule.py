@@ -15,14 +15,21 @@ class Schedule:
     """A rate that depends only on the step. Signal and noise are still estimated for the log.
 
     Each step calls `rate(step)`, then the optimizer, then `observe(stats)` with the same step's gradient.
+
+    Args:
+        curve: the rate of a step after the warm-up.
+        averages: of signal and noise.
+        warmup_steps: steps in which the rate rises, see `ramp`.
     """
 
-    def __init__(self, curve: Callable[[int], float], averages: SnrAverages) -> None:
-        self._curve, self._averages = curve, averages
+    def __init__(self, curve: Callable[[int], float], averages: SnrAverages, warmup_steps: int = 0) -> None:
+        self._curve, self._averages, self._warmup_steps = curve, averages, warmup_steps
+        self.ahead = 0
+        """Steps done beyond `step`: a resume with another algo.updates_per_batch does not warm up again."""
 
     def rate(self, step: int) -> float:
         """Learning rate of step `step`, counted from 0; depends only on the gradients of earlier steps."""
-        return self._curve(step)
+        return self._curve(step) * ramp(step + self.ahead, self._warmup_steps)
 
     def observe(self, stats: GradientStats) -> None:
         """Record the gradient of the step that `rate` was last called for."""
@@ -57,7 +64,7 @@ class SnrSchedule(Schedule):
     """
 
     def __init__(self, config: SnrConfig, optimizer: OptimizerConfig, averages: SnrAverages) -> None:
-        super().__init__(ramped(optimizer), averages)
+        super().__init__(constant(optimizer), averages, optimizer.lr_warmup_steps)
         self._config = config
         self._exponent = config.exponent or (1.0 if optimizer.name == "sgd" else 0.5)
         self._shrink_ref = 1.0 if config.reference == "one" else None
@@ -72,7 +79,7 @@ class SnrSchedule(Schedule):
         if self._averages.count >= self._config.warmup_steps and self._fresh:
             self._move_factor()
         self._fresh = False
-        self._latest, self._awaiting = (step, self._curve(step) * self._factor), True
+        self._latest, self._awaiting = (step, super().rate(step) * self._factor), True
         return self._latest[1]
 
     def observe(self, stats: GradientStats) -> None:
@@ -105,18 +112,18 @@ def ramp(step: int, warmup_steps: int) -> float:
     return min(1.0, (step + 1) / warmup_steps) if warmup_steps else 1.0
 
 
-def ramped(optimizer: OptimizerConfig) -> Callable[[int], float]:
-    """optimizer.lr after the warm-up."""
-    return lambda step: optimizer.lr * ramp(step, optimizer.lr_warmup_steps)
+def constant(optimizer: OptimizerConfig) -> Callable[[int], float]:
+    """optimizer.lr in every step."""
+    return lambda _: optimizer.lr
 
 
 def cosine(optimizer: OptimizerConfig, num_steps: int) -> Callable[[int], float]:
-    """After the warm-up half a cosine, from lr at step 0 to min_lr_ratio * lr at the last step; constant after it."""
+    """Half a cosine, from lr at step 0 to min_lr_ratio * lr at the last step; constant after it."""
 
     def rate(step: int) -> float:
         progress, least = min(1.0, step / max(1, num_steps - 1)), optimizer.min_lr_ratio
         share = least + (1 - least) * 0.5 * (1 + math.cos(math.pi * progress))
-        return optimizer.lr * share * ramp(step, optimizer.lr_warmup_steps)
+        return optimizer.lr * share
 
     return rate
 
@@ -147,7 +154,7 @@ def build_schedule(
         case "snr":
             return SnrSchedule(algo.snr, optimizer, averages)
         case "constant":
-            curve = ramped(optimizer)
+            curve = constant(optimizer)
         case "cosine":
             curve = cosine(optimizer, num_steps)
-    return Schedule(curve, averages)
+    return Schedule(curve, averages, optimizer.lr_warmup_steps)

@@ -161,7 +161,11 @@ METRICS: tuple[Metric, ...] = (
     Metric("perf/peak_memory_rank", "", "rank of that process"),
     Metric("weights/version", "", "version of the weights in vLLM after the step"),
     Metric("data/epoch", "", "completed passes over the training rows"),
-    Metric("data/skipped", "rows", "rows left out: unreadable, incomplete, too long, or overlapping a benchmark"),
+    Metric(
+        "data/skipped",
+        "rows",
+        "rows left out: unreadable, incomplete, too long, repeated, contradicted, or overlapping a benchmark",
+    ),
     Metric("eval/<set>/accuracy", "", "share of the set's prompts answered correctly by the greedy response"),
     Metric("eval/<set>/mean_at_k", "", "mean score of k sampled responses per prompt"),
     Metric("eval/<set>/pass_at_k", "", "share of prompts answered correctly by at least one of k sampled responses"),

@@ -59,6 +59,10 @@ def _mismatch(window: Window) -> str:
     if course.count < 5:
         return ""
     early, recent = statistics.median(course.early), statistics.median(list(course.recent)[-5:])
+    age = [0.0, *window.courses["rollout/staleness_max"].recent][-1]
+    if age:  # the policy itself has moved since
+        text = f"The policy is {number(recent, 2)} nats per token from the weights that sampled, {age:,.0f} updates ago"
+        return f"{text}; lower optimizer.lr, or sample anew." if recent >= 0.1 else ""
     if recent < 0.1:
         early, recent = course.ends or (early, 0.0)  # slow growth needs more steps to stand out from noise
         if recent < max(1e-3, 5 * early):
@@ -126,11 +130,11 @@ def _reward(window: Window) -> str:
     course = window.courses["reward/mean"]
     if course.ends is not None and course.ends[1] < course.ends[0] - 0.02 and course.risen <= -BEYOND:
         return f"Mean reward fell from {number(course.ends[0], 2)} to {number(course.ends[1], 2)}; lower optimizer.lr."
-    prompts, spread = window.planned.num_prompts, window.courses["reward/std"].early[:1]
+    prompts, spread = window.planned.num_prompts, window.courses["reward/std"].early
     if course.count <= EDGE or not prompts or not spread:
         return ""
     first, now = course.early[0], statistics.fmean(course.recent)
-    error = math.hypot(spread[0] / prompts**0.5, statistics.stdev(course.recent) / EDGE**0.5)
+    error = math.hypot(statistics.median(spread) / prompts**0.5, statistics.stdev(course.recent) / EDGE**0.5)
     if now >= first - max(0.02, AT_ONCE * error):
         return ""
     since, remedy = window.changed_at, "lower optimizer.lr"
@@ -208,6 +212,7 @@ def _spread(window: Window) -> str:
     """A weighted mean of rewards varies no more than the rewards, unless single responses dominate their groups.
 
     A mean of earlier steps may vary more: on a solved task all rewards are equal, and those of earlier steps were not.
+    `reward/std` is that of all groups. Dynamic sampling keeps Q of N, of which it may be sqrt(N / Q) times as large.
     """
     if window.planned.of_earlier_steps:
         return ""
@@ -215,6 +220,8 @@ def _spread(window: Window) -> str:
     if len(spread) < EDGE or len(rewards) < EDGE:
         return ""
     baseline_std, reward_std = statistics.median(spread), statistics.median(rewards)
+    if dropped := statistics.median([*window.courses["groups/dropped"].recent] or [0.0]):
+        reward_std *= (1 + dropped / window.planned.num_prompts) ** 0.5 if window.planned.num_prompts else math.inf
     if baseline_std <= max(1.5 * reward_std, 1e-9):
         return ""
     return (

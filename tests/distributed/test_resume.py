@@ -96,6 +96,14 @@ def test_two_and_two_steps_are_four(inputs: Path, tmp_path: Path, overrides: tup
     assert any(not torch.equal(before[name], found[name]) for name in found if "optimizer" in name)
 
 
+def test_the_warm_up_goes_on_with_another_number_of_updates(inputs: Path, tmp_path: Path) -> None:
+    """It counts updates: four in two steps, and then one a step."""
+    keys = ("algo.preset=dapo", "optimizer.lr=1e-3", "optimizer.lr_warmup_steps=8", "gradnorm.mode=two_pass", *SHORT)
+    train(config_of(inputs, tmp_path, *keys, "num_steps=2", "algo.updates_per_batch=2"))
+    train(config_of(inputs, tmp_path, *keys, "algo.updates_per_batch=1", "checkpoint.resume=newest"))
+    assert [record["lr"] for record in certain(tmp_path)] == pytest.approx([2.5e-4, 5e-4, 6.25e-4, 7.5e-4])
+
+
 @pytest.mark.parametrize("optimizer", ["adam", "sgd"])
 def test_saved_before_the_first_gradient(tmp_path: Path, optimizer: str) -> None:
     """Two steps without a reward: the optimizer has not stepped when the checkpoint is written."""

@@ -61,7 +61,7 @@ def make_run(tmp_path: Path, **algo: Any) -> Any:
         updates=0,
         pools=None,
         noise=NoiseSplit(config.algo, config.num_prompts, config.group_size),
-        schedule=SimpleNamespace(observe=lambda _: None, metrics=dict),
+        schedule=SimpleNamespace(observe=lambda _: None, metrics=dict, ahead=0),
         record=StepRecord(done=1, scored=SCORED),
     )
     parts.history = partial(run.Run.history, parts)

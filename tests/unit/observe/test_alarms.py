@@ -113,6 +113,16 @@ def test_a_reward_that_falls_with_the_first_updates_is_compared_with_the_first_s
     assert not set_off([start, *low], Planned()), "the number of prompts is not known"
 
 
+def test_a_first_step_without_a_mistake_is_luck() -> None:
+    """One of five runs of 32 prompts that are right 19 of 20 times begins so. It has no spread of its own."""
+    wrong = [0, *(1 + step % 2 for step in range(39))]
+    records = [
+        {"step": step, "reward/mean": 1 - count / 32, "reward/std": 0.2 if count else 0.0}
+        for step, count in enumerate(wrong, 1)
+    ]
+    assert not set_off(records, Planned(num_prompts=32))
+
+
 def test_a_long_run_with_a_flat_reward_raises_none() -> None:
     """The test for a falling reward is repeated every step."""
     draw = np.random.default_rng(0)
@@ -180,6 +190,26 @@ def test_rewards_of_earlier_steps_may_vary_more_than_those_of_a_solved_task() ->
     solved: list[Record] = [{"step": step, "reward/std": 0.0, "baseline/spread": 0.02} for step in range(1, 2 * EDGE)]
     assert set_off(solved, Planned(of_earlier_steps=True)) == []
     assert [alarm.name for alarm in set_off(solved)] == ["spread"]
+
+
+def test_dynamic_sampling_keeps_groups_that_vary_more_than_all_rewards() -> None:
+    kept: list[Record] = [
+        {"step": step, "reward/std": 0.18, "baseline/spread": 0.3, "groups/dropped": 96} for step in range(1, 2 * EDGE)
+    ]
+    assert set_off(kept, Planned(num_prompts=32)) == set_off(kept, Planned()) == []
+    for dropped, prompts in ((0, 32), (0, 0), (4, 32)):
+        records = [record | {"groups/dropped": dropped} for record in kept]
+        assert [alarm.name for alarm in set_off(records, Planned(num_prompts=prompts))] == ["spread"]
+
+
+def test_old_samples_are_no_mismatch_of_the_engine() -> None:
+    """As in a replay of samples that one version generated, or with rollout.overlap = "one_step"."""
+    far = records_with("rollout/logprob_abs_diff", lambda step: 1e-3 * step)
+    old = [record | {"rollout/staleness_max": 20.0} for record in far]
+    (found,) = set_off(old)
+    assert found.name == "mismatch" and "sample anew" in found.text and "vLLM" not in found.text
+    slow = records_with("rollout/logprob_abs_diff", lambda step: 1e-3 + 4e-4 * step)
+    assert set_off(record | {"rollout/staleness_max": record["step"]} for record in slow) == []
 
 
 def test_falling_entropy_with_a_flat_reward_is_a_collapse() -> None:
