@@ -2,7 +2,7 @@
 
 Real engines, next to the trainer and behind real servers, with a worker that raises what CUDA raises, or hangs.
 
-Not covered: CUDA, an engine of several workers of which one dies, sleep and wake on a GPU.
+Not covered: CUDA, an engine of several workers of which one dies (test_wide_engine.py), sleep and wake on a GPU.
 """
 
 from __future__ import annotations
