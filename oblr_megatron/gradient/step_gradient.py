@@ -348,14 +348,17 @@ class StepGradient:
 
         def add(own: Sequence[int]) -> None:
             """Add one fold's part to main_grad, which is zero before; again if samples have spoilt it."""
-            own = [n for n in own if used[n]]
-            records = run(own, self._routers)
+            own, routers = [n for n in own if used[n]], self._routers
+            before = None if routers is None else routers.records
+            records = run(own, routers)
             if not overlapped:  # else the sum over replicas has begun
                 spoilt = self._without_loss(records, len(used))
                 broken[own] = spoilt[own]
                 if bool(spoilt.any()):
                     self._policy.zero_grad()
-                    records = run([n for n in own if not broken[n]], None)
+                    if routers is not None and before is not None:
+                        routers.restore(before)
+                    records = run([n for n in own if not broken[n]], routers)
             self._pass_metrics.add(records, ones)  # the loss has the coefficients
 
         self._begin_routers(batch, used.tolist())

@@ -98,7 +98,12 @@ def device_bytes_held(hf_config: Mapping[str, Any], config: Config, *, on_gpu: b
         return 0
     if not config.rollout.servers or config.rollout.only:
         return CONTEXT
-    return CONTEXT + 2 * max(BUCKET_BYTES, _largest_tensor(hf_config, config))  # one fills while the other is sent
+    return CONTEXT + server_push_bytes(hf_config, config)
+
+
+def server_push_bytes(hf_config: Mapping[str, Any], config: Config) -> int:
+    """Bytes of the two buckets of pushes to servers: one fills while the other is sent."""
+    return 2 * max(BUCKET_BYTES, _largest_tensor(hf_config, config))
 
 
 def _largest_tensor(hf_config: Mapping[str, Any], config: Config) -> int:

@@ -317,8 +317,11 @@ class PassOnRank:
 
 
 def update_moment(sizes: RankSizes, config: Config, updated: int, *, on_gpu: bool) -> Moment:
-    """The optimizer's update: square roots of second moments, of one parameter; on a GPU of all `updated` elements."""
-    if config.optimizer.name == "sgd":
+    """The optimizer's update: square roots of second moments, of one parameter; on a GPU of all `updated` elements.
+
+    megatron-core takes Transformer Engine's FusedAdam where it is installed, which updates its fp32 state in place.
+    """
+    if config.optimizer.name == "sgd" or sizes.transformer_engine:
         return Moment(UPDATE, updates=True, in_folds=False)
     one_by_one = 2 * sizes.largest_parameter + sizes.hidden * (sizes.ffn or sizes.query)
     elements = updated if on_gpu else min(one_by_one, 3 * updated)

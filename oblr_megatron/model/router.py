@@ -163,6 +163,15 @@ class RouterLosses:
         self._tokens = tokens
         self._recorded += tokens
 
+    @property
+    def records(self) -> Tensor:
+        """A copy of the step's records, for `restore`."""
+        return self._sums.clone()
+
+    def restore(self, records: Tensor) -> None:
+        """Forget what was recorded since: a part of the pass runs again without some samples, which T still counts."""
+        self._sums.copy_(records)
+
     def with_z_loss(self, router: Router, logits: Tensor, trained: Tensor) -> Tensor:
         """The same logits [n, E]; their backward adds the gradient of the z-loss over `trained` tokens [n]."""
         with torch.set_grad_enabled(self._z > 0):

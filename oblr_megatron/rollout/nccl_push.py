@@ -10,7 +10,9 @@ from __future__ import annotations
 
 import asyncio
 import socket
+import time
 from collections.abc import Sequence
+from concurrent.futures import Future
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 from urllib.parse import urlsplit
@@ -25,6 +27,10 @@ from oblr_megatron.weights.shm import Bucket, bucket_capacity
 
 if TYPE_CHECKING:
     from oblr_megatron.rollout.server_push import OpenPush
+
+
+ABORT_SECONDS = 0.2
+"""Between looks at a rendezvous that nobody waits for any more."""
 
 
 @dataclass(slots=True)
@@ -69,14 +75,16 @@ class NcclTransport:
             "master_port": _free_port(),
             "world_size": 1 + server.workers,
         }
-        joined = asyncio.wrap_future(in_thread(lambda: _join(rendezvous, self._device), "nccl rendezvous"))
+        begun: list[Any] = []
+        thread = in_thread(lambda: _join(rendezvous, self._device, begun), "nccl rendezvous")
+        joined = asyncio.wrap_future(thread)
         opened = asyncio.ensure_future(open_push({**rendezvous, "rank_offset": 1, "seconds": self._seconds}))
         try:
             # Shielded: a thread cannot be cancelled, and what it returns later must still be freed.
             await asyncio.gather(opened, asyncio.shield(joined))
         except BaseException as error:  # whatever ended the wait, the thread's group must be freed
             opened.cancel()
-            joined.add_done_callback(_free)
+            in_thread(lambda: _free(thread, begun), "nccl abort")
             if isinstance(error, ServerRefusedError):
                 raise ServerLostError(str(error)) from error
             raise
@@ -103,17 +111,36 @@ class NcclTransport:
         self._links.clear()
 
 
-def _join(rendezvous: dict[str, Any], device: torch.device) -> Any:
-    """Rank 0's end of the communicator."""
-    from vllm.distributed.weight_transfer.nccl_common import trainer_init
+def _join(rendezvous: dict[str, Any], device: torch.device, begun: list[Any]) -> Any:
+    """Rank 0's end of the communicator, as vLLM's `trainer_init` makes it.
+
+    Its constructor waits for a first all-reduce, without a deadline. `begun` gets the object before, for `_free`.
+    """
+    from vllm.distributed.device_communicators.pynccl import PyNcclCommunicator
+    from vllm.distributed.utils import StatelessProcessGroup
+    from vllm.utils.nccl import unpinned_nccl_env
 
     torch.cuda.set_device(device)  # for this thread
-    return trainer_init(rendezvous)
+    address, port, size = (rendezvous[name] for name in ("master_address", "master_port", "world_size"))
+    group = StatelessProcessGroup.create(host=address, port=port, rank=0, world_size=size)
+    communicator = PyNcclCommunicator.__new__(PyNcclCommunicator)
+    begun.append(communicator)
+    with unpinned_nccl_env():
+        communicator.__init__(group, device=torch.accelerator.current_device_index())  # type: ignore[misc]
+    return communicator
 
 
-def _free(joined: asyncio.Future[Any]) -> None:
-    """Abort the communicator of a rendezvous that nobody waits for any more, if it has one."""
-    if joined.exception() is None:
+def _free(joined: Future[Any], begun: list[Any]) -> None:
+    """Abort the communicator of a rendezvous that nobody waits for any more, as soon as it has one.
+
+    Otherwise the kernel of its first all-reduce may run on, and the trainer would wait for it at its next
+    synchronization.
+    """
+    while not joined.done() and not (begun and hasattr(begun[0], "comm")):
+        time.sleep(ABORT_SECONDS)
+    if not joined.done():
+        begun[0].destroy()
+    elif joined.exception() is None:
         joined.result().destroy()
 
 

@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import logging
 import time
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any, NoReturn
@@ -28,6 +29,8 @@ from oblr_megatron.types import Sample
 
 if TYPE_CHECKING:
     from oblr_megatron.config.rollout import RolloutConfig
+
+logger = logging.getLogger(__name__)
 
 RETRIES = 3
 """Retries after a dropped request, before the server counts as lost."""
@@ -87,6 +90,8 @@ class VllmServer:
 
     def lose(self, reason: str, *, unfit: bool = False) -> None:
         """Stop using it until it has received a push again."""
+        if reason != self.lost:
+            logger.warning("%s; it gets no prompts meanwhile", reason)
         self.lost, self.unfit = reason, unfit
 
     async def info(self, seconds: float) -> http.Info:

@@ -237,10 +237,7 @@ class _Servers:
             server.lose(str(answer), unfit=not isinstance(answer, EngineLostError))
             return False
         for what, fix in misfits(answer, self._config, self._model):
-            reason = f"{server.name} {what}: {fix}"
-            if server.lost != reason:
-                logger.warning("%s", reason)
-            server.lose(reason, unfit=True)
+            server.lose(f"{server.name} {what}: {fix}", unfit=True)
             return False
         returns = server.lost is not None and server in self._known
         server.lost = None

@@ -33,6 +33,8 @@ ROUTES = "routes"
 """The column of routes, and the fact that holds their sizes [layers, k]."""
 STEP_FACTS = ("step", "temperature", "epoch", "skipped", "model", "position", "filters")
 SCHEMA_VERSION = 1
+BATCH_BYTES = 2**28
+"""Most bytes of a column that pyarrow takes at once: a dictionary and a page end at 2 GiB."""
 
 
 def _list(kind: pa.DataType) -> pa.DataType:
@@ -99,6 +101,11 @@ def step_path(directory: Path, step: int) -> Path:
     return directory / f"step_{step:06}.parquet"
 
 
+def _largest_cell(row: dict[str, Any]) -> int:
+    """Bytes, or characters, of a row's largest value, at least 1."""
+    return max(1, *(len(value) for value in row.values() if isinstance(value, (bytes, str))))
+
+
 def write_step(directory: Path, saved: SavedStep) -> Path:
     """Write a step's file atomically.
 
@@ -118,9 +125,10 @@ def write_step(directory: Path, saved: SavedStep) -> Path:
     try:
         table = pa.Table.from_pylist(rows, schema=SCHEMA.with_metadata({KEY: json.dumps(facts)}))
         directory.mkdir(parents=True, exist_ok=True)
-        pq.write_table(table, partial, compression="zstd", write_page_checksum=True)
+        at_once = max(1, min(1024, BATCH_BYTES // max(map(_largest_cell, rows))))
+        pq.write_table(table, partial, compression="zstd", write_page_checksum=True, write_batch_size=at_once)
         os.replace(partial, path)
-    except (OSError, ValueError) as error:  # ValueError: a text that UTF-8 cannot write
+    except (OSError, ValueError, pa.ArrowException) as error:  # ValueError: a text that UTF-8 cannot write
         with suppress(OSError):  # a full disk needs the room
             partial.unlink(missing_ok=True)
         raise UnwrittenError(f"cannot write the samples of step {saved.step}: {error}") from error

@@ -11,9 +11,10 @@ Not covered: Transformer Engine; the effect of the losses on training.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from functools import lru_cache
 from pathlib import Path
 from typing import Any
@@ -253,6 +254,44 @@ def test_replayed_routes_are_those_of_the_losses_the_gradient_and_the_norms(
     assert_reference(paths, cases, world_size, replay=True)
     _, metrics = expected(paths[4], together=False, replay=True)
     assert metrics["route_mismatch_fraction"] > 0.3  # 2 of 4 experts at random
+
+
+def with_a_broken_sample(path: str) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
+    """The gradient of a step in which one sample's loss is NaN, and that of a step without this sample."""
+    samples, values, last = make_samples(), coefficients(), NUM_PROMPTS * GROUP - 1
+    broken = [*samples[:last], replace(samples[last], logprobs=(math.nan,) * samples[last].length)]
+    without = values.clone()
+    without[last] = 0
+    config = config_of(path, ALONE, 1, replay=False, norms=False)
+    config = config.model_copy(update={"rollout": config.rollout.model_copy(update={"importance_sampling": "token"})})
+    plain = {"moe_aux_loss_coeff": 0.0, "moe_z_loss_coeff": 0.0}
+    unrouted = config.model_copy(update={"model": config.model.model_copy(update=plain)})
+    with layout() as parallel:
+        policy = build_policy(AutoConfig.from_pretrained(path), config.model, parallel, config.parallel)
+        load_hf_weights(policy, Path(path))
+
+        def of(config: Config, samples: list[Sample], values: Tensor) -> dict[str, Tensor]:
+            step = step_of(samples, values)
+            gradient = StepGradient(policy, config).begin(1)
+            gradient.add(step, AdvantageRule(step.scored, config))
+            assert len(list(gradient.updates())) == 1
+            assert gradient.num_broken == (samples is broken)
+            return whole_gradients(policy)
+
+        found, alone, policy_alone = (
+            of(config, broken, values),
+            of(config, samples, without),
+            of(unrouted, samples, without),
+        )
+    trained = [sample.length for sample, value in zip(samples, values, strict=True) if value]
+    kept = 1 - samples[last].length / sum(trained)  # the divisor of router losses counts the broken sample
+    return found, {name: part + kept * (alone[name] - part) for name, part in policy_alone.items()}
+
+
+def test_a_broken_sample_takes_no_router_losses_of_others_with_it(paths: dict[int, str]) -> None:
+    [(found, wanted)] = run_ranks(with_a_broken_sample, 1, paths[2])
+    for name, gradient in wanted.items():
+        torch.testing.assert_close(found[name], gradient, rtol=1e-10, atol=1e-14)
 
 
 def in_two_updates(path: str) -> tuple[dict[str, Tensor], dict[str, Tensor], dict[str, float], dict[str, float]]:

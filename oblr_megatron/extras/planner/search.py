@@ -27,7 +27,7 @@ from oblr_megatron.extras.planner.cost import predict
 from oblr_megatron.extras.planner.sampling_cost import rollout_phase
 from oblr_megatron.extras.planner.setting import Phase, Prediction, Request, Setting
 from oblr_megatron.formatting import size
-from oblr_megatron.memory.engine import engine_bytes, push_bytes
+from oblr_megatron.memory.engine import engine_bytes, push_bytes, server_push_bytes
 from oblr_megatron.memory.pass_plan import Layout, longest_sample
 from oblr_megatron.memory.select_mode import MODES, resolve
 from oblr_megatron.memory.training import MemoryEstimate
@@ -251,11 +251,12 @@ class _Tally:
     def placed(self, sections: Sections, config: Config, memory: MemoryEstimate) -> Plan | None:
         """The layout with the engine size at which sampling is fastest; None if nothing fits."""
         request = self.request
-        self.note(memory.total, config)
         apart = bool(request.engine_gpus)
-        held, training = (0, 0) if apart else (memory.between_steps, memory.total)
+        total = memory.total + (server_push_bytes(request.hf_config, config) if apart else 0)
+        self.note(total, config)
+        held, training = (0, 0) if apart else (memory.between_steps, total)
         widths = powers(min(request.machine.device.gpus_per_node, request.engine_gpus or request.gpus))
-        engines = (self.engine(config, width, held, training) for width in widths if memory.total <= self.limit)
+        engines = (self.engine(config, width, held, training) for width in widths if total <= self.limit)
         fits = [fit for fit in engines if fit is not None]
         if not fits:
             self.too_large += 1
@@ -267,7 +268,7 @@ class _Tally:
             config,
             predict(self.setting(config), self.rollout(config)),
             memory,
-            memory.total if apart else training,
+            total if apart else training,
             sampling,
         )
 

@@ -120,6 +120,17 @@ def test_a_gpu_holds_offloaded_state_during_the_update_only(dtype: str) -> None:
     assert estimated(**algo, **offload) == estimated(**algo), "on a CPU the host's memory is the rank's"
 
 
+def test_transformer_engines_adam_needs_no_room_for_square_roots() -> None:
+    config = step_config(16, algo={"baseline": "rloo"}, model={"dtype": "bfloat16"}, optimizer={"offload": "sampling"})
+    of_torch, fused = (
+        estimate(HF, config, 1, on_gpu=True, transformer_engine=one, fixed_bytes=0) for one in (False, True)
+    )
+    parameters = RankSizes.of(HF, config, 0).parameters
+    assert (of_torch.moment, of_torch.work) == ("optimizer's update", 4 * parameters)
+    of_update = of_torch.total - of_torch.work
+    assert of_update <= fused.total < of_torch.total and (fused.moment != of_torch.moment or not fused.work)
+
+
 @pytest.mark.parametrize("on_gpu", [False, True])
 def test_replayed_routes_are_counted(on_gpu: bool) -> None:
     """A GPU holds those of one microbatch, which is one sample; the host those of the whole pass."""

@@ -93,6 +93,28 @@ def test_a_worker_does_not_wait_for_a_trainer_that_is_gone(monkeypatch, answers)
 SERVER = SimpleNamespace(url="http://127.0.0.1:8000", workers=1, instance="7d3a90")
 
 
+def test_a_communicator_that_never_finishes_its_first_all_reduce_is_aborted(monkeypatch):
+    """HTTP works, and NCCL's data path does not. A kernel that runs on would stop the trainer."""
+    aborted = threading.Event()
+
+    def join(_rendezvous, _device, begun):
+        begun.append(SimpleNamespace(destroy=aborted.set, comm=1))
+        assert aborted.wait(20)
+        raise RuntimeError("aborted")
+
+    async def open_push(_):
+        await asyncio.sleep(0.1)
+        raise ServerLostError("no answer")
+
+    async def connect():
+        with pytest.raises(ServerLostError, match="no answer"):
+            await NcclTransport(1, torch.device("cpu"), 60.0).connect(SERVER, open_push)
+
+    monkeypatch.setattr(nccl_push, "_join", join)
+    asyncio.run(connect())
+    assert aborted.wait(20)
+
+
 @pytest.mark.parametrize("late", [False, True], ids=["in time", "late"])
 @pytest.mark.parametrize("error", [ServerLostError("no answer"), ServerRefusedError("no answer")])
 def test_a_communicator_is_freed_if_the_server_did_not_join(monkeypatch, error, late):

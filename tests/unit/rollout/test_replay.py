@@ -96,6 +96,35 @@ def test_what_is_written_is_what_is_read(tmp_path: Path) -> None:
     assert [child.name for child in path.parent.iterdir()] == [path.name], "no partial file is left"
 
 
+def test_large_routes_are_written_a_few_rows_at_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A page and a dictionary end at 2 GiB, which pyarrow tests after each batch. By default it has 1,024 rows."""
+    written = pq.write_table
+    sizes = []
+
+    def write_table(table: pa.Table, *arguments: Any, write_batch_size: int, **options: Any) -> None:
+        sizes.append(write_batch_size)
+        written(table, *arguments, write_batch_size=write_batch_size, **options)
+
+    monkeypatch.setattr(pq, "write_table", write_table)
+    saved = saved_step(7, num_prompts=3, group_size=4)
+    assert read_step(write_step(tmp_path, saved)) == saved
+    routes = np.zeros((4, 2**20, 4), np.int16)  # 32 MiB
+    samples = [*saved.samples[:-1], replace(saved.samples[-1], routes=routes)]
+    write_step(tmp_path, replace(saved, samples=samples))
+    assert sizes == [1024, 8]
+
+
+def test_what_arrow_cannot_write_leaves_no_part(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def full(table: pa.Table, path: Path, **options: Any) -> None:
+        path.write_bytes(b"half")
+        raise pa.ArrowCapacityError("array cannot contain more than 2147483646 bytes")
+
+    monkeypatch.setattr(pq, "write_table", full)
+    with pytest.raises(UnwrittenError, match="the samples of step 7: array cannot contain"):
+        write_step(tmp_path, saved_step(7))
+    assert not list(tmp_path.iterdir())
+
+
 def test_odd_values_survive(tmp_path: Path) -> None:
     saved = saved_step()
     samples = [replace(saved.samples[0], response_ids=(), logprobs=(), text=""), *saved.samples[1:]]

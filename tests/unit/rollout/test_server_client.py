@@ -133,10 +133,12 @@ def test_answers_that_say_nothing_are_silence(answer: tuple[int, str]) -> None:
 
 
 @pytest.mark.parametrize("status", [http.REFUSED, http.INVALID, http.FAILED])
-def test_an_answer_that_is_an_error_names_its_server_once(status: int) -> None:
+def test_an_answer_that_is_an_error_names_its_server_once(status: int, caplog: pytest.LogCaptureFixture) -> None:
     server = VllmServer(URL, "")
     with pytest.raises(RunError) as caught:
         server._raise(status, b'{"error": "out of memory"}', "push 3")
     server.lose(str(caught.value))
     said = reasons([server, VllmServer("http://127.0.0.1:10", "")])
     assert said.count(URL) == said.count("push 3") == said.count("out of memory") == 1
+    server.lose(str(caught.value))
+    assert caplog.text.count(f"{said}; it gets no prompts meanwhile") == 1 == caplog.text.count(URL), "a loss is logged"

@@ -17,6 +17,7 @@ from oblr_megatron.extras.planner.cost import hidden_seconds
 from oblr_megatron.extras.planner.sampling_cost import push_phase, rollout_phase
 from oblr_megatron.extras.planner.search import KEEP_FREE, _splits, best_split
 from oblr_megatron.extras.planner.setting import Phase, Setting
+from oblr_megatron.memory.engine import device_bytes_held, server_push_bytes
 from tests.unit.extras.planner.settings import setting
 from tests.unit.extras.planner.test_search import request
 
@@ -74,7 +75,11 @@ def test_the_best_division_uses_all_gpus_and_every_plan_fits() -> None:
         assert used.gpus + used.engine_gpus == 4 and used.engine_gpus > 0
         for plan in found.plans:
             assert plan.sections["rollout"]["overlap"] == mode and plan.prediction.hidden > 0
-            assert plan.training_bytes == plan.memory.total <= used.machine.device.memory_bytes - KEEP_FREE
+            buckets = server_push_bytes(used.hf_config, plan.config)
+            assert plan.training_bytes == plan.memory.total + buckets <= used.machine.device.memory_bytes - KEEP_FREE
+            servers = plan.config.rollout.model_copy(update={"servers": ("http://a:1",)})
+            run = plan.config.model_copy(update={"rollout": servers})
+            assert device_bytes_held(used.hf_config, run, on_gpu=True) == KEEP_FREE + buckets, "as a dry run counts"
         plans[mode] = found.plans[0].prediction
         parts = sum(phase.seconds for phase in plans[mode].phases.values())
         assert plans[mode].seconds == pytest.approx(parts - plans[mode].hidden)
