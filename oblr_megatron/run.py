@@ -306,7 +306,7 @@ class Run:
         Another `gradnorm.source` measures w in another unit. Averages of w, and pools with w as weights, then begin
         again. So do all pools, and averages of noise, under another reward.
         """
-        self.schedule.ahead = facts["updates"] - self.updates
+        self.schedule.ahead = facts.get("updates", self.updates) - self.updates
         before, now = _scores(facts["config"]), _scores(self.config.model_dump(mode="json"))
         self.noise.load_state_dict(facts["noise"] | {"scores": before})
         comparable = facts["config"]["gradnorm"]["source"] == self.config.gradnorm.source
