@@ -147,8 +147,6 @@ class Sampling:
         age = staleness((sample.version for sample in samples), self.version, self.config.rollout.max_staleness)
         oldest = max(age, record.metrics.get("rollout/staleness_max", 0))
         record.metrics["rollout/staleness_max"] = oldest
-        if self.config.rollout.max_staleness:
-            record.metrics["snr/biased"] = float(oldest > 0)
 
     @property
     def refills(self) -> bool:

@@ -29,8 +29,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from oblr_megatron.algo.formulas import History
-from oblr_megatron.algo.prompt_energies import PromptEnergies, added, least_squares
-from oblr_megatron.algo.weighting import mean_of_others, tempering
+from oblr_megatron.algo.weighting import mean_of_others
 from oblr_megatron.config.baselines import facts_of
 
 if TYPE_CHECKING:
@@ -51,7 +50,7 @@ class Pools:
     """The sums over earlier steps, the same on every rank.
 
     Args:
-        algo: baseline, pool_decay, norm_power and keep are read. rho is the weight of the sums so far when a step is
+        algo: baseline and pool_decay are read. rho is the weight of the sums so far when a step is
             added; for a prompt, when the prompt comes again.
     """
 
@@ -61,7 +60,6 @@ class Pools:
         self._prompts: dict[str, list[float]] = {}  # N, D
         self._norms = [0.0, 0.0]  # w, number of responses
         self._trust = [0.0, 0.0]  # w (r - b) x, w x^2
-        self._energies = PromptEnergies(algo.pool_decay)
         self._effective = 0.0  # (sum w)^2 / sum w^2 of the last step
         self._pull = [0.0, 0.0]  # w (r - x)(b_t - x), w (b_t - x)^2
 
@@ -95,10 +93,6 @@ class Pools:
             terms = [float((weights * (rewards - own) * away).sum()), float((weights * away**2).sum())]
             self._pull = self._added(self._pull, terms)
         self._observe_trust(prompts, rewards, weights)
-        if self._facts.pools_norms and history.expected is not None:
-            factors = tempering(weights / counts.clamp(min=1), history.running_mean_norm, self._algo.norm_power)
-            centred = factors * (rewards - history.expected[:, None])
-            self._observe_energies(prompts, weights * centred.square(), counts)
         self._effective = 0.0
         if bool(weights.any()):  # or the mean would be 0 / 0 where older steps do not count
             self._effective = float(weights.sum() ** 2 / weights.square().sum())
@@ -114,7 +108,7 @@ class Pools:
             self._sources[source] = self._added(self._sources.get(source, [0.0] * 2), total)
 
     def metrics(self) -> dict[str, float]:
-        """The pools' means (see `means_of`), the last step's effective responses, beta, alpha and energies."""
+        """The pools' means (see `means_of`), the last step's effective responses, beta and alpha."""
         metrics = means_of(self._sources)
         if self._effective and self._facts.pools_norms:
             metrics["pool/effective_samples"] = self._effective
@@ -122,19 +116,13 @@ class Pools:
             metrics["pool/trust"] = least_squares(self._trust)
         if self._pull[1] > 0:
             metrics["pool/pull"] = least_squares(self._pull)
-        return metrics | self._energies.metrics()
+        return metrics
 
     def state_dict(self) -> dict[str, Any]:
         """JSON-compatible, and unchanged by later steps; `load_state_dict` restores it to the bit."""
         # Every list is replaced, never changed
-        own = {"sources": dict(self._sources), "prompts": dict(self._prompts), "energies": self._energies.state_dict()}
-        return own | {
-            "norms": self._norms,
-            "trust": self._trust,
-            "pull": self._pull,
-            "weights": self._facts.pool,
-            "norm_power": self._algo.norm_power,
-        }
+        own = {"sources": dict(self._sources), "prompts": dict(self._prompts), "weights": self._facts.pool}
+        return own | {"norms": self._norms, "trust": self._trust, "pull": self._pull}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Continue from `state_dict`. The state of another kind of pools is ignored, and the pools begin empty."""
@@ -142,8 +130,6 @@ class Pools:
             return
         self._sources, self._prompts = dict(state["sources"]), dict(state["prompts"])
         self._norms, self._trust, self._pull = (list(state[name]) for name in ("norms", "trust", "pull"))
-        if state.get("norm_power", 0.0) == self._algo.norm_power:
-            self._energies.load_state_dict(state["energies"])
 
     def _pools_of(self, prompts: Sequence[Prompt]) -> list[float | None]:
         """The mean of each prompt's source; of all sources if its own is new; None in the first step."""
@@ -168,17 +154,15 @@ class Pools:
                 terms[1] += float(weights[row].sum()) * away**2
         self._trust = self._added(self._trust, terms)
 
-    def _observe_energies(self, prompts: Sequence[Prompt], energies: Tensor, counts: Tensor) -> None:
-        """Add each prompt's mean of A^2 w [Q, G], A after tempering.
-
-        Under `algo.keep` left-out responses are 0, the others weighted.
-        """
-        sizes = counts.sum(-1) if self._algo.keep == 1 else torch.full_like(counts[:, 0], counts.shape[1])
-        rows = zip(prompts, (energies.sum(-1) / sizes).tolist(), strict=True)
-        self._energies.observe({_key(prompt): energy for prompt, energy in rows if math.isfinite(energy)})
-
     def _added(self, sums: Sequence[float], terms: Sequence[float]) -> list[float]:
-        return added(self._algo.pool_decay, sums, terms)
+        """Sums after a step: the older ones decay."""
+        return [self._algo.pool_decay * before + new for before, new in zip(sums, terms, strict=True)]
+
+
+def least_squares(sums: Sequence[float]) -> float:
+    """above / below, between 0 and 1; 0 while nothing is known."""
+    above, below = sums
+    return min(1.0, max(0.0, above / below)) if below > 0 else 0.0
 
 
 def _key(prompt: Prompt) -> str:

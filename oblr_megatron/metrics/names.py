@@ -110,13 +110,10 @@ METRICS: tuple[Metric, ...] = (
     ),
     Metric("pool/effective_samples", "responses", "(sum w)^2 / sum w^2: responses that the pools' new sums rest on"),
     Metric("pool/pull", "", "weight of the pool in the baseline optimal_pooled"),
-    Metric("pool/energy_trust", "", "weight of a prompt's own earlier energies A^2 w in predicting its next: 0 none"),
-    Metric("pool/sampling_noise", "", "predicted noise of sampling prompts by energy over that of uniform sampling"),
     Metric("snr/signal_sq", "", "this step's estimate of the squared norm of the true gradient (may be negative)"),
     Metric("snr/noise_trace", "", "this step's estimate of the trace of one prompt's gradient covariance"),
     Metric("snr/shrink_raw", "", "this step's signal over squared gradient norm, neither averaged nor clamped"),
     Metric("snr/shrink_ema", "", "averaged, clamped shrink factor; scales the rate under the snr schedule"),
-    Metric("snr/biased", "", "1 in a step with stale samples, where signal and noise are estimates with a bias"),
     Metric(
         "snr/snr",
         "",

@@ -30,7 +30,7 @@ ENVIRONMENT = {
 ZERO = (
     *("reward/failures", "reward/timeouts", "environment/failures", "environment/timeouts", "gradnorm/nonfinite"),
     *("rollout/truncated_ratio_fraction", "rollout/unrecorded_fraction", "rollout_corr/rollout_rs_masked_fraction"),
-    *("rollout/staleness_max", "actor/pg_clipfrac_lower", "baseline/self_dependence", "snr/biased", "data/skipped"),
+    *("rollout/staleness_max", "actor/pg_clipfrac_lower", "baseline/self_dependence", "data/skipped"),
     "perf/peak_memory_rank",
 )
 """Metrics that are 0 throughout a healthy run."""
@@ -120,8 +120,6 @@ def _training(step: int, num_steps: int, progress: float, shrink: float, draw: n
         "pool/sums/mean": 0.3 + 0.4 * progress,
         "pool/trust": 0.1 + noise(0.01),
         "pool/pull": 0.8,
-        "pool/energy_trust": 0.2 + noise(0.02),
-        "pool/sampling_noise": 0.95 + noise(0.01),
         "optimizer/clip_factor": 1.0,
         "loss": noise(0.02),
         "lr": 1e-3 * min(1.0, step / 10) * (shrink / 0.45) ** 0.5,

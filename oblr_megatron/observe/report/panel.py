@@ -98,18 +98,11 @@ def pools(history: RunHistory) -> list[Chart]:
         "Pools of earlier rewards",
         "Mean reward of each data source over the steps so far, weighted as the baseline asks: the next step's "
         "baseline of a prompt that is new. The strip shows the weight of a prompt's own history, and the pool's weight "
-        "in optimal_pooled. The last strip predicts the noise, relative to today's, if prompts were sampled by their "
-        "gradients' energy.",
+        "in optimal_pooled.",
         "A history with a weight near 1: prompts differ much and change slowly, so that their own past predicts best.",
         panel("", *(Curve(name, name[5:-5], "line", place) for place, name in enumerate(means, 1)), include=(0.0,)),
         strip("", Curve("pool/trust", "history", "line", 2), Curve("pool/pull", "pull", "line", 3)),
         strip("responses", Curve("pool/effective_samples", "that a step's sums rest on", "average", 1), include=(0.0,)),
-        strip(
-            "",
-            Curve("pool/energy_trust", "history of energies", "average", 2),
-            Curve("pool/sampling_noise", "noise of sampling by energy", "average", 1),
-            include=(0.0, 1.0),
-        ),
     )
     return [figure]
 

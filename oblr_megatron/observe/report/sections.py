@@ -122,12 +122,10 @@ SIGNAL = chart(
     "Signal and noise",
     "Estimate of the true gradient's squared norm; single steps may be negative. It is unbiased with the estimators "
     "folds and prompts; plugin's contains the noise. The strip shows the noise: the estimated variance of one prompt's "
-    "gradient. With rollout.max_staleness, the second strip is 1 in steps with stale samples: their importance ratios "
-    "are cut, and both estimates have a bias.",
+    "gradient. Where rollout/staleness_max is above 0 importance ratios are cut, and both estimates have a bias.",
     "Noise that grows by orders of magnitude, or signal that vanishes while the reward still changes.",
     panel("", Curve("snr/signal_sq", "signal, squared norm"), rules=(ChartRule("", 0.0, forced=True),)),
     strip("", Curve("snr/noise_trace", "noise, trace", colour=2), log=True),
-    strip("", Curve("snr/biased", "stale samples", "line", 3), include=(0.0, 1.0)),
 )
 
 GRADIENT = chart(

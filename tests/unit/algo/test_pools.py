@@ -13,7 +13,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from oblr_megatron.algo.formulas import NO_HISTORY, History
+from oblr_megatron.algo.formulas import NO_HISTORY
 from oblr_megatron.algo.pools import Pools, pools_of
 from oblr_megatron.algo.weighting import mean_of_others
 from oblr_megatron.config.algo import AlgoConfig
@@ -166,16 +166,6 @@ def test_sums_of_other_weights_are_not_continued() -> None:
         assert math.isnan(expected(later, prompt("b"))[0]) is not known
 
 
-@pytest.mark.parametrize("power", [0.25, 0.0])
-def test_energies_of_another_exponent_are_not_continued(power: float) -> None:
-    plain, later = make(), make(norm_power=power)
-    for _ in range(3):
-        step(plain, [prompt("a"), prompt("b")], tensor([1.0], [0.0]), tensor([3.0], [1.0]))
-    later.load_state_dict(plain.state_dict())
-    assert ("pool/energy_trust" in plain.metrics()) and ("pool/energy_trust" in later.metrics()) is (power == 0)
-    assert expected(later, prompt("a")) == expected(plain, prompt("a"))
-
-
 def test_a_step_without_any_norm_leaves_the_pools_as_they_are() -> None:
     """Also with pool_decay = 0, where only the last step counts: the usual norm would be 0 / 0."""
     pools, prompts = make(pool_decay=0.0), [prompt("a"), prompt("b")]
@@ -184,19 +174,6 @@ def test_a_step_without_any_norm_leaves_the_pools_as_they_are() -> None:
     assert expected(pools, *prompts) == [0.25, 0.25]
     step(pools, prompts, tensor([0.75], [0.0]), tensor([2.0], [2.0]))
     assert all(math.isfinite(value) for value in expected(pools, *prompts))
-
-
-def test_energies_of_prompts_are_those_after_tempering() -> None:
-    """A^2 w (wbar / w)^(1/2) with wbar = 1: the energies of norms w^(1/2) without tempering."""
-    prompts, norms, noise = [prompt("a"), prompt("b")], tensor([9.0], [0.01]), []
-    history = History(torch.full((2,), 0.5, dtype=torch.float64), running_mean_norm=1.0)
-    scored = Scored(torch.zeros_like(norms), torch.ones_like(norms), 0)
-    for power, of_step in ((0.25, norms), (0.0, norms.sqrt()), (0.0, norms)):
-        pools = make(norm_power=power)
-        for _ in range(5):
-            pools.observe(prompts, scored, of_step, history)
-        noise.append(pools.metrics()["pool/sampling_noise"])
-    assert noise[0] == pytest.approx(noise[1], rel=1e-12) and noise[2] < 0.8 < noise[0]
 
 
 def test_only_pooled_baselines_have_pools() -> None:

@@ -227,7 +227,7 @@ def test_a_family_of_metrics_may_be_missing(tmp_path, missing):
 
 
 def test_pools_are_drawn_before_a_prompt_comes_again(tmp_path):
-    later = {"pool/pull", "pool/trust", "pool/energy_trust", "pool/sampling_noise"}
+    later = {"pool/pull", "pool/trust"}
     records = [{name: value for name, value in record.items() if name not in later} for record in synthetic_records(30)]
     page = page_of(tmp_path, records)
     assert "Pools of earlier rewards" in page.texts("h3") and len(page.all("h3")) == 27
@@ -292,7 +292,7 @@ def test_the_fullest_ranks_are_drawn(tmp_path):
 def test_the_pointers_data_match_the_legend(tmp_path):
     page = page_of(tmp_path, synthetic_records(90))
     plots, resting = page.all("div", "plot"), [value for _, value in page.legend()]
-    assert len(plots) == 62 and {plot.get("data-last") for plot in plots} == {"90"}
+    assert len(plots) == 60 and {plot.get("data-last") for plot in plots} == {"90"}
     curves = [curve for plot in plots for curve in json.loads(plot.get("data-curves"))]
     assert len(curves) == len(resting)
     for curve in curves:

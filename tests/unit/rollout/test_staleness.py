@@ -62,4 +62,4 @@ def test_a_step_checks_its_samples(tmp_path: Path, limit: int) -> None:
             Sampling.rollout(parts, engine.next_prompts(1), record)
     else:
         assert Sampling.rollout(parts, engine.next_prompts(1), record) == samples
-        assert record.metrics == {"rollout/staleness_max": 1, "snr/biased": 1}
+        assert record.metrics == {"rollout/staleness_max": 1}
