@@ -1,4 +1,4 @@
-"""Lengths of packed samples stay on the host. Attention itself: tests/distributed/test_packed.py."""
+"""Lengths of packed samples stay on the host. Attention itself: tests/distributed/test_gradients.py."""
 
 from __future__ import annotations
 
