@@ -84,6 +84,9 @@ def test_the_example_plans() -> None:
     assert set(real.recipes) == set(real.tasks) and real.arms["tempered"].algo["norm_power"] == 0.25
     later = {arm for arm in real.arms if arm.endswith("_32x2")}  # a third shape for published methods
     assert all(real.shapes_of(arm) == ((32, 2),) and real.arms[arm].peer for arm in later)
+    tokens = real.arms["grpo_tokens"]  # with the divisor of TRL's loss, at the cell that both have chosen
+    assert tokens.algo["aggregation"] == "token_mean" and tokens.peer and real.shapes_of("grpo_tokens") == ((16, 4),)
+    later |= {"grpo_tokens"}
     assert all(len(real.shapes_of(arm)) == 2 for arm in real.arms.keys() - later - {"lora"})
     assert all(len(real.grid(arm)) == 3 for arm in real.arms.keys() - later) and real.arms["lora"].model == {
         "lora": {"rank": 16}
