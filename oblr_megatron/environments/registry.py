@@ -107,8 +107,8 @@ def data_for(config: Config, tokenizer: PreTrainedTokenizerBase) -> DataConfig:
     if not environment.function:
         return data
     template = str(tokenizer.chat_template)
-    other = "<function=" in template or ('"parameters"' in template and "<tool_call>" not in template)
-    if environment.function == "tool_loop" and other:  # that of Qwen3-Coder, or that of Llama 3.1
+    of_llama, of_coder = '"parameters"' in template and "<tool_call>" not in template, "<function=" in template
+    if environment.function == "tool_loop" and (of_llama or of_coder):  # Llama 3.1, Qwen3-Coder
         raise UserError(
             "the model's chat template asks for tool calls of another form than tool_loop reads",
             where="config: rollout.environment",

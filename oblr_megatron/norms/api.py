@@ -285,7 +285,7 @@ def _prepared(
 
 
 def _check_averaging(model: TappedModel) -> None:
-    """Refuse wrappers whose sum over replicas divides by more than the replicas, or against the configuration.
+    """Refuse a wrapper that divides by the context-parallel size, or although the configuration asks for sums.
 
     DistributedDataParallel reads calculate_per_token_loss when it is built. Without it, the wrapper divides by DP x CP,
     and megatron-core's schedule multiplies the loss by CP only if the loss is a mean.

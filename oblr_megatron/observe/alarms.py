@@ -62,7 +62,7 @@ def _mismatch(window: Window) -> str:
     age = [0.0, *window.courses["rollout/staleness_max"].recent][-1]
     if age:  # the policy itself has moved since
         text = f"The policy is {number(recent, 2)} nats per token from the weights that sampled, {age:,.0f} updates ago"
-        return f"{text}; lower optimizer.lr, or sample anew." if recent >= 0.1 else ""
+        return f"{text}; lower optimizer.lr, or generate new samples." if recent >= 0.1 else ""
     if recent < 0.1:
         early, recent = course.ends or (early, 0.0)  # slow growth needs more steps to stand out from noise
         if recent < max(1e-3, 5 * early):

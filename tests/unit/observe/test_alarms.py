@@ -207,7 +207,7 @@ def test_old_samples_are_no_mismatch_of_the_engine() -> None:
     far = records_with("rollout/logprob_abs_diff", lambda step: 1e-3 * step)
     old = [record | {"rollout/staleness_max": 20.0} for record in far]
     (found,) = set_off(old)
-    assert found.name == "mismatch" and "sample anew" in found.text and "vLLM" not in found.text
+    assert found.name == "mismatch" and "generate new samples" in found.text and "vLLM" not in found.text
     slow = records_with("rollout/logprob_abs_diff", lambda step: 1e-3 + 4e-4 * step)
     assert set_off(record | {"rollout/staleness_max": record["step"]} for record in slow) == []
 
